@@ -14,12 +14,13 @@ from .array import ArrayView
 from .core import dtypes, parse
 from .core.logits import LogitsExpression
 from .core.names import refuse_names
-from .core.tracing import untraced
+from .core.tracing import JAX_CALLS, of_jax, untraced
 from .decode import single_decode_with_kv_cache
 from .errors import ArgumentError, UnsupportedError
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .inputs import logits
 from .inputs.index_arrays import compute, progression
+from .inputs.placement import Placement
 from .prefill import single_prefill_with_kv_cache
 from .single import run as single
 from .typing import Array, query_returns_lse
@@ -78,6 +79,7 @@ def dot_product_attention(
     logits_transform: str | None = None,
     mask_fn: str | None = None,
     logits_params: Mapping[str, Any] | None = None,
+    causal_alignment: Literal["last", "first"] = "last",
 ) -> Any:
     """softmax(query keyᵀ * scale) value, of one request or of many, without a plan.
 
@@ -95,15 +97,18 @@ def dot_product_attention(
             value's head_dim may differ. Any number of query heads shares a key head. Any strides
             but a contiguous last dimension.
     bias    float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without
-            b), contiguous: added to the scaled logits. Dense requests of whole arrays alone, each
-            a launch of its own; the kernel is compiled on its first use.
+            b), contiguous: added to the scaled logits, behind a soft cap. Dense requests alone,
+            each a launch of its own; the kernel is compiled on its first use.
     mask    bool, of the same shapes: True where a row sees a key. Dense requests alone; is_causal,
             the window and lengths hold besides. Each request is a launch of its own then. One that
             differs by head, or comes with a bias, is taken as the bias is.
     scale   of the logits; default 1 / sqrt(head_dim).
-    is_causal   the last query of a request is at its last key: row i of t sees keys up to
-            i + s - t. (jax.nn and torch put the first query at the first key. Both mean the same
-            where a request has as many queries as keys.)
+    is_causal   a row sees no key behind its own place, which causal_alignment says.
+    causal_alignment   where rows are among the keys, for is_causal and local_window_size. "last":
+            the last query of a request is at its last key, row i of t at key i + s - t. "first":
+            the first query is at the first key, row i at key i, as jax.nn and torch have it; for
+            dense requests. Both mean the same where a request has as many queries as keys. With
+            lengths "first" takes a mask of all rows and keys.
     query_seq_lengths   [b]: how many rows of each dense or paged request count; the others give 0.
     key_value_seq_lengths, kv_lens   two names of [b]: how many keys of each request count.
     local_window_size   (left, right): keys beside a row's own place that it sees, both ends
@@ -116,7 +121,8 @@ def dot_product_attention(
     logits_soft_cap   c > 0: logits become c * tanh(logit / c).
     sinks   [num_heads]: logits of keys without values, natural and unscaled.
     out     array to write instead of a new one.
-    return_lse, return_residual   two names of: return the log-sum-exp of each row too.
+    return_lse, return_residual   two names of: return the log-sum-exp of each row too. For JAX's
+            arrays return_residual has query's dtype, as in jax.nn.
     logits_transform, mask_fn, logits_params   expressions over each logit and its place, as in
             single_prefill_with_kv_cache: dense requests of whole arrays, each a launch of its own.
     implementation: accepted for compatibility.
@@ -127,10 +133,16 @@ def dot_product_attention(
     Returns out [..., num_heads, head_dim of value] in query's framework, dtype and device, or
     (out, lse): float32, out's shape without its last dimension, natural logarithms. A row that sees
     no key gives 0 and -inf. With query_seq_lengths the lse of rows that do not count is undefined.
+    JAX's tracers are taken once cupyattn.integrations.jax has been imported.
 
     Raises ArgumentError for arguments that do not fit each other, UnsupportedError for what is not
-    served, before anything is written. Semantics: jax.nn.dot_product_attention, but for is_causal.
+    served, before anything is written. Semantics: jax.nn.dot_product_attention, which is
+    causal_alignment="first".
     """
+    if JAX_CALLS:
+        traced = of_jax("dot_product_attention", locals())
+        if traced is not None:
+            return traced()
     if implementation is not None and not isinstance(implementation, str):
         raise ArgumentError(f"implementation: got {parse.shown(implementation)}; wanted a string")
     if kv_lens is not None and key_value_seq_lengths is not None:
@@ -140,39 +152,60 @@ def dot_product_attention(
     wants_lse = parse.flag(return_lse, "return_lse")
     wants_lse = parse.flag(return_residual, "return_residual") or wants_lse
     lens = key_value_seq_lengths if kv_lens is None else kv_lens
+    causal, window = parse.flag(is_causal, "is_causal"), _window(local_window_size)
     options = {
         "softmax_scale": scale,
-        "causal": parse.flag(is_causal, "is_causal"),
-        "window_size": _window(local_window_size),
+        "causal": causal,
+        "window_size": window,
         "softcap": 0.0 if logits_soft_cap is None else logits_soft_cap,
         "sinks": sinks,
         "out": out,
         "return_softmax_lse": wants_lse,
     }
-    if bias is not None or (mask is not None and logits.differs_by_head(mask)):
-        name = "mask" if bias is None else "bias"
-        _refuse_with_arrays(name, logits_transform, mask_fn, logits_params)
-        _refuse_lengths(name, query_seq_lengths, lens, cu_seqlens_q, cu_seqlens_k, block_table)
-        logits_transform, mask_fn, logits_params = logits.of_arrays(bias, mask, query, key)
-        mask = None
-    expression, arrays = logits.read(logits_transform, mask_fn, logits_params)
+    is_first = _is_first(causal_alignment) and (causal or window != (-1, -1))
     try:
+        if bias is not None or (mask is not None and logits.differs_by_head(mask)):
+            name = "mask" if bias is None else "bias"
+            _refuse_with_arrays(name, logits_transform, mask_fn, logits_params)
+            _refuse_layouts(name, cu_seqlens_q, cu_seqlens_k, block_table)
+            cap = parse.soft_cap(logits_soft_cap)
+            logits_transform, mask_fn, logits_params = logits.of_arrays(bias, mask, query, key, cap)
+            mask, options["softcap"] = None, cap if bias is None else 0.0
+            if is_first or query_seq_lengths is not None or lens is not None:
+                placement = _placement(query, key, options, is_first)
+                _check_lengths(query, query_seq_lengths, lens)
+                mask_fn, own = placement.condition(mask_fn, query_seq_lengths, lens)
+                logits_params |= own
+                options |= {"causal": False, "window_size": (-1, -1)}
+                query_seq_lengths = lens = None
+        elif is_first and not logits_transform is mask_fn is None:
+            mask_fn, _ = _placement(query, key, options, True).condition(mask_fn, None, None)
+            options |= {"causal": False, "window_size": (-1, -1)}
+        expression, arrays = logits.read(logits_transform, mask_fn, logits_params)
         if expression is not None:
             others = cu_seqlens_q, cu_seqlens_k, block_table, query_seq_lengths, lens, mask
             _refuse_with_expression(*others)
-            return _expressed(query, key, value, expression, arrays, options)
-        if mask is not None:
+            answer = _expressed(query, key, value, expression, arrays, options)
+        elif mask is not None:
             _refuse_with_mask(cu_seqlens_q, cu_seqlens_k, block_table)
-            return _masked(query, key, value, mask, query_seq_lengths, lens, options)
-        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            answer = _masked(query, key, value, mask, query_seq_lengths, lens, options, is_first)
+        elif is_first:
+            offsets = cu_seqlens_q, cu_seqlens_k
+            _refuse_first(*offsets, block_table)
+            answer = _first(query, key, value, query_seq_lengths, lens, options)
+        elif cu_seqlens_q is not None or cu_seqlens_k is not None:
             most = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
             offsets = cu_seqlens_q, cu_seqlens_k
-            return _ragged(
+            answer = _ragged(
                 query, key, value, offsets, query_seq_lengths, lens, block_table, options | most
             )
-        return _dense(query, key, value, query_seq_lengths, lens, block_table, options)
+        else:
+            answer = _dense(query, key, value, query_seq_lengths, lens, block_table, options)
     except (ArgumentError, UnsupportedError) as error:
         raise renamed(error, kv_lens is not None) from error
+    if return_residual and array.view(query, "query").framework == "jax":
+        return answer[0], answer[1].astype(query.dtype)
+    return answer
 
 
 def renamed(error: ArgumentError | UnsupportedError, has_kv_lens: bool = False) -> Exception:
@@ -192,6 +225,43 @@ def _window(size: Any) -> tuple[int, int]:
         )
     left, right = (-1 if x is None else parse.window(x, "local_window_size") for x in sides)
     return left, right
+
+
+def _is_first(causal_alignment: Any) -> bool:
+    if not isinstance(causal_alignment, str) or causal_alignment not in ("last", "first"):
+        got = parse.shown(causal_alignment)
+        raise ArgumentError(f"causal_alignment: got {got}; wanted 'last' or 'first'")
+    return bool(causal_alignment == "first")
+
+
+def _placement(q: Any, k: Any, options: dict[str, Any], is_first: bool) -> Placement:
+    """Of dense requests, with a batch axis or without one."""
+    shapes = [array.view(x, name).shape for x, name in ((q, "q"), (k, "k"))]
+    if any(len(shape) not in (3, 4) for shape in shapes):
+        raise ArgumentError(
+            f"q, k: shapes are {list(shapes[0])} and {list(shapes[1])}; wanted [batch, tokens, "
+            "heads, head_dim], or both without batch"
+        )
+    left, right = options["window_size"]
+    right = 0 if options["causal"] else right
+    return Placement(shapes[0][-3], shapes[1][-3], left, right, is_first)
+
+
+def _check_lengths(q: Any, q_lens: Any, kv_lens: Any) -> None:
+    shape = array.view(q, "q").shape
+    count = shape[0] if len(shape) == 4 else 1
+    for x, name in ((q_lens, "seqused_q"), (kv_lens, "seqused_k")):
+        if x is not None and tuple(array.view(x, name).shape) != (count,):
+            got = list(array.view(x, name).shape)
+            raise ArgumentError(f"{name}: shape is {got}; wanted [{count}]")
+
+
+def _refuse_first(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
+    if not cu_seqlens_q is cu_seqlens_k is block_table is None:
+        raise UnsupportedError(
+            "causal_alignment: 'first' is for dense requests; pass 'last' with cu_seqlens_q, "
+            "cu_seqlens_k or block_table, which is the same for as many queries as keys"
+        )
 
 
 def _refuse_with_mask(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
@@ -274,7 +344,13 @@ def _dense(
 
 
 def _check_dense(
-    vq: ArrayView, vk: ArrayView, vv: ArrayView, q_lens: Any, kv_lens: Any, options: dict[str, Any]
+    vq: ArrayView,
+    vk: ArrayView,
+    vv: ArrayView,
+    q_lens: Any,
+    kv_lens: Any,
+    options: dict[str, Any],
+    is_first: bool = False,
 ) -> None:
     for x, name in ((vk, "k"), (vv, "v")):
         if len(x.shape) != 4 or x.shape[0] != vq.shape[0]:
@@ -282,12 +358,13 @@ def _check_dense(
                 f"{name}: shape is {list(x.shape)}; wanted [{vq.shape[0]}, tokens, kv_heads, "
                 "head_dim], with the batch of query"
             )
-    is_placed = options["causal"] or options["window_size"] != (-1, -1)
+    is_placed = not is_first and (options["causal"] or options["window_size"] != (-1, -1))
     if is_placed and q_lens is None and kv_lens is not None and 1 < vq.shape[1] == vk.shape[1]:
         # Aligned to the last key that counts, padded rows would come ahead of the first key.
         raise ArgumentError(
             "query_seq_lengths: got None for requests of as many queries as keys, of which "
-            "key_value_seq_lengths count; wanted the same lengths, so that both are padded behind"
+            "key_value_seq_lengths count; wanted the same lengths, so that both are padded behind, "
+            "or causal_alignment='first'"
         )
 
 
@@ -384,20 +461,42 @@ def single_call(
     return single_prefill_with_kv_cache, (q[0], k[0], v[0]), rows
 
 
+# --- the first query at the first key ---
+
+
+def _first(q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, options: dict[str, Any]) -> Any:
+    """Dense requests, by other windows over fewer keys; with lengths, which only the device knows,
+    by a mask."""
+    placed = _placement(q, k, options, True).from_last() if q_lens is kv_lens is None else None
+    if placed is None:
+        return _masked(q, k, v, None, q_lens, kv_lens, options, True)
+    array.view(v, "v")
+    k, v = (x if x.shape[-3] <= placed.keys else x[..., : placed.keys, :, :] for x in (k, v))
+    return _dense(q, k, v, None, None, None, options | placed.options())
+
+
 # --- masks ---
 
 
 def _masked(
-    q: Any, k: Any, v: Any, mask: Any, q_lens: Any, kv_lens: Any, options: dict[str, Any]
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    q_lens: Any,
+    kv_lens: Any,
+    options: dict[str, Any],
+    is_first: bool,
 ) -> Any:
     """Request by request, each with a mask of all that hides keys."""
-    vq, vk, vm = array.view(q, "q"), array.view(k, "k"), array.view(mask, "mask")
+    vq, vk = array.view(q, "q"), array.view(k, "k")
+    vm = None if mask is None else array.view(mask, "mask")
     axes = len(vq.shape)
     if axes == 3:
         out = options["out"]
         options = options | {"out": None if out is None else out[None]}
-        answer = _masked(q[None], k[None], v[None], _with_axes(mask, vm, 4), q_lens, kv_lens,
-                         options)  # fmt: skip
+        full = None if vm is None else _with_axes(mask, vm, 4)
+        answer = _masked(q[None], k[None], v[None], full, q_lens, kv_lens, options, is_first)
         made, lse = answer if options["return_softmax_lse"] else (answer, None)
         made = made[0] if out is None else out
         return made if lse is None else (made, lse[0])
@@ -405,10 +504,9 @@ def _masked(
         raise ArgumentError(
             f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim]"
         )
-    _check_dense(vq, vk, array.view(v, "v"), q_lens, kv_lens, options)
-    if q_lens is not None:
-        raise UnsupportedError("query_seq_lengths: pass a mask that hides all keys of such rows")
-    seen = _visible(mask, vm, vq, vk, kv_lens, options)
+    _check_dense(vq, vk, array.view(v, "v"), q_lens, kv_lens, options, is_first)
+    _check_lengths(q, q_lens, kv_lens)
+    seen = _visible(mask, vm, vq, (q_lens, kv_lens), _placement(q, k, options, is_first))
     return _each_masked(q, k, v, vq, seen, options)
 
 
@@ -417,14 +515,37 @@ def _with_axes(mask: Any, vm: ArrayView, axes: int) -> Any:
 
 
 def _visible(
-    mask: Any, vm: ArrayView, vq: ArrayView, vk: ArrayView, kv_lens: Any, options: dict[str, Any]
+    mask: Any, vm: ArrayView | None, vq: ArrayView, lens: tuple[Any, Any], placement: Placement
 ) -> Any:
-    """bool [b or 1, t, s] of torch, CuPy or NumPy."""
+    """bool [b or 1, t, s] of torch, CuPy or NumPy. lens: of query and of keys, or None."""
     count, tokens, heads, _ = vq.shape
-    keys = vk.shape[1]
+    views = [
+        array.view(progression(n, 0, 1, vq), name)
+        for n, name in ((tokens, "rows"), (placement.keys, "columns"))
+    ]
+    names = []
+    for x, name in zip(lens, ("seqused_q", "seqused_k"), strict=True):
+        if x is not None:
+            views.append(array.view(x, name))
+            names.append("num_rows" if name == "seqused_q" else "num_keys")
+    if vm is not None:
+        _check_mask(vm, vq, (count, heads, tokens, placement.keys))
+        views.append(array.view(_with_axes(mask, vm, 4), "mask"))
+
+    def combine(rows: Any, columns: Any, *others: Any) -> Any:
+        seen = placement.seen(rows, columns, **dict(zip(names, others, strict=False)))
+        # With all keys and rows, a mask of extents of 1 is repeated.
+        return seen if vm is None else seen & others[-1][:, 0]
+
+    return compute(combine, *views)
+
+
+def _check_mask(vm: ArrayView, vq: ArrayView, wanted: tuple[int, ...]) -> None:
     if vm.dtype is not dtypes.bool_:
-        raise ArgumentError(f"mask: dtype is {vm.dtype}; wanted bool, True where a row sees a key")
-    wanted = count, heads, tokens, keys
+        raise ArgumentError(
+            f"mask: dtype is {vm.dtype}; wanted bool, True where a row sees a key; pass what is "
+            "added to logits as bias"
+        )
     fits = len(vm.shape) <= 4 and all(
         extent in (1, most) for extent, most in zip(vm.shape[::-1], wanted[::-1], strict=False)
     )
@@ -433,28 +554,6 @@ def _visible(
             f"mask: shape is {list(vm.shape)}; wanted one that broadcasts to {list(wanted)}"
         )
     array.same_device(query=vq, mask=vm)
-    full = array.view(_with_axes(mask, vm, 4), "mask")
-    left, right = options["window_size"]
-    if options["causal"]:
-        right = 0
-    row, column = progression(tokens, 0, 1, vq), progression(keys, 0, 1, vq)
-    views = [full, array.view(row, "rows"), array.view(column, "columns")]
-    if kv_lens is not None:
-        lens = array.view(kv_lens, "seqused_k")
-        if tuple(lens.shape) != (count,):
-            raise ArgumentError(f"seqused_k: shape is {list(lens.shape)}; wanted [{count}]")
-        views.append(lens)
-
-    def combine(given: Any, rows: Any, columns: Any, lens: Any = None) -> Any:
-        end = keys if lens is None else lens[:, None, None]
-        place, column = rows[None, :, None] + end - tokens, columns[None, None, :]
-        # Compared with all keys and rows, a mask of extents of 1 is repeated.
-        seen = given[:, 0] & (column < end) & (rows[None, :, None] >= 0)
-        if left >= 0:
-            seen = seen & (column >= place - left)
-        return seen & (column <= place + right) if right >= 0 else seen
-
-    return compute(combine, *views)
 
 
 def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict[str, Any]) -> Any:
@@ -493,12 +592,11 @@ def _refuse_with_arrays(name: str, *expressions: Any) -> None:
         )
 
 
-def _refuse_lengths(name: str, *others: Any) -> None:
+def _refuse_layouts(name: str, *others: Any) -> None:
     if any(x is not None for x in others):
         kind = "one" if name == "bias" else "a mask for each head"
         raise UnsupportedError(
-            f"{name}: got {kind} beside lengths, cu_seqlens or block_table; wanted dense requests "
-            "of whole arrays"
+            f"{name}: got {kind} beside cu_seqlens or block_table; wanted dense requests"
         )
 
 

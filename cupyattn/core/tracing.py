@@ -1,5 +1,5 @@
 """What torch.compile does with our calls: it ends a graph before each, makes the call as it is, and
-begins another graph behind it.
+begins another graph behind it. And what JAX's tracing does with them.
 
 Dynamo looks for a mark at every function that it meets, the one that torch.compiler.disable leaves.
 Ours is there without torch, which only Dynamo itself knows to be imported.
@@ -7,7 +7,9 @@ Ours is there without torch, which only Dynamo itself knows to be imported.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 _PACKAGE = __name__.partition(".")[0]
@@ -62,3 +64,17 @@ class Untraced:
         for name, member in vars(cls).items():
             if callable(member) and (name == "__init__" or not name.startswith("_")):
                 untraced(member)
+
+
+# --- JAX ---
+
+# What answers public calls of JAX's tracers, by name: integrations.jax, once it is imported.
+JAX_CALLS: dict[str, Callable[..., Any]] = {}
+
+
+def of_jax(name: str, given: dict[str, Any]) -> Callable[[], Any] | None:
+    """The call of this name by JAX_CALLS if an argument is traced by JAX, else None."""
+    tracer = getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", None)
+    if tracer is None or not any(isinstance(x, tracer) for x in given.values()):
+        return None
+    return functools.partial(JAX_CALLS[name], **given)

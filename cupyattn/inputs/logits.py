@@ -242,9 +242,12 @@ def differs_by_head(mask: Any) -> bool:
 
 
 def of_arrays(
-    bias: Any, mask: Any, query: Any, key: Any
+    bias: Any, mask: Any, query: Any, key: Any, soft_cap: float
 ) -> tuple[str | None, str | None, dict[str, Any]]:
-    """Arrays over all logits as (logits_transform, mask_fn, logits_params)."""
+    """Arrays over all logits as (logits_transform, mask_fn, logits_params).
+
+    The bias comes behind the cap, which has no effect here without a bias.
+    """
     q, k = array.view(query, "query"), array.view(key, "key")
     if len(q.shape) not in (3, 4) or len(k.shape) != len(q.shape):
         raise ArgumentError(
@@ -258,7 +261,10 @@ def of_arrays(
         if x is not None:
             arrays[name], places = _over_logits(x, name, wanted)
             texts[name] = f"{name}[{', '.join(places)}]"
-    return f"logit + {texts['bias']}" if "bias" in texts else None, texts.get("mask"), arrays
+    if "bias" not in texts:
+        return None, texts.get("mask"), arrays
+    logit = f"{soft_cap!r} * tanh(logit / {soft_cap!r})" if soft_cap else "logit"
+    return f"{logit} + {texts['bias']}", texts.get("mask"), arrays
 
 
 def _over_logits(x: Any, name: str, wanted: tuple[int, ...]) -> tuple[Any, list[str]]:

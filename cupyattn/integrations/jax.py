@@ -10,29 +10,40 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .. import cascade, dot_product, mla, page
+from .. import cascade, dot_product, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes
 from ..core.cupy_module import as_stream, cupy_module
 from ..core.recording import Recording, spoil
+from ..core.tracing import JAX_CALLS
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.workspace import on_device
 from ..launch.driver.enqueue import enqueue_again
+from . import jax_calls
 from .xla_exit import settle_at_exit
 from .xla_ffi import Buffer, Frame, handler
 
 __all__ = [
     "append_paged_kv_cache",
+    "attention_fn",
     "dot_product_attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "merge_state",
     "merge_states",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
 ]
 
 _TARGET = "cupyattn_call"
+_PARAMETER = "logits_params "  # in front of the name of an array
 
 
 def dot_product_attention(
@@ -58,22 +69,36 @@ def dot_product_attention(
     sinks: Any = None,
     return_lse: bool = False,
     return_residual: bool = False,
+    logits_transform: str | None = None,
+    mask_fn: str | None = None,
+    logits_params: Mapping[str, Any] | None = None,
+    causal_alignment: str = "last",
+    out: None = None,
 ) -> Any:
     """`cupyattn.dot_product_attention` of JAX arrays or tracers: dense, ragged and paged requests.
 
-    Arrays may be traced. Everything else is a constant of the compiled function: scale, is_causal,
-    local_window_size, max_seqlen_q, max_seqlen_k, logits_soft_cap and the flags.
+    Arrays may be traced, also those in logits_params. Everything else is a constant of the compiled
+    function: scale, is_causal, local_window_size, causal_alignment, max_seqlen_q, max_seqlen_k,
+    logits_soft_cap, expressions, numbers in logits_params, and the flags.
 
-    Returns as that function does. Under vmap requests are computed one after another. There is no
-    gradient: grad and jvp raise UnsupportedError. Arguments that do not fit each other raise when
-    the compiled function runs, with cupyattn's sentence in JAX's error.
+    Returns as that function does; return_residual: the LSE in query's dtype, as jax.nn's. Under
+    vmap requests are computed one after another. There is no gradient: grad and jvp raise
+    UnsupportedError. Masks that are no bools and float32 queries on a GPU are refused while JAX
+    traces; arguments that do not fit each other raise when the compiled function runs, with
+    cupyattn's sentence in JAX's error.
     """
-    if bias is not None:
-        raise UnsupportedError("bias: is not supported; pass mask")
+    if out is not None:
+        raise UnsupportedError("out: JAX arrays cannot be written; leave it out")
+    if mask is not None and str(mask.dtype) != "bool":
+        raise ArgumentError(
+            f"mask: dtype is {mask.dtype}; wanted bool, True where a row sees a key; pass what is "
+            "added to logits as bias"
+        )
     arrays = {
         "query": query,
         "key": key,
         "value": value,
+        "bias": bias,
         "mask": mask,
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
@@ -83,21 +108,96 @@ def dot_product_attention(
         "kv_lens": kv_lens,
         "sinks": sinks,
     }
-    constants = {
+    constants: dict[str, Any] = {
         "scale": scale,
         "is_causal": is_causal,
         "local_window_size": local_window_size,
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
         "logits_soft_cap": logits_soft_cap,
+        "causal_alignment": causal_alignment,
     }
+    if not logits_transform is mask_fn is logits_params is None:
+        params = dict(logits_params or {})
+        arrays |= {f"{_PARAMETER}{n}": x for n, x in params.items() if hasattr(x, "dtype")}
+        numbers = {n: x for n, x in params.items() if not hasattr(x, "dtype")}
+        constants |= {"logits_transform": logits_transform, "mask_fn": mask_fn}
+        constants |= {"logits_params": numbers}
     wants_lse = bool(return_lse or return_residual)
     shape = (*query.shape[:-1], value.shape[-1])
     outputs = [(shape, query.dtype)]
     if wants_lse:
         outputs.append((shape[:-1], "float32"))
     made = _call("dot_product_attention", arrays, constants, outputs)
-    return (made[0], made[1]) if wants_lse else made[0]
+    if not wants_lse:
+        return made[0]
+    return made[0], made[1].astype(query.dtype) if return_residual else made[1]
+
+
+def attention_fn(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    is_causal: bool = False,
+) -> Any:
+    """What flax's attention layers take as attention_fn, linen's and nnx's.
+
+    query   [batch..., tokens, num_heads, head_dim].
+    key, value  [batch..., keys, num_heads, head_dim]; fewer heads than query's are shared.
+    bias, mask  broadcastable to [batch..., num_heads, tokens, keys]. A mask may be of numbers, as
+            flax's are: 0 where a row does not see a key.
+    dtype   of the computation: arrays are cast to it. Default: their common one.
+    is_causal   the first query is at the first key, as in flax.
+    dropout_rate    must be 0 where deterministic is False; module None (sow_weights).
+    broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax   accepted, and change
+            nothing: softmax is computed in float32.
+
+    Returns [batch..., tokens, num_heads, head_dim]. A row that sees no key gives 0. Errors as in
+    `dot_product_attention`.
+    """
+    import jax
+
+    if dropout_rate and not deterministic:
+        raise UnsupportedError(
+            f"dropout_rate: got {dropout_rate} with deterministic=False; pass deterministic=True"
+        )
+    if module is not None:
+        raise UnsupportedError("module: weights of attention are not made; pass sow_weights=False")
+    common = jax.numpy.result_type(query, key, value) if dtype is None else dtype
+    parts = [x.astype(common) for x in (query, key, value)]
+    lead = parts[0].shape[:-3]
+    flat = [x.reshape(-1, *x.shape[-3:]) for x in parts]
+    if bias is not None:
+        bias = _over_logits(bias, lead)
+    if mask is not None:
+        mask = _over_logits(mask if str(mask.dtype) == "bool" else mask != 0, lead)
+    q, k, v = flat
+    out = dot_product_attention(
+        q, k, v, bias, mask, is_causal=bool(is_causal), causal_alignment="first"
+    )
+    return out.reshape(*lead, *out.shape[1:])
+
+
+def _over_logits(x: Any, lead: tuple[int, ...]) -> Any:
+    """[batch or 1, num_heads or 1, tokens or 1, keys or 1] of an array that broadcasts to
+    [*lead, num_heads, tokens, keys]."""
+    import jax
+
+    wanted = len(lead) + 3
+    x = x.reshape((1,) * (wanted - x.ndim) + x.shape)
+    if any(extent != 1 for extent in x.shape[:-3]):
+        x = jax.numpy.broadcast_to(x, (*lead, *x.shape[-3:]))
+    return x.reshape(-1, *x.shape[-3:])
 
 
 def append_paged_kv_cache(
@@ -140,61 +240,6 @@ def append_paged_kv_cache(
     return tuple(made) if is_pair else made[0]
 
 
-def trtllm_batch_decode_with_kv_cache_mla(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: None,
-    qk_nope_head_dim: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    block_tables: Any,
-    seq_lens: Any,
-    max_seq_len: int,
-    sparse_mla_top_k: int = 0,
-    *,
-    bmm1_scale: float = 1.0,
-    bmm2_scale: float = 1.0,
-    sinks: Any = None,
-    return_lse: bool = False,
-    cum_seq_lens_q: Any = None,
-    max_q_len: int | None = None,
-    sparse_mla_top_k_lens: Any = None,
-) -> Any:
-    """`cupyattn.mla.trtllm_batch_decode_with_kv_cache_mla` of JAX arrays or tracers; workspaces are
-    memory of the call.
-
-    Arrays may be traced; dimensions, scales and max_seq_len are constants of the compiled function.
-    Returns as that function does. Errors and vmap as in `dot_product_attention` here.
-    """
-    if workspace_buffer is not None:
-        raise UnsupportedError("workspace_buffer: JAX arrays cannot be written; pass None")
-    arrays = {
-        "query": query,
-        "kv_cache": kv_cache,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "sinks": sinks,
-        "cum_seq_lens_q": cum_seq_lens_q,
-        "sparse_mla_top_k_lens": sparse_mla_top_k_lens,
-    }
-    constants = {
-        "qk_nope_head_dim": qk_nope_head_dim,
-        "kv_lora_rank": kv_lora_rank,
-        "qk_rope_head_dim": qk_rope_head_dim,
-        "max_seq_len": max_seq_len,
-        "sparse_mla_top_k": sparse_mla_top_k,
-        "bmm1_scale": bmm1_scale,
-        "bmm2_scale": bmm2_scale,
-        "max_q_len": max_q_len,
-    }
-    rows = tuple(query.shape[:-1])
-    outputs = [((*rows, kv_lora_rank), query.dtype)]
-    if return_lse:
-        outputs.append((rows, "float32"))
-    made = _call("trtllm_batch_decode_with_kv_cache_mla", arrays, constants, outputs)
-    return (made[0], made[1]) if return_lse else made[0]
-
-
 def merge_state(
     v_a: Any, s_a: Any, v_b: Any, s_b: Any, *, lse_base_on_e: bool = False
 ) -> tuple[Any, Any]:
@@ -229,6 +274,7 @@ def _call(
 
     _register()
     given = {name: x for name, x in arrays.items() if x is not None}
+    _refuse_float32(given)
     for constant, x in constants.items():
         if isinstance(x, jax.core.Tracer):
             raise ArgumentError(
@@ -252,6 +298,32 @@ def _call(
     return run(*given.values())
 
 
+def _refuse_float32(given: dict[str, Any]) -> None:
+    """UnsupportedError for queries that no kernel has, as far as JAX says where they will be."""
+    import jax
+
+    name, query = next(iter(given.items()))
+    if str(query.dtype) != "float32" or name not in ("q", "query"):
+        return
+    if jax.default_backend() != "gpu" or _is_for_cpu(given.values()):
+        return
+    raise UnsupportedError(
+        f"{name}: float32 has no kernel on a GPU; cast query, keys and values to bfloat16 or "
+        "float16, or set jax_default_device to a CPU"
+    )
+
+
+def _is_for_cpu(arrays: Iterable[Any]) -> bool:
+    """Whether JAX is told to compute on the CPU, or an array is there."""
+    import jax
+
+    device = jax.config.jax_default_device
+    if device is not None:
+        return getattr(device, "platform", device) == "cpu"
+    concrete = (x for x in arrays if not isinstance(x, jax.core.Tracer) and hasattr(x, "devices"))
+    return any(device.platform == "cpu" for x in concrete for device in x.devices())
+
+
 def _plain(x: Any) -> Any:
     """A number that json does not know, NumPy's say."""
     if hasattr(x, "item"):
@@ -264,6 +336,17 @@ def _refuse_gradient(name: str, primals: Any, tangents: Any) -> Any:
         f"{name}: cupyattn has no gradient; call it outside of jax.grad, or behind "
         "jax.lax.stop_gradient"
     )
+
+
+_made = functools.partial(jax_calls.function, make=_call)
+flash_attn_func = _made("flash_attn_func")
+flash_attn_varlen_func = _made("flash_attn_varlen_func")
+flash_attn_with_kvcache = _made("flash_attn_with_kvcache")
+single_decode_with_kv_cache = _made("single_decode_with_kv_cache")
+single_prefill_with_kv_cache = _made("single_prefill_with_kv_cache")
+trtllm_batch_context_with_kv_cache = _made("trtllm_batch_context_with_kv_cache")
+trtllm_batch_decode_with_kv_cache = _made("trtllm_batch_decode_with_kv_cache")
+trtllm_batch_decode_with_kv_cache_mla = _made("trtllm_batch_decode_with_kv_cache_mla")
 
 
 @functools.cache
@@ -395,7 +478,12 @@ def _attention(
     and not at each call."""
     q, k, v = (arrays[name] for name in ("query", "key", "value"))
     is_dense = len(arrays) == 3 and all(len(x.shape) == 4 and x.shape[0] == 1 for x in (q, k, v))
-    if not is_dense or len(outputs) > 1:
+    is_plain = constants["causal_alignment"] == "last" and "mask_fn" not in constants
+    if not (is_dense and is_plain) or len(outputs) > 1:
+        params = {n.removeprefix(_PARAMETER): x for n, x in arrays.items() if _PARAMETER in n}
+        if "logits_params" in constants:
+            constants = constants | {"logits_params": constants["logits_params"] | params or None}
+            arrays = {name: x for name, x in arrays.items() if _PARAMETER not in name}
         return functools.partial(_attend, arrays, constants, outputs)
     window = dot_product._window(constants["local_window_size"])
     options = {
@@ -435,18 +523,6 @@ def _append(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any
     page.append_paged_kv_cache(**given, **constants, paged_kv_cache=cache)
 
 
-def _attend_latent(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
-    out, lse = outputs[0], outputs[1] if len(outputs) > 1 else None
-    mla.trtllm_batch_decode_with_kv_cache_mla(
-        **arrays,
-        **constants,
-        workspace_buffer=None,
-        out=out,
-        lse=lse,
-        return_lse=lse is not None,
-    )
-
-
 def _merge(function: Any, arrays: dict[str, Any], constants: dict[str, Any], to: list[Any]) -> None:
     function(**arrays, **constants, out=to[0], lse=to[1])
 
@@ -457,11 +533,13 @@ _RUNS: dict[str, _Run] = {
     "dot_product_attention": _attend,
     "merge_state": functools.partial(_merge, cascade.merge_state),
     "merge_states": functools.partial(_merge, cascade.merge_states),
-    "trtllm_batch_decode_with_kv_cache_mla": _attend_latent,
+    **{name: functools.partial(jax_calls.run, name) for name in jax_calls.TABLE},
 }
 # Calls of which a part depends on the buffers alone, and is done once for them.
 _Prepare = Callable[[dict[str, Any], dict[str, Any], list[Any]], Callable[[], None]]
 _PREPARES: dict[str, _Prepare] = {"dot_product_attention": _attention}
+
+JAX_CALLS["dot_product_attention"] = dot_product_attention
 
 if "jax" in sys.modules:  # else at the first call: what JAX does at exit comes behind
     _settle_at_exit()

@@ -147,7 +147,8 @@ CALLS = (
         "is_causal=False, Tensor? query_seq_lengths=None, Tensor? key_value_seq_lengths=None, "
         "SymInt[]? local_window_size=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
         "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? block_table=None, Tensor? "
-        "kv_lens=None, float? logits_soft_cap=None, Tensor? sinks=None",
+        "kv_lens=None, float? logits_soft_cap=None, Tensor? sinks=None, str "
+        'causal_alignment="last"',
         _rows_first("query", "value"),
         aliases=(("return_residual", "return_lse"),),
         ignored=("implementation",),

@@ -21,12 +21,15 @@ class Arrays:
             jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes
         )
         self.pages = tuple(x.reshape(-1, PAGE, HK, D) for x in (self.k, self.v))
+        self.pair = jnp.stack(self.pages, axis=1)
         self.table = jnp.arange(4, dtype="int32").reshape(B, 2)
         self.lens, self.cu_q = jnp.asarray([8, 5], "int32"), jnp.asarray([0, T, 2 * T], "int32")
         self.cu_k, self.few = jnp.asarray([0, 8, 13], "int32"), jnp.asarray([3, 2], "int32")
         self.indptr = jnp.asarray([0, 2, 4], "int32")
         self.mask = jnp.asarray(rng.random((B, 1, T, S)) < 0.7)
         self.sinks = jnp.zeros(H, "float32")
+        self.bias = jnp.asarray(rng.standard_normal((1, H, T, S)), dtype)
+        self.slopes = jnp.arange(H, dtype="float32")
         self.latents = jnp.asarray(rng.standard_normal((4, PAGE, 576)), dtype)
         self.wide = jnp.asarray(rng.standard_normal((B, T, 2, 576)), dtype)
 
@@ -47,6 +50,25 @@ CALLS: dict[str, Callable[[Any, Arrays, Any], Any]] = {
         cu_seqlens_q=x.cu_q, cu_seqlens_k=x.cu_k, max_seqlen_q=T, is_causal=True,
     ),
     "mask": lambda f, x, q: f(q, x.k, x.v, mask=x.mask, return_lse=True),
+    "mask, both lengths": lambda f, x, q: f(
+        q, x.k, x.v, mask=x.mask, key_value_seq_lengths=x.lens, query_seq_lengths=x.few
+    ),
+    "bias": lambda f, x, q: f(q, x.k, x.v, x.bias, is_causal=True, logits_soft_cap=3.0),
+    "bias, mask, lengths": lambda f, x, q: f(
+        q, x.k, x.v, x.bias, x.mask, key_value_seq_lengths=x.lens, return_lse=True
+    ),
+    "first": lambda f, x, q: f(q, x.k, x.v, is_causal=True, causal_alignment="first"),
+    "first of one": lambda f, x, q: f(
+        q[:1], x.k[:1], x.v[:1], local_window_size=(2, 1), causal_alignment="first"
+    ),
+    "first, lengths": lambda f, x, q: f(
+        q, x.k, x.v, is_causal=True, causal_alignment="first", key_value_seq_lengths=x.lens,
+        query_seq_lengths=x.few,
+    ),
+    "expression": lambda f, x, q: f(
+        q, x.k, x.v, logits_transform="logit * factor + slopes[head]", mask_fn="kv_idx != 1",
+        logits_params={"factor": 0.5, "slopes": x.slopes},
+    ),
     "no batch": lambda f, x, q: f(q[0], x.k[0], x.v[0], is_causal=True),
     "decode": lambda f, x, q: f(q[:1, :1], x.k[:1], x.v[:1], return_lse=True),
 }  # fmt: skip
@@ -69,20 +91,68 @@ def _merged(calls: Any, x: Arrays, q: Any) -> Any:
     return calls.merge_state(v_a, s_a, v_b, s_b, lse_base_on_e=True), many
 
 
+def _rows(x: Arrays, q: Any) -> tuple[Any, ...]:
+    return q.reshape(-1, H, D), x.k.reshape(-1, HK, D), x.v.reshape(-1, HK, D)
+
+
 # Other functions of the door, by functions of the same names.
-OTHERS: dict[str, Callable[[Any, Arrays, Any], Any]] = {"latent": _latent, "merge": _merged}
+OTHERS: dict[str, Callable[[Any, Arrays, Any], Any]] = {
+    "latent": _latent,
+    "merge": _merged,
+    "single_decode": lambda f, x, q: (
+        f.single_decode_with_kv_cache(q[0, 0], x.k[0], x.v[0], logits_soft_cap=2.0),
+        f.single_decode_with_kv_cache(q[0, 0], x.k[0], x.v[0], return_lse=True),
+    ),
+    "single_prefill": lambda f, x, q: f.single_prefill_with_kv_cache(
+        q[0], x.k[0], x.v[0], causal=True, window_left=3, backend="fa2", return_lse=True
+    ),
+    "trtllm decode": lambda f, x, q: (
+        f.trtllm_batch_decode_with_kv_cache(
+            q[:, 0], x.pages, None, x.table, x.lens, S, 0.125, 1.0, kv_layout="NHD"
+        ),
+        f.trtllm_batch_decode_with_kv_cache(
+            q.reshape(-1, H, D), x.pair, None, x.table, x.lens, S, 0.125, q_len_per_req=T,
+            sinks=x.sinks, kv_layout="NHD", return_lse=True,
+        ),
+    ),
+    "trtllm context": lambda f, x, q: f.trtllm_batch_context_with_kv_cache(
+        q.reshape(-1, H, D), x.pages, None, x.table, x.lens, T, S, 0.125, 1.0, B, x.cu_q, x.cu_k,
+        kv_layout="NHD",
+    ),
+    "flash_attn": lambda f, x, q: (
+        f.flash_attn_func(q, x.k, x.v, causal=True, return_softmax_lse=True),
+        f.flash_attn_varlen_func(
+            *_rows(x, q), x.cu_q, x.cu_k, T, S, causal=True, s_aux=x.sinks
+        ),
+        f.flash_attn_with_kvcache(
+            q, *x.pages, cache_seqlens=x.lens, page_table=x.table, window_size=(4, 0)
+        ),
+    ),
+}  # fmt: skip
 
 
 def check_other(jax: Any, name: str, x: Arrays) -> None:
     """The same as `check`."""
     import cupyattn
     import cupyattn.integrations.jax as door
-    from cupyattn.mla import trtllm_batch_decode_with_kv_cache_mla
+    from cupyattn import flash_attn, mla
 
     eager = types.SimpleNamespace(
-        merge_state=cupyattn.merge_state,
-        merge_states=cupyattn.merge_states,
-        trtllm_batch_decode_with_kv_cache_mla=trtllm_batch_decode_with_kv_cache_mla,
+        **{
+            f.__name__: f
+            for f in (
+                *(
+                    cupyattn.merge_state,
+                    cupyattn.merge_states,
+                    mla.trtllm_batch_decode_with_kv_cache_mla,
+                ),
+                *(cupyattn.single_decode_with_kv_cache, cupyattn.single_prefill_with_kv_cache),
+                cupyattn.trtllm_batch_decode_with_kv_cache,
+                cupyattn.trtllm_batch_context_with_kv_cache,
+                *(flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func),
+                flash_attn.flash_attn_with_kvcache,
+            )
+        }
     )
     got = jax.jit(lambda q: OTHERS[name](door, x, q * 2))(x.q)
     want = OTHERS[name](eager, x, x.q * 2)

@@ -279,6 +279,127 @@ def test_out(named: dict[str, Any], batch: int, t: int) -> None:
     np.testing.assert_array_equal(out, cupyattn.dot_product_attention(q, k, v, **given))
 
 
+# --- alignment ---
+
+
+def _seen_first(t: int, s: int, named: dict[str, Any], lens: Any, q_lens: Any) -> np.ndarray:
+    """[b, t, s] of the first row at the first key."""
+    row, column = np.arange(t)[:, None], np.arange(s)
+    left, right = named.get("local_window_size", (-1, -1))
+    right = 0 if named.get("is_causal") else right
+    seen = np.ones((B, t, s), np.bool_)
+    if left >= 0:
+        seen &= column >= row - left
+    if right >= 0:
+        seen &= column <= row + right
+    seen &= column < (np.full(B, s) if lens is None else lens)[:, None, None]
+    return seen & (row < (np.full(B, t) if q_lens is None else q_lens)[:, None, None])
+
+
+@pytest.mark.parametrize("t, s", [(4, 9), (9, 4), (6, 6), (1, 5), (5, 1)])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"is_causal": True},
+        {"local_window_size": (2, 1)},
+        {"local_window_size": (1, -1)},
+        {"local_window_size": (-1, 2)},
+        {"is_causal": True, "local_window_size": (3, 2)},
+        {"is_causal": True, "logits_soft_cap": 2.0, "sinks": np.zeros(H, np.float32)},
+    ],
+)
+@pytest.mark.parametrize(
+    "form", ["dense", "one", "no batch", "keys", "both", "mask", "mask, both", "bias", "bias, both",
+             "mask of heads", "expression"],
+)  # fmt: skip
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_the_first_query_at_the_first_key(
+    framework: str, form: str, named: dict[str, Any], t: int, s: int
+) -> None:
+    rng = np.random.default_rng(14)
+    q = rng.standard_normal((B, t, H, D)).astype(np.float32)
+    k, v = rng.standard_normal((2, B, s, HK, D)).astype(np.float32)
+    given: dict[str, Any] = dict(named) | {"causal_alignment": "first"}
+    lens = q_lens = None
+    if form.endswith(("keys", "both")):
+        lens = given["key_value_seq_lengths"] = np.array([s, max(1, s - 2), 1], np.int32)
+    if form.endswith("both"):
+        q_lens = given["query_seq_lengths"] = np.array([max(1, t - 1), t, 1], np.int64)
+    seen = np.broadcast_to(_seen_first(t, s, named, lens, q_lens)[:, None], (B, H, t, s)).copy()
+    bias = np.zeros((H, t, s), np.float32)
+    if form.startswith("mask"):
+        mask = rng.random((B, H if form == "mask of heads" else 1, t, s)) < 0.7
+        given["mask"], seen = mask, seen & mask
+    if form.startswith("bias"):
+        given["bias"] = bias = rng.standard_normal((H, t, s)).astype(np.float32)
+    if form == "expression":
+        given |= {"mask_fn": "kv_idx != 2"}
+        seen[..., 2:3] = False
+    count = B
+    if form == "one":
+        q, k, v, seen, count = q[:1], k[:1], v[:1], seen[:1], 1
+    if form == "no batch":
+        out, lse = (x[None] for x in call(framework, q[0], k[0], v[0], given))
+        count = 1
+    else:
+        out, lse = call(framework, q, k, v, given)
+    for b in range(count):
+        logits = np.einsum("thd,shd->hts", q[b], np.repeat(k[b], H // HK, 1)) * D**-0.5
+        if "logits_soft_cap" in named:
+            logits = 2.0 * np.tanh(logits / 2.0)
+        logits = np.where(seen[b], logits + bias, -np.inf)
+        total = np.exp(logits).sum(-1) + ("sinks" in named)
+        weights = np.exp(logits) / np.where(total > 0, total, 1)[..., None]
+        want = np.einsum("hts,shd->thd", weights, np.repeat(v[b], H // HK, 1))
+        np.testing.assert_allclose(numbers(out)[b], want, atol=3e-6)
+        rows = np.s_[: t if q_lens is None else q_lens[b]]
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(numbers(lse)[b][rows], np.log(total).T[rows], atol=3e-6)
+
+
+@pytest.mark.parametrize("t, s", [(4, 7), (7, 4), (6, 6)])
+@pytest.mark.parametrize("has_lens", [False, True])
+def test_alignment_as_jax(t: int, s: int, has_lens: bool) -> None:
+    jax = pytest.importorskip("jax")
+    rng = np.random.default_rng(15)
+    q = jax.numpy.asarray(rng.standard_normal((B, t, H, D)), "float32")
+    k, v = jax.numpy.asarray(rng.standard_normal((2, B, s, HK, D)), "float32")
+    lens: dict[str, Any] = {}
+    if has_lens:
+        lens["query_seq_lengths"] = jax.numpy.asarray([t, 2, 1], "int32")
+        lens["key_value_seq_lengths"] = jax.numpy.asarray([2, s, 1], "int32")
+    for named in ({"is_causal": True}, {"local_window_size": (5, 2)}):
+        want = jax.nn.dot_product_attention(q, k, v, **named, **lens)
+        got = cupyattn.dot_product_attention(q, k, v, causal_alignment="first", **named, **lens)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_heads", [False, True])
+def test_masks_with_lengths_of_both(has_bias: bool, has_heads: bool) -> None:
+    """The last row that counts is at the last key that does."""
+    rng = np.random.default_rng(16)
+    q, k, v = make(rng)
+    lens, q_lens = np.array([9, 5, 7], np.int32), np.array([5, 2, 0], np.int32)
+    mask = rng.random((B, H if has_heads else 1, T, S)) < 0.7
+    bias = rng.standard_normal((1, H, T, S)).astype(np.float32) if has_bias else None
+    named = {"is_causal": True, "local_window_size": (6, 0)}
+    out = cupyattn.dot_product_attention(
+        q, k, v, bias, mask, query_seq_lengths=q_lens, key_value_seq_lengths=lens, **named
+    )
+    for b in range(B):
+        t, s = q_lens[b], lens[b]
+        assert not out[b, t:].any()
+        if t:
+            cut = None if bias is None else np.ascontiguousarray(bias[..., :t, :s])
+            want = cupyattn.dot_product_attention(
+                *(q[b : b + 1, :t], k[b : b + 1, :s], v[b : b + 1, :s], cut),
+                np.ascontiguousarray(mask[b : b + 1, :, :t, :s]),
+                **named,
+            )
+            np.testing.assert_allclose(out[b, :t], want[0], atol=2e-6)
+
+
 def wrong(**change: Any) -> dict[str, Any]:
     q, k, v = make(np.random.default_rng(0))
     return {"query": q, "key": k, "value": v} | change
@@ -293,8 +414,9 @@ WRONG = [
     (wrong(bias=np.zeros((S, T), np.float32).T), ArgumentError, "^bias: has strides"),
     (wrong(bias=np.zeros((T, S), np.float32), mask_fn="kv_idx > 0"), ArgumentError,
      "^bias: got an array beside"),
-    (wrong(bias=np.zeros((T, S), np.float32), kv_lens=_OFFSETS), UnsupportedError,
-     "^bias: got one beside lengths"),
+    (wrong(bias=np.zeros((T, S), np.float32), kv_lens=_OFFSETS[:2]), ArgumentError, "^kv_lens"),
+    (wrong(bias=np.zeros((T, S), np.float32), block_table=1), UnsupportedError,
+     "^bias: got one beside cu_seqlens or block_table"),
     (wrong(key=np.zeros((2, S, HK, D), np.float32)), ArgumentError, r"^key: shape is \[2, 9"),
     (wrong(value=np.zeros((B, 4, HK, D), np.float32)), ArgumentError, "^value"),
     (wrong(key=np.zeros((B, S, 3, D), np.float32), value=np.zeros((B, S, 3, D), np.float32)),
@@ -308,8 +430,11 @@ WRONG = [
     (wrong(return_lse=3), ArgumentError, "^return_lse"),
     (wrong(mask=np.ones((T, 4), np.bool_)), ArgumentError, "^mask: shape"),
     (wrong(mask=np.ones((T, S), np.float32)), ArgumentError, "^mask: dtype is float32"),
-    (wrong(mask=np.ones((B, H, T, S), np.bool_), kv_lens=_OFFSETS), UnsupportedError,
+    (wrong(mask=np.ones((B, H, T, S), np.bool_), cu_seqlens_q=_OFFSETS), UnsupportedError,
      "^mask: got a mask for each head"),
+    (wrong(is_causal=True, causal_alignment="middle"), ArgumentError, "^causal_alignment: got"),
+    (wrong(is_causal=True, causal_alignment="first", block_table=1), UnsupportedError,
+     "^causal_alignment: 'first' is for dense"),
     (wrong(mask=np.ones((T, S), np.bool_), block_table=1), UnsupportedError, "^mask: is for dense"),
     (wrong(kv_lens=_OFFSETS, key_value_seq_lengths=_OFFSETS), ArgumentError, "two names"),
     (wrong(kv_lens=_OFFSETS[:2]), ArgumentError, "^kv_lens"),

@@ -56,6 +56,34 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], list[st
         {"key_value_seq_lengths": LENS, "query_seq_lengths": LENS},
         ["plan_batch", "decode_sm80"],
     ),
+    "first at first": (
+        (B, T, H, D),
+        (B, S, HK, D),
+        {"is_causal": True, "causal_alignment": "first"},
+        ["plan_batch", "decode_sm80"],
+    ),
+    "first at first, more rows": (
+        (1, S, H, D),
+        (1, T, HK, D),
+        {"is_causal": True, "causal_alignment": "first"},
+        ["prefill_sm80"],
+    ),
+    "first at first, lengths": (
+        (B, T, H, D),
+        (B, S, HK, D),
+        {"is_causal": True, "causal_alignment": "first", "key_value_seq_lengths": LENS},
+        ["packbits", "decode_sm80"] * B,
+    ),
+    "a mask and lengths of both": (
+        (B, T, H, D),
+        (B, S, HK, D),
+        {
+            "mask": torch.ones(T, S, dtype=torch.bool),
+            "key_value_seq_lengths": LENS,
+            "query_seq_lengths": LENS,
+        },
+        ["packbits", "decode_sm80"] * B,
+    ),
     "pages": (
         (B, 1, H, D),
         (20, PAGE, HK, D),

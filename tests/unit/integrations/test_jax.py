@@ -107,12 +107,126 @@ def test_constants_are_not_traced(x: Arrays) -> None:
     compiled = jax.jit(lambda q, scale: door.dot_product_attention(q, x.k, x.v, scale=scale))
     with pytest.raises(ArgumentError, match=r"^scale: is traced, but is a constant"):
         compiled(x.q, 0.5)
-    with pytest.raises(UnsupportedError, match=r"^bias"):
-        door.dot_product_attention(x.q, x.k, x.v, bias=x.q)
+    with pytest.raises(UnsupportedError, match=r"^out: JAX arrays"):
+        door.dot_product_attention(x.q, x.k, x.v, out=x.q)
     with pytest.raises(UnsupportedError, match=r"^workspace_buffer"):
         door.trtllm_batch_decode_with_kv_cache_mla(
             x.wide, x.latents, x.q, 128, 512, 64, x.table, x.lens, 8
         )
+
+
+def test_what_is_refused_while_jax_traces(x: Arrays, monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(**named: Any) -> Any:
+        return jax.eval_shape(lambda q: door.dot_product_attention(q, x.k, x.v, **named), x.q)
+
+    with pytest.raises(ArgumentError, match=r"^mask: dtype is float32; wanted bool.*as bias"):
+        traced(mask=x.mask.astype("float32"))
+    with pytest.raises(UnsupportedError, match=r"^k: JAX arrays cannot be written; append by"):
+        door.flash_attn_with_kvcache(x.q, x.k, x.v, x.new, x.new, cache_seqlens=x.lens)
+    with pytest.raises(UnsupportedError, match=r"^out: JAX arrays cannot be written"):
+        door.single_prefill_with_kv_cache(x.q[0], x.k[0], x.v[0], out=x.q[0])
+    with pytest.raises(UnsupportedError, match=r"^mask_fn: single_prefill_with_kv_cache does not"):
+        door.single_prefill_with_kv_cache(x.q[0], x.k[0], x.v[0], mask_fn="kv_idx > 0")
+    with pytest.raises(TypeError, match="nonsense"):
+        door.single_prefill_with_kv_cache(x.q[0], x.k[0], x.v[0], nonsense=1)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    shapes = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.q, x.k, x.v)]
+    if x.q.dtype == "float32":
+        with pytest.raises(UnsupportedError, match=r"^query: float32 has no kernel on a GPU; cast"):
+            jax.eval_shape(door.dot_product_attention, *shapes)
+        with jax.default_device("cpu"):
+            jax.eval_shape(door.dot_product_attention, *shapes)
+    else:
+        jax.eval_shape(door.dot_product_attention, *shapes)
+    traced()  # keys that are on a CPU
+
+
+def test_the_eager_name_takes_tracers(x: Arrays) -> None:
+    """Once the door is imported: inside of jit and vmap, with JAX's names and its LSE."""
+    want, want_lse = cupyattn.dot_product_attention(x.q, x.k, x.v, return_residual=True)
+    assert want_lse.dtype == x.q.dtype
+    for f in (jax.jit, jax.vmap):
+        out, lse = f(lambda q, k, v: cupyattn.dot_product_attention(q, k, v, return_residual=True))(
+            x.q, x.k, x.v
+        )
+        assert lse.dtype == x.q.dtype
+        for a, b in ((out, want), (lse, want_lse)):
+            np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (a, b)), atol=1e-6)
+    lens = cupyattn.dot_product_attention(x.q, x.k, x.v, key_value_seq_lengths=x.lens)
+    got = jax.jit(lambda n: cupyattn.dot_product_attention(x.q, x.k, x.v, key_value_seq_lengths=n))(
+        x.lens
+    )
+    np.testing.assert_array_equal(got, lens)
+
+
+def test_as_jax_nn(x: Arrays) -> None:
+    """With its alignment, lengths of both and biases under jit."""
+    tolerance = 1e-5 if x.q.dtype == "float32" else 2e-2
+    for named in (
+        {"is_causal": True},
+        {"is_causal": True, "local_window_size": (2, 1)},
+        {"bias": x.bias, "is_causal": True},
+        {"is_causal": True, "query_seq_lengths": x.few, "key_value_seq_lengths": x.lens},
+    ):
+        got = jax.jit(
+            lambda q, named=named: door.dot_product_attention(
+                q, x.k, x.v, causal_alignment="first", **named
+            )
+        )(x.q)
+        want = jax.nn.dot_product_attention(x.q, x.k, x.v, **named)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2)])
+def test_attention_of_flax(lead: tuple[int, ...], x: Arrays) -> None:
+    """Its arguments and shapes; masks of numbers, biases that differ by head alone or by all."""
+    jnp, rng = jax.numpy, np.random.default_rng(5)
+    q, k, v = (jnp.asarray(rng.standard_normal((*lead, 6, 4, 16)), x.q.dtype) for _ in "qkv")
+    causal = jnp.tril(jnp.ones((*lead, 1, 6, 6), "float32"))
+    bias = jnp.asarray(rng.standard_normal((*lead, 4, 6, 6)), x.q.dtype)
+    tolerance = 1e-5 if x.q.dtype == "float32" else 4e-2
+    for named in (
+        {},
+        {"mask": causal},
+        {"mask": causal > 0, "bias": bias},
+        {"bias": bias[(0,) * len(lead)]},
+        {"is_causal": True},
+    ):
+        got = jax.jit(
+            lambda q, named=named: door.attention_fn(
+                q, k, v, dropout_rng=None, dropout_rate=0.5, broadcast_dropout=False,
+                deterministic=True, dtype=q.dtype, precision=None, module=None, **named,
+            )
+        )(q)  # fmt: skip
+        logits = jnp.einsum("...thd,...shd->...hts", q, k).astype("float32") / 4
+        if "bias" in named:
+            logits = logits + named["bias"]
+        if "mask" in named or "is_causal" in named:
+            logits = jnp.where(causal > 0, logits, -jnp.inf)
+        want = jnp.einsum("...hts,...shd->...thd", jax.nn.softmax(logits).astype(v.dtype), v)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), atol=tolerance
+        )
+    with pytest.raises(UnsupportedError, match=r"^dropout_rate: got 0.1 with"):
+        door.attention_fn(q, k, v, dropout_rate=0.1)
+    with pytest.raises(UnsupportedError, match=r"^module"):
+        door.attention_fn(q, k, v, module=object())
+
+
+def test_flax_layers() -> None:
+    flax = pytest.importorskip("flax.linen")
+    jnp = jax.numpy
+    x = jax.random.normal(jax.random.key(0), (2, 7, 24))
+    mask = flax.make_causal_mask(x[..., 0])
+    plain = flax.MultiHeadDotProductAttention(num_heads=3, dropout_rate=0.1, deterministic=True)
+    ours = plain.clone(attention_fn=door.attention_fn)
+    parameters = plain.init(jax.random.key(1), x)  # heads of 8 columns
+    want = plain.apply(parameters, x, mask=mask)
+    got = jax.jit(lambda x: ours.apply(parameters, x, mask=mask))(x)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert jnp.isfinite(got).all()
 
 
 def test_errors_come_through_xla(x: Arrays) -> None:

@@ -24,7 +24,7 @@ from cupyattn.launch.driver import scratch
 
 H, HK, D = 16, 8, 128
 ATTENTION = {"scale": None, "is_causal": True, "local_window_size": None, "max_seqlen_q": None}
-ATTENTION |= {"max_seqlen_k": None, "logits_soft_cap": None}
+ATTENTION |= {"max_seqlen_k": None, "logits_soft_cap": None, "causal_alignment": "last"}
 LATENT = {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_seq_len": 64}
 Make = Callable[..., Any]
 
@@ -69,6 +69,27 @@ def _paged(make: Make) -> tuple[Any, ...]:
     return "dot_product_attention", arrays, [make(4, 1, H, D)], ATTENTION
 
 
+def _first(make: Make) -> tuple[Any, ...]:
+    """The first query at the first key: fewer keys, seen by strides of more."""
+    arrays = {"query": make(1, 3, H, D), "key": make(1, 64, HK, D), "value": make(1, 64, HK, D)}
+    constants = ATTENTION | {"causal_alignment": "first"}
+    return "dot_product_attention", arrays, [make(1, 3, H, D)], constants
+
+
+def _single(make: Make) -> tuple[Any, ...]:
+    arrays = {"q": make(9, H, D), "k": make(64, HK, D), "v": make(64, HK, D)}
+    return "single_prefill_with_kv_cache", arrays, [make(9, H, D)], {"causal": True}
+
+
+def _trtllm(make: Make) -> tuple[Any, ...]:
+    arrays = {"query": make(4, H, D), "kv_cache 0": make(64, 16, HK, D)}
+    arrays |= {"kv_cache 1": make(64, 16, HK, D), "block_tables": make(4, 8, dtype="int32")}
+    arrays |= {"seq_lens": make(4, dtype="int32")}
+    constants = {"max_seq_len": 128, "bmm1_scale": 0.1, "bmm2_scale": 1.0, "kv_layout": "NHD"}
+    outputs = [make(4, H, D), make(4, H, dtype="float32")]
+    return "trtllm_batch_decode_with_kv_cache", arrays, outputs, constants
+
+
 def _append(make: Make) -> tuple[Any, ...]:
     index = {"batch_indices": 4, "positions": 4, "kv_indices": 32, "kv_indptr": 5}
     index |= {"kv_last_page_len": 4}
@@ -96,7 +117,7 @@ def _merge(make: Make) -> tuple[Any, ...]:
 
 CALLS = {
     "dense": _dense, "split": _split, "batch": _batch, "paged": _paged, "append": _append,
-    "latent": _latent, "merge": _merge,
+    "first": _first, "single": _single, "trtllm": _trtllm, "latent": _latent, "merge": _merge,
 }  # fmt: skip
 
 
