@@ -111,7 +111,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     enable_dcp, causal_seqlens_kv_global, return_lse_base   must be False and None; cp_world 1.
     All others are accepted for compatibility.
 
-    Returns out [B, q_len, num_heads, kv_lora_rank], of query's dtype or, beside fp8, bfloat16; or
+    Returns out [B, q_len, num_heads, kv_lora_rank], of query's dtype, beside fp8 of the keys'
+    or, where both are, bfloat16; or
     (out, lse) if `return_lse`. Raises ArgumentError, UnsupportedError or WorkspaceError before
     anything is written. Semantics: FlashInfer's function of the same name, which runs on Blackwell
     only.
@@ -323,7 +324,8 @@ def xqa_mla(
 def _queries(query: Any, name: str, keys: Any, out: Any) -> tuple[Any, Any]:
     """Queries that kernels take, and the dtype of the answer where query and out do not tell."""
     found = in_16_bits(query, name, keys)
-    return found, None if found is query or out is not None else "bfloat16"
+    is_told = found is query or out is not None or not array.view(keys, "kv_cache").dtype.is_fp8
+    return found, None if is_told else "bfloat16"
 
 
 def _table_of_keys(block_tables: Any) -> Any:

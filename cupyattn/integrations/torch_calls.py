@@ -230,13 +230,13 @@ CALLS = (
         "mla",
         "trtllm_batch_decode_with_kv_cache_mla",
         "Tensor query, Tensor[] kv_cache, Tensor? workspace_buffer, SymInt qk_nope_head_dim, "
-        "SymInt kv_lora_rank, SymInt qk_rope_head_dim, Tensor block_tables, Tensor seq_lens, "
+        "SymInt kv_lora_rank, SymInt qk_rope_head_dim, Tensor block_tables, Tensor? seq_lens, "
         "SymInt max_seq_len, SymInt sparse_mla_top_k=0, float bmm1_scale=1.0, float bmm2_scale="
         "1.0, Tensor? sinks=None, Tensor? cum_seq_lens_q=None, SymInt? max_q_len=None, Tensor? "
         "sparse_mla_top_k_lens=None",
         _latent,
         ignored=(
-            *("enable_pdl", "backend", "is_var_seq", "uses_shared_paged_kv_idx", "cute_dsl_impl"),
+            *("enable_pdl", "backend", "is_var_seq", "cute_dsl_impl"),
             *("kv_scale_format", "multi_ctas_kv_counter_buffer", "use_fp16_softmax"),
             "skip_softmax_threshold_scale_factor",
         ),

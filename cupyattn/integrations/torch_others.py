@@ -66,10 +66,10 @@ def _like_q(given: dict[str, Any]) -> Any:
 
 
 def _xqa_latent(given: dict[str, Any]) -> Any:
-    """Queries without their axis of one token."""
     query, out = given["query"], given["out"]
-    shape = query.shape[0], query.shape[-2], given["kv_lora_rank"]
-    return query.new_empty(shape) if out is None else out
+    shape = *query.shape[:-1], given["kv_lora_rank"]
+    dtype = answer_dtype(query, given["kv_cache"])
+    return query.new_empty(shape, dtype=dtype) if out is None else out
 
 
 def _xqa(given: dict[str, Any]) -> Any:
@@ -80,8 +80,9 @@ def _xqa(given: dict[str, Any]) -> Any:
 
 
 def _xqa_mla(given: dict[str, Any]) -> Any:
-    query = given["q"]
-    return query.new_empty((*query.shape[:-1], _LATENT)) if given["output"] is None else None
+    query, dtype = given["q"], answer_dtype(given["q"], given["k_cache"])
+    shape = *query.shape[:-1], _LATENT
+    return query.new_empty(shape, dtype=dtype) if given["output"] is None else None
 
 
 def _fmha(given: dict[str, Any]) -> Any:
@@ -145,7 +146,8 @@ def _flash_mla(given: dict[str, Any]) -> Any:
 def _flash_mla_sparse(given: dict[str, Any]) -> Any:
     q, out = given["q"], given["out"]
     made = q.new_empty((*q.shape[:-1], given["d_v"])) if out is None else out
-    return made, None, q.new_empty(q.shape[:-1], dtype=_torch().float32)
+    max_logits, lse = (q.new_empty(q.shape[:-1], dtype=_torch().float32) for _ in range(2))
+    return made, max_logits, lse
 
 
 def _latent(given: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from helpers.wrong_others import entries  # noqa: E402
 
 import cupyattn  # noqa: E402
 import cupyattn.integrations.torch as door  # noqa: E402
-from cupyattn import array  # noqa: E402
+from cupyattn import array, flash_mla  # noqa: E402
 from cupyattn.core.tracing import untraced  # noqa: E402
 from cupyattn.errors import ArgumentError  # noqa: E402
 from cupyattn.integrations import torch_others  # noqa: E402
@@ -83,7 +83,38 @@ def test_every_public_call_is_in_one_graph(name: str, backend: str) -> None:
 
 # Arguments that the calls' own operators do not take.
 X = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(1))
+LATENT = torch.randn(6, 2, 4, 576, generator=torch.Generator().manual_seed(2)).half()
+POOL, TABLE = LATENT[:, :, :1], torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+LENS, LISTS = torch.tensor([3, 4], dtype=torch.int32), torch.arange(10, dtype=torch.int32)
+FP8 = torch.float8_e4m3fn
+POOL_OF_FP8 = POOL.to(FP8)
+
+
+def rows_of(q: Any) -> Any:
+    """Queries of latent attention that depend on q."""
+    return LATENT[:2, :1] + q.mean().half()
+
+
 MORE: dict[str, Callable[[Any], Any]] = {
+    "xqa over latent keys": lambda q: cupyattn.xqa_batch_decode_with_kv_cache_mla(
+        rows_of(q), POOL, None, 128, 512, 64, TABLE, LENS, 4
+    ),
+    "fp8 queries": lambda q: cupyattn.xqa_mla(
+        rows_of(q).to(FP8), POOL_OF_FP8, POOL_OF_FP8, TABLE, LENS
+    ),
+    "fp8 queries, 16-bit keys": lambda q: cupyattn.trtllm_batch_decode_with_kv_cache_mla(
+        rows_of(q).to(FP8), POOL, None, 128, 512, 64, TABLE, LENS, 4
+    ),
+    "tables of K and V": lambda q: cupyattn.trtllm_batch_decode_with_kv_cache_mla(
+        rows_of(q), POOL, None, 128, 512, 64, TABLE[:, None].repeat(1, 2, 1), LENS, 4,
+        uses_shared_paged_kv_idx=False, return_lse=True,
+    ),
+    "lists without lengths": lambda q: cupyattn.trtllm_batch_decode_with_kv_cache_mla(
+        rows_of(q), POOL, None, 128, 512, 64, LISTS.reshape(2, 1, 5), None, 4, 5
+    ),
+    "sparse prefill": lambda q: flash_mla.flash_mla_sparse_fwd(
+        rows_of(q)[:, 0], POOL.reshape(-1, 1, 576), LISTS.reshape(2, 1, 5), 0.05
+    ),
     "bias and a mask by head": lambda q: cupyattn.dot_product_attention(
         q, X, X, torch.arange(5.0), mask=X[:, :, :, :5].permute(0, 2, 1, 3).contiguous() > -0.5
     ),
