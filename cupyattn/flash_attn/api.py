@@ -153,8 +153,10 @@ def flash_attn_varlen_func(
             entries past its last page may hold anything.
     seqused_q, seqused_k   [b]: how many of a request's rows count; default: all.
     scheduler_metadata, fa_version, ver, cp_rank   accepted for compatibility.
+    dynamic_causal   [b], bool or an integer, with causal=True: 0 for requests whose rows see all
+            their keys.
     q_v, output_scale, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-    aux_tensor_leading_dims, dynamic_causal, cp_tot_seqused_k   must be None; cp_world_size 1.
+    aux_tensor_leading_dims, cp_tot_seqused_k   must be None; cp_world_size 1.
     All other arguments as in `flash_attn_func`.
 
     Returns out [rows, num_heads, head_dim of v], and as there an LSE, float32 [num_heads, rows],
@@ -165,7 +167,7 @@ def flash_attn_varlen_func(
         refuse_dropout(dropout_p)
     if not (
         q_v is output_scale is score_mod is mask_mod is block_sparse_tensors is None
-        and aux_tensors is aux_tensor_leading_dims is dynamic_causal is cp_tot_seqused_k is None
+        and aux_tensors is aux_tensor_leading_dims is cp_tot_seqused_k is None
         and type(cp_world_size) is int
         and cp_world_size == 1
     ):
@@ -178,7 +180,6 @@ def flash_attn_varlen_func(
             block_sparse_tensors=block_sparse_tensors,
             aux_tensors=aux_tensors,
             aux_tensor_leading_dims=aux_tensor_leading_dims,
-            dynamic_causal=dynamic_causal,
             cp_tot_seqused_k=cp_tot_seqused_k,
         )
     return_lse = False
@@ -188,7 +189,7 @@ def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, block_table,
         page_table, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out,
-        sinks, s_aux,
+        sinks, s_aux, dynamic_causal,
     )  # fmt: skip
     return with_no_mask(answer, q) if return_attn_probs else answer
 

@@ -10,11 +10,12 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
+from ..array.match import Dims, match_array
 from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.index_arrays import compute, progression
+from ..inputs.index_arrays import compute, progression, steps_of
 from ..inputs.widening import widened
 from ..planless.call import run, run_cached, run_repeat
 from ..planless.check import Arrays, Options
@@ -83,6 +84,8 @@ def attend(batch: Batch, common: Common) -> Any:
         return _attend_padded(batch, common, vq)
     if not is_ragged:
         batch.q, vq = with_even_rows(batch.q, vq)
+    if batch.are_causal is not None:
+        return _attend_mixed(batch, common, vq)
     if common.attention_chunk and vq.device.kind == "cuda":
         return _attend_by_chunks(batch, common, vq)
     q_len = 0 if is_ragged else vq.shape[1]
@@ -159,14 +162,59 @@ def _attend(
     batch: Batch, common: Common, vq: ArrayView, q_len: int, *, has_table_offsets: bool = False
 ) -> Any:
     """The same, of q_len rows a request, or 0 where offsets say it."""
-    names = batch.names
-    sinks = None if common.sinks is None else float32_sinks(common.sinks)
     return_lse = parse.flag(common.return_lse, "return_softmax_lse")
     pads_lse = return_lse and q_len > 0
-    lse, lse_rows = None, None
-    if return_lse:
-        lse = _empty_lse(vq)
-        lse_rows = lse.swapaxes(-1, -2)
+    lse = _empty_lse(vq) if return_lse else None
+    out = _run(batch, common, vq, q_len, lse, pads_lse, has_table_offsets)
+    if lse is None:
+        return out
+    # Padded rows have natural logarithms, others base 2.
+    lse = lse if pads_lse else array.scaled(lse, math.log(2.0))
+    return out, array.deliver(lse, vq)
+
+
+def _attend_mixed(batch: Batch, common: Common, vq: ArrayView) -> Any:
+    """A causal call some of whose requests see all their keys: each kind of requests has a call of
+    its own, in which those of the other have no rows."""
+    if common.attention_chunk:
+        raise UnsupportedError("dynamic_causal: is not supported with attention_chunk; pass None")
+    names = batch.names
+    flags = array.view(batch.are_causal, "dynamic_causal")
+    offsets = array.view(batch.qo_offsets, names.qo_offsets)
+    count = offsets.shape[0] - 1 if len(offsets.shape) == 1 else 0
+    kinds = dtypes.bool_, dtypes.uint8, dtypes.int32, dtypes.int64
+    match_array(flags, "b", kinds, "dynamic_causal", Dims(b=count))
+    if batch.qo_lens is None:
+        lens = array.view(compute(steps_of, offsets), names.qo_lens)
+    else:
+        lens = array.view(batch.qo_lens, names.qo_lens)
+        match_array(lens, "b", (dtypes.int32, dtypes.int64), names.qo_lens, Dims(b=count))
+    array.same_device(**{names.q: vq, "dynamic_causal": flags, names.qo_lens: lens})
+    of_each = compute(lambda n, x: [n * (x != 0), n * (x == 0)], lens, flags)
+    return_lse = parse.flag(common.return_lse, "return_softmax_lse")
+    lse = _empty_lse(vq) if return_lse else None
+    out = common.out
+    for causal, qo_lens in zip((True, False), of_each, strict=True):
+        own = replace(batch, qo_lens=qo_lens, are_causal=None)
+        out = _run(own, replace(common, causal=causal, out=out), vq, 0, lse, False, False)
+    if lse is None:
+        return out
+    return out, array.deliver(array.scaled(lse, math.log(2.0)), vq)
+
+
+def _run(
+    batch: Batch,
+    common: Common,
+    vq: ArrayView,
+    q_len: int,
+    lse: Any,
+    pads_lse: bool,
+    has_table_offsets: bool,
+) -> Any:
+    """out; `lse` is written, unless it is None."""
+    names, return_lse = batch.names, lse is not None
+    sinks = None if common.sinks is None else float32_sinks(common.sinks)
+    lse_rows = None if lse is None else lse.swapaxes(-1, -2)
     scalars = _scalars(
         *(names, len(vq.shape), q_len, batch.max_seqlen_q, batch.max_seqlen_k),
         *(common.softmax_scale, common.causal, common.window_size, common.attention_chunk),
@@ -179,11 +227,7 @@ def _attend(
         *(*_descales(batch, common, vq), None, batch.kv_begin, common.alibi_slopes),
     )
     answer = run(arrays, _options, scalars, batch.append)
-    if not return_lse:
-        return answer
-    # Padded rows have natural logarithms, others base 2.
-    lse = lse if pads_lse else array.scaled(lse, math.log(2.0))
-    return answer[0], array.deliver(lse, vq)
+    return answer[0] if return_lse else answer
 
 
 def _attend_by_chunks(batch: Batch, common: Common, vq: ArrayView) -> Any:

@@ -141,12 +141,13 @@ def varlen(
     out: Any,
     sinks: Any,
     s_aux: Any,
+    dynamic_causal: Any = None,
 ) -> Any:
     """Requests of any lengths, whose rows follow each other: `flash_attn_varlen_func`."""
     # Most calls take their arrays as they are and look like one that was checked.
     window = window_size if type(window_size) is tuple else window_of(window_size)
     if (
-        qv is q_descale is k_descale is v_descale is s_aux is None
+        qv is q_descale is k_descale is v_descale is s_aux is dynamic_causal is None
         and return_lse is False
         and (block_table is None or page_table is None)
         and type(max_seqlen_k) is type(attention_chunk) is int
@@ -193,6 +194,12 @@ def varlen(
         max_seqlen_q=most_q,
         max_seqlen_k=most_k,
     )
+    if dynamic_causal is not None:
+        if not parse.flag(causal, "causal"):
+            raise ArgumentError(
+                "dynamic_causal: says which requests of a causal call are; pass causal=True"
+            )
+        batch.are_causal = dynamic_causal
     if table is not None:
         batch.table = page_table_of(table, "block_table", view_cache(k, v, names))
         batch.kv_offsets = None

@@ -17,6 +17,7 @@ class Batch:
     k, v        pages with a table [b, n], else rows with kv_offsets
     kv_lens     [b], after what the call appends; None: steps of kv_offsets
     has_kv_steps  kv_lens [b + 1] are offsets, whose steps are the lengths
+    are_causal  [b], 0 for requests that see all their keys in a causal call; None: no such
     max_seqlen_q, max_seqlen_k   the most rows and keys of one, as far as the host knows
     """
 
@@ -34,4 +35,5 @@ class Batch:
     max_seqlen_k: int | None = None
     is_fp8_q: bool = False
     has_kv_steps: bool = False
+    are_causal: Any = None
     append: Callable[[], None] | None = None

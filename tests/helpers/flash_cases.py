@@ -109,6 +109,7 @@ class Case:
         self.options: dict[str, Any] = {"scale": 1 / math.sqrt(self.dim)}
         self.descales = np.ones((3, self.count, self.kv_heads))
         self.slopes: np.ndarray | None = None
+        self.are_causal: np.ndarray | None = None
         self._choose_options()
         self._make_requests()
         self._place()
@@ -313,6 +314,12 @@ class Case:
             named["seqused_q"] = self._ints(self.used)
         named["max_seqlen_q"] = self._bound(int(self.q_lens.max()))
         named["max_seqlen_k"] = self._bound(int(self.kv_lens.max()))
+        own = np.random.default_rng((self.seed, 26))  # later than others, which stay as they were
+        if self.options.get("causal") and "chunk" not in self.options and self.slopes is None:
+            if own.random() < 0.5:
+                self.are_causal = own.random(self.count) < 0.5
+                kind = own.choice(["bool", "int32", "int64"])
+                named["dynamic_causal"] = self._array(self.are_causal.astype(kind))
 
     def _place_cache(self) -> None:
         rng, named = self.rng, self.named
@@ -457,7 +464,10 @@ class Case:
             group = self.heads // self.kv_heads
             q = q.astype(np.float64) * of_q.repeat(group)[:, None] * of_k.repeat(group)[:, None]
             slopes = None if self.slopes is None else self.slopes[index]
-            want, want_lse = dense(q, k, v * of_v[:, None], slopes=slopes, **self.options)
+            options = dict(self.options)
+            if self.are_causal is not None:
+                options["causal"] = bool(self.are_causal[index])
+            want, want_lse = dense(q, k, v * of_v[:, None], slopes=slopes, **options)
             own = out[index] if is_even else out[begin:end]
             np.testing.assert_allclose(
                 own[: used[index]], want, near, near, err_msg=f"{self}, request {index}"

@@ -320,7 +320,7 @@ def flash_entries() -> list[Entry]:
     }
     refused = ("qv", "q_v", "output_scale", "score_mod", "mask_mod", "block_sparse_tensors")
     rules |= dict.fromkeys((*refused, "aux_tensors", "aux_tensor_leading_dims"), nothing)
-    rules |= dict.fromkeys(("dynamic_causal", "cp_tot_seqused_k"), nothing)
+    rules |= {"dynamic_causal": or_default(indices, None), "cp_tot_seqused_k": nothing}
     taken = ("scheduler_metadata", "fa_version", "ver", "cp_rank", "pack_gqa", "deterministic")
     rules |= dict.fromkeys((*taken, "sm_margin"), ignored) | {"num_splits": whole(-(2**31))}
     rules |= {"alibi_slopes": array(np.float32)}

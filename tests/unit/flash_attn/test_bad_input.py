@@ -150,9 +150,15 @@ ROWS: list[Row] = [
         varlen(name, f"{name}: is not supported", UnsupportedError, **{name: of(F32, 1)})
         for name in (
             *("qv", "output_scale", "score_mod", "mask_mod", "block_sparse_tensors"),
-            *("aux_tensors", "aux_tensor_leading_dims", "dynamic_causal", "cp_tot_seqused_k"),
+            *("aux_tensors", "aux_tensor_leading_dims", "cp_tot_seqused_k"),
         )
     ],
+    varlen("flags without causality", "dynamic_causal: says which requests of a causal call are",
+           dynamic_causal=ints(1, 0, 1)),
+    varlen("too few flags", "dynamic_causal: dimension 0", causal=True, dynamic_causal=ints(1, 0)),
+    varlen("flags of floats", "dynamic_causal: dtype", causal=True, dynamic_causal=of(F32, 3)),
+    varlen("flags and chunks", "dynamic_causal: is not supported with attention", UnsupportedError,
+           causal=True, attention_chunk=2, dynamic_causal=ints(1, 0, 1)),
     varlen("vLLM's qv", "qv: is not supported", UnsupportedError, q_v=of(F32, 1)),
     paged("both tables", "block_table, page_table: are two names", page_table=TABLE),
     paged("axes of the table", "block_table: shape is [15]", block_table=TABLE.reshape(-1)),
