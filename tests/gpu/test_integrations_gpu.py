@@ -95,6 +95,51 @@ def test_dot_product_attention(
     np.testing.assert_allclose(take(out)[rows], want[rows], atol=4e-3, rtol=4e-3)
 
 
+@pytest.mark.parametrize("t, s", [(T, S), (S, T), (T, T), (1, S), (200, 70)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"local_window_size": (9, 4)},
+        {"local_window_size": (-1, 3), "logits_soft_cap": 2.0},
+        {"is_causal": True, "local_window_size": (4, -1)},
+    ],
+    ids=["causal", "window", "right", "left"],
+)
+@pytest.mark.parametrize(
+    "form", ["dense", "one", "no batch", "lengths", "both", "mask", "mask, both", "bias, both"]
+)
+def test_the_first_query_at_the_first_key(
+    form: str, options: dict[str, Any], t: int, s: int, torch: Any
+) -> None:
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((B, t, H, D)).astype(np.float16)
+    k, v = rng.standard_normal((2, B, s, HK, D)).astype(np.float16)
+    named: dict[str, Any] = options | {"causal_alignment": "first"}
+    if form.endswith(("lengths", "both")):
+        named["key_value_seq_lengths"] = np.array([s, max(1, s - 3), 1], np.int32)
+    if form.endswith("both"):
+        named["query_seq_lengths"] = np.array([max(1, t - 1), t, 1], np.int64)
+    if form.startswith("mask"):
+        named["mask"] = rng.random((B, 1, t, s)) < 0.7
+    if form.startswith("bias"):
+        named["bias"] = rng.standard_normal((1, H, t, s)).astype(np.float16)
+    if form == "one":
+        q, k, v = q[:1], k[:1], v[:1]
+    if form == "no batch":
+        q, k, v = q[0], k[0], v[0]
+    want, want_lse = cupyattn.dot_product_attention(q, k, v, return_lse=True, **named)
+    put = lambda x: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x  # noqa: E731
+    on_gpu = {name: put(x) for name, x in named.items()}
+    for _ in range(2):  # checked, then cached
+        out, lse = cupyattn.dot_product_attention(*map(put, (q, k, v)), return_lse=True, **on_gpu)
+        np.testing.assert_allclose(out.cpu().numpy(), want, atol=4e-3, rtol=4e-3)
+        rows = np.s_[:]
+        if "query_seq_lengths" in named:
+            rows = np.arange(t)[None] < named["query_seq_lengths"][:, None]
+        np.testing.assert_allclose(lse.cpu().numpy()[rows], want_lse[rows], atol=2e-3, rtol=1e-3)
+
+
 def test_a_graph_captures_dot_product_attention(torch: Any) -> None:
     """Its replays follow lengths that change."""
     q, k, v = (
@@ -199,6 +244,77 @@ def test_other_calls_inside_jit(name: str) -> None:
 def test_appending_inside_jit(is_pair: bool, donates: bool) -> None:
     jax = _jax_on_gpu()
     jax_calls.check_append(jax, jax_calls.Arrays(jax, "float16"), is_pair, donates=donates)
+
+
+def test_as_jax_nn() -> None:
+    """With its alignment, lengths of both, biases and its LSE, by one name inside and outside."""
+    jax = _jax_on_gpu()
+    import cupyattn.integrations.jax as door
+
+    x = jax_calls.Arrays(jax, "float16")
+    for named in (
+        {"is_causal": True},
+        {"is_causal": True, "local_window_size": (2, 1)},
+        {"bias": x.bias, "is_causal": True},
+        {"is_causal": True, "query_seq_lengths": x.few, "key_value_seq_lengths": x.lens},
+    ):
+        want = jax.nn.dot_product_attention(x.q, x.k, x.v, **named)
+        for call in (cupyattn.dot_product_attention, door.dot_product_attention):
+            ours = lambda q, call=call, named=named: call(  # noqa: E731
+                q, x.k, x.v, causal_alignment="first", **named
+            )
+            for answer in (ours(x.q), jax.jit(ours)(x.q)):
+                np.testing.assert_allclose(answer, want, atol=4e-3, rtol=4e-3)
+    mapped = jax.vmap(lambda q, k, v: cupyattn.dot_product_attention(q, k, v))(x.q, x.k, x.v)
+    np.testing.assert_allclose(
+        mapped, jax.nn.dot_product_attention(x.q, x.k, x.v), atol=4e-3, rtol=4e-3
+    )
+
+
+def test_attention_of_flax() -> None:
+    jax = _jax_on_gpu()
+    import cupyattn.integrations.jax as door
+
+    x = jax_calls.Arrays(jax, "bfloat16")
+    k, v = (jax.numpy.repeat(y, 2, axis=2) for y in (x.k, x.v))
+    mask = x.mask.astype("float32")
+    got = jax.jit(lambda q: door.attention_fn(q, k, v, mask=mask, deterministic=True))(x.q)
+    want = jax.nn.dot_product_attention(x.q, k, v, mask=x.mask)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(want, np.float32), atol=3e-2, rtol=3e-2
+    )
+
+
+def test_float32_is_refused_while_jax_traces() -> None:
+    jax = _jax_on_gpu()
+    import cupyattn.integrations.jax as door
+
+    x = jax_calls.Arrays(jax, "float32")
+    with pytest.raises(cupyattn.UnsupportedError, match=r"^query: float32 has no kernel on a GPU"):
+        jax.jit(door.dot_product_attention).lower(x.q, x.k, x.v)
+
+
+def test_programs_end_during_a_call() -> None:
+    import os
+    import subprocess
+    import sys
+
+    _jax_on_gpu()
+    begin = (
+        "import jax, jax.numpy as jnp\n"
+        "from cupyattn.integrations.jax import dot_product_attention\n"
+        "layer = jax.jit(lambda q: dot_product_attention(q * 2, q, q, is_causal=True) + 1)\n"
+        "x = jnp.ones((2, 8, 4, 64), jnp.float16)\n"
+    )
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    for end in (
+        "layer(x)",
+        "kept = [layer(x) for _ in range(8)]",
+        "y = layer(x); raise ValueError",
+    ):
+        done = subprocess.run([sys.executable, "-c", begin + end], env=environment, timeout=90,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == ("raise" in end), done.stderr[-500:]
 
 
 def test_a_loop_on_xlas_stream() -> None:

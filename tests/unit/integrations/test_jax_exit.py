@@ -45,10 +45,6 @@ PROGRAMS = {
         "def end():\n    call(2)\n    sys.exit(5)\nthreading.Thread(target=end).start()",
         0,
     ),
-    "a daemon": (
-        "kept = layer(x, x, x)\nthreading.Thread(target=call, args=(10**6,), daemon=True).start()",
-        0,
-    ),
     "a refused call": ("kept = layer(x, x[:1], x)", 0),
     "a fork": (
         "kept = layer(x, x, x)\nchild = os.fork()\nif child == 0: sys.exit(6)\n"
