@@ -177,6 +177,10 @@ def _run_checked(
 
     scalars: None for a run that is not to be cached. logits_arrays: what expressions read.
     """
+    if wrapper._host_plan is not None and plan is wrapper._current and wrapper._follow(arrays[0]):
+        before, plan, scalars = plan, wrapper._require_plan(), None
+        if logits_arrays is before.logits:
+            logits_arrays = plan.logits
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
     views = _check_run(wrapper, plan, arrays, scales, logits_arrays)

@@ -111,9 +111,30 @@ def planning(plan: _F) -> _F:
         with wrapper._turns.planning:
             if not wrapper._has_workspace:
                 wrapper._open(make_workspace(wrapper._device, (*args, *kwargs.values())))
-            return plan(wrapper, *args, **kwargs)
+            if not wrapper._may_follow or wrapper._is_probe:
+                return plan(wrapper, *args, **kwargs)
+            # For the place where the first run's arrays turn out to be.
+            asked = locked, _copied(args), _copied(kwargs)
+            wrapper._may_follow = False  # of a plan() inside this one, this one is enough
+            try:
+                answer = plan(wrapper, *args, **kwargs)
+            finally:
+                wrapper._may_follow = True
+            wrapper._host_plan = asked
+            return answer
 
     return locked  # type: ignore[return-value]
+
+
+def _copied(x: Any) -> Any:
+    """What plan() was given, in memory that the caller does not write."""
+    if isinstance(x, (list, tuple)):
+        return type(x)([_copied(part) for part in x])
+    if isinstance(x, dict):
+        return {name: _copied(part) for name, part in x.items()}
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    return x.clone() if type(x).__module__ == "torch" and hasattr(x, "clone") else x
 
 
 def exclusive(method: _F) -> _F:
@@ -168,6 +189,10 @@ class BatchWrapper(Untraced):
         self._owns_workspace = workspace is None
         self._outgrown: list[ArrayView] = []
         self._has_workspace = False
+        # Whether nobody has said where the wrapper works, and its tables, all on the host, do not
+        # say; then the last plan(): what plans, its arguments.
+        self._may_follow = False
+        self._host_plan: tuple[Any, Any, Any] | None = None
         if workspace is not None:
             self._open(workspace)
         elif self._given_buffers:
@@ -185,11 +210,45 @@ class BatchWrapper(Untraced):
         self._mask_words = DeviceBuffer(workspace)  # packed masks of bools, of runs
         self._turns.open(is_on_gpu)
         self._has_workspace = True
+        is_open = self._owns_workspace and self._device is None and not self._is_graph
+        self._may_follow, self._host_plan = is_open and not is_on_gpu, None
 
     def _require_workspace(self, arguments: Iterable[Any]) -> None:
         """Make the wrapper's own workspace, if it is to have one, where these arguments are."""
         if not self._has_workspace:
             self._open(make_workspace(self._device, arguments))
+
+    def _parts(self) -> Iterable[BatchWrapper]:
+        """Wrappers that this one plans, where it is itself."""
+        return ()
+
+    def _follow(self, x: Any) -> bool:
+        """Go to the GPU that an array of a run is on, and plan there, where only host tables have
+        said where the wrapper works; whether it did."""
+        if self._host_plan is None:
+            return False
+        with self._turns.planning:
+            v = array.view(x, "q")
+            plan = self._current
+            if self._host_plan is None or v.device.kind == "cpu":
+                return False
+            make_plan, args, kwargs = self._host_plan
+            before, own = dict(self.__dict__), self._turns.own
+            try:
+                for part in self._parts():
+                    part._has_workspace = False
+                self._open(make_workspace(v.device, (x,)))
+                self._known, self._preferred, self._facts, self._staging = None, None, -1, None
+                make_plan(self, *args, **kwargs)
+            except BaseException:
+                self.__dict__.update(before)
+                self._turns.open(is_on_gpu=False)
+                raise
+            # The plan stays that of the thread that brought the tables.
+            self._turns.own = own
+            if self._current is not None and plan is not None:
+                self._current.owner = plan.owner
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_turns": copy.copy(self._turns)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -187,6 +188,10 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
             if step is None:
                 raise PlanError("run() was called before plan(); call plan() first")
             self._turns.check(self._owner)
+            owner = self._owner
+            if self._follow(q_p):
+                self._owner, step = owner, self._step
+                assert step is not None
             causal = parse.flag(causal_p, "causal_p")
             mask = read_mask(custom_mask_p, packed_custom_mask_p)
             has_scales = not (q_scale is k_scale is v_scale is None)
@@ -242,11 +247,14 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
         elif mask is not NO_MASK:
             batch = with_mask(replace(batch))
         arguments = step.heads_and_dims, step.page_size, step.data_types
-        part._require_workspace((batch.page_ids_device or batch.page_ids,))
+        part._require_workspace((self._workspace.owner,))
         options = part._options(*arguments, mask.form, causal=form.causal, **step.given)
         part._install(options, batch, mask, (0, True))
         if mask is NO_MASK:
             self._ready[name] = form
+
+    def _parts(self) -> Iterable[BatchWrapper]:
+        return self._apart.values()
 
     def _replace_workspace(self, v: ArrayView, int_workspace_buffer: Any) -> None:
         super()._replace_workspace(v, int_workspace_buffer)

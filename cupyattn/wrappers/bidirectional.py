@@ -250,6 +250,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         if asked is None:
             raise PlanError("run() was called before plan(); call plan() first")
         self._turns.check(asked.owner)
+        if self._follow(q):
+            assert self._asked is not None
+            self._asked = asked = self._asked._replace(owner=asked.owner)
         ranges, windows = asked.ranges, asked.windows
         if bidirectional_ranges is not None:
             ranges = self._read(bidirectional_ranges, asked.batch)

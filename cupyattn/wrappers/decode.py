@@ -32,7 +32,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             device of the arrays to come; 128 MB serve any batch. On the CPU the reference answers.
             A device in its place ("cuda:1", "cpu", a torch.device, or a JAX array on it) makes the
             wrapper own memory there, which grows as plans need it. So does None: the device is
-            then that of the first plan's arrays, a GPU if one of them is on it.
+            then that of the first plan's arrays, a GPU if one of them is on it. Where all of them
+            are on the host, the wrapper goes to a GPU with the first run whose arrays are there.
     kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
     use_cuda_graph  runs are going to be captured. The next three are needed then, on the device,
             int32; plan() fills them, and may be called between replays with other lengths and page
@@ -264,6 +265,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
 
     def _plan_for(self, q_len: int, q: Any) -> Plan:
         """The plan with another number of query rows of each request, as q has them."""
+        self._follow(q)
         plan, shape = self._require_plan(), array.view(q, "q").shape
         num_requests = plan.batch.num_requests
         if self._is_graph or not shape or shape[0] != num_requests * q_len:

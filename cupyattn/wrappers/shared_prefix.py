@@ -90,6 +90,7 @@ class _SharedPrefixWrapper(Untraced):
         if self._waiting is not None:
             size = _page_size(pages, is_pair(cache), self._unique._kv_layout)
             self._plan_what_waits(size, options)
+        self._unique._follow(q)
         geometry = self._unique._require_plan().geometry
         default = 1.0 / math.sqrt(geometry.spec.head_dim_qk)
         scale = parse.finite(options["sm_scale"], "sm_scale", default)

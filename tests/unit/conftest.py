@@ -54,3 +54,24 @@ def only_cached_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("a checked call where a cached one was expected")
 
     return lambda: monkeypatch.setattr(run, "_check_arrays", refuse)
+
+
+@pytest.fixture
+def own_workspaces(device: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the workspaces that wrappers make on the GPU."""
+    from cupyattn import array
+    from cupyattn.batch import own_workspace
+
+    sizes: list[int] = []
+    real = array.empty_on
+
+    def empty_on(framework: str, where: Any, shape: Any, dtype: Any) -> Any:
+        if where.kind == "cpu":
+            return real(framework, where, shape, dtype)
+        sizes.append(shape[0])
+        return device.make(*shape, dtype=dtype.name)
+
+    monkeypatch.setattr(array, "empty_on", empty_on)
+    monkeypatch.setattr(own_workspace, "device_props", lambda index: None)
+    monkeypatch.setattr(own_workspace, "cuda", lambda: gpu.api)
+    return sizes

@@ -345,21 +345,6 @@ def test_the_gate_weighs_what_it_can(device: Device, monkeypatch: pytest.MonkeyP
 # --- BatchAttention ---
 
 
-@pytest.fixture
-def own_workspaces(device: Device, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the workspaces that BatchAttention makes first."""
-    sizes: list[int] = []
-
-    def empty_on(framework: str, where: Any, shape: Any, dtype: Any) -> Any:
-        sizes.append(shape[0])
-        return device.make(*shape, dtype=dtype.name)
-
-    monkeypatch.setattr(array, "empty_on", empty_on)
-    monkeypatch.setattr(own_workspace, "device_props", lambda index: None)
-    monkeypatch.setattr(own_workspace, "cuda", lambda: gpu.api)
-    return sizes
-
-
 def mixed_arguments(kv_len: int = 100) -> list[Any]:
     counts = [-(-n // 4) for n in (kv_len, 9)]
     indptr = batches.offsets(counts)
