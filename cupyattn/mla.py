@@ -303,7 +303,7 @@ def xqa_mla(
     if not vk.dtype.is_fp8:
         output_scale, scale_v = 1.0, None
     elif scale_v is not None:
-        raise UnsupportedError("kv_scale: an array on the GPU has no kernel here; pass a number")
+        scale_q = _product(scale_q, scale_v)
     if page_size is not None:
         slots = {n for n in vk.shape[1:-1] if n != 1} or {1}
         if require_int(page_size, "page_size") not in slots:
@@ -317,8 +317,16 @@ def xqa_mla(
     if output is not None and len(array.view(output, "output").shape) == 3:
         options, repeat = options._replace(q_axes=(3,)), None
         arrays = _one_row(q, "q"), *arrays[1:]
-    answer = run((*arrays, scale_q), options, repeat)
+    answer = run((*arrays, scale_q, scale_v), options, repeat)
     return answer if output is None else None
+
+
+def _product(scale: Any, other: Any) -> Any:
+    """The product of two scales on the device, of which the first may be None."""
+    if scale is None:
+        return other
+    views = array.view(scale, "q_scale"), array.view(other, "kv_scale")
+    return compute(lambda a, b: a.reshape(1) * b.reshape(1), *views)
 
 
 def _queries(query: Any, name: str, keys: Any, out: Any) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -364,15 +365,17 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
 
 def _scale_of_output(o_scale: Any, out: Any, bmm2_scale: Any) -> float:
     """What the answer is multiplied by, so that `out` times o_scale is it."""
-    scale = parse.finite(o_scale, "o_scale", 1.0)
-    if not scale > 0.0:
-        raise ArgumentError(f"o_scale: got {o_scale!r}; o_scale must be a finite positive value")
+    is_number = isinstance(o_scale, numbers.Real) and not isinstance(o_scale, bool)
+    if not is_number or not 0.0 < o_scale < math.inf:
+        raise ArgumentError(
+            f"o_scale: got {parse.shown(o_scale)}; o_scale must be a finite positive value"
+        )
     if out is None:
         raise ArgumentError("out: got None; an out tensor must be provided with o_scale")
     dtype = array.view(out, "out").dtype
     if not dtype.is_fp8:
         raise ArgumentError(f"out: dtype is {dtype}; out must be an FP8 tensor with o_scale")
-    return parse.finite(bmm2_scale, "bmm2_scale", 1.0) / scale
+    return parse.finite(bmm2_scale, "bmm2_scale", 1.0) / float(o_scale)
 
 
 def _parts(

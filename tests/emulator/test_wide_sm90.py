@@ -329,6 +329,26 @@ def test_queries_of_fp8() -> None:
     np.testing.assert_allclose(got, wanted, atol=6e-3, rtol=8e-3)
 
 
+@pytest.mark.parametrize("kinds", [(0, 1), (1, 1)], ids=["one", "both"])
+def test_scales_of_xqa_on_the_device(kinds: tuple[int, int]) -> None:
+    """That of keys multiplies logits and values."""
+    rng = np.random.default_rng(2)
+    pool = rng.standard_normal((9, 16, 576)).astype(np.dtype(ml_dtypes.float8_e4m3fn))
+    q = rng.standard_normal((2, 1, 5, 576)).astype(np.float16)
+    table, lens = np.arange(8, dtype=np.int32).reshape(2, 4), np.array([61, 20], np.int32)
+    given = q, pool, pool, table, lens
+    wanted = mla.xqa_mla(*given, q_scale=0.1, kv_scale=0.6)
+    with gpu.plugged_in(num_sms=4):
+        of_q, of_kv = (
+            np.full(1, x, np.float32) if is_array else x
+            for x, is_array in zip((0.1, 0.6), kinds, strict=True)
+        )
+        got = mla.xqa_mla(*given, q_scale=of_q, kv_scale=of_kv)
+    np.testing.assert_allclose(
+        got.astype(np.float32), wanted.astype(np.float32), atol=4e-3, rtol=4e-3
+    )
+
+
 def test_without_lse() -> None:
     check(replace(BASE, has_lse=False))
 
