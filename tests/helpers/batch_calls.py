@@ -41,7 +41,7 @@ class Call(calls.Call):
         self.scales = self._scales()
         self.sinks = None
         if case.has_sinks:
-            self.sinks = self.rng.normal(0, 2, case.num_qo_heads).astype(np.float32)
+            self.sinks = calls.drawn_sinks(self.rng, case.num_qo_heads)
         self.qo_indptr = offsets(case.qo_len)
         self.device_q = self._embed("q", self.q)
         self._place_keys()

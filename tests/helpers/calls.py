@@ -133,6 +133,16 @@ class Call:
             placed.assert_intact(f"{self.case}: {name}")
 
 
+def drawn_sinks(rng: np.random.Generator, count: int) -> np.ndarray:
+    """float32 [count]; in a third of the draws one of -inf, which is none, and one of +inf, which
+    leaves nothing but itself."""
+    sinks = rng.normal(0, 2, count).astype(np.float32)
+    if sinks.view(np.uint32).sum() % 3 == 0:
+        sinks[count // 2] = -np.inf
+        sinks[-1] = np.inf
+    return sinks
+
+
 def attend(
     requests: Iterable[dict[str, Any]], num_heads: int, dim: int, o_dtype: np.dtype
 ) -> tuple[States, States]:

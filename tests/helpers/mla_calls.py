@@ -36,10 +36,7 @@ class Call(calls.Call):
         self.qo_indptr = offsets(case.qo_len)
         self.sinks = None
         if case.has_sinks:
-            self.sinks = self.rng.normal(0, 2, case.heads).astype(np.float32)
-            if case.seed % 3 == 0:  # none, and one that leaves nothing else
-                self.sinks[case.heads // 2 :] = -np.inf
-                self.sinks[case.heads // 3] = np.inf
+            self.sinks = calls.drawn_sinks(self.rng, case.heads)
         self._place_keys()
         self.device_q = self._parts("q", self.q)
         self.device_cache = self._parts("cache", self.pool)

@@ -44,7 +44,7 @@ class Call(calls.Call):
         self.output_scale = 1.0 if case.v_scale == "none" else float(rng.uniform(-2, 2))
         self.sinks = None
         if case.has_sinks:
-            self.sinks = rng.normal(0, 2, case.num_qo_heads).astype(np.float32)
+            self.sinks = calls.drawn_sinks(rng, case.num_qo_heads)
         self.out_dtype = dtypes.parse(problem.dtype).numpy
         self.lead = self._lead(rows, count)
         shape = (rows, case.num_qo_heads, problem.dims[1])

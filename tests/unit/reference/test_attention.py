@@ -140,6 +140,11 @@ def test_rows_without_keys():
     o, lse = attention(q, k, v, causal=True, sinks=sinks)
     assert (o[:5] == 0).all()
     np.testing.assert_allclose(lse[:5], np.tile(sinks * math.log2(math.e), (5, 1)))
+    plain, plain_lse = attention(q, k, v, causal=True)
+    o, lse = attention(q, k, v, causal=True, sinks=np.array([-np.inf, np.inf]))
+    np.testing.assert_array_equal(o[:, 0], plain[:, 0])
+    np.testing.assert_array_equal(lse[:, 0], plain_lse[:, 0])
+    assert not o[:, 1].any() and np.isposinf(lse[:, 1]).all()
 
 
 def test_mask_overrules_causal_and_meets_the_window():
