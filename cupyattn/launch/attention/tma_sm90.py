@@ -143,8 +143,9 @@ class Maps:
         return made, (0, 1, 0, 0)
 
     def _gathered(self, strides: tuple[int, int, int], size: int) -> tuple[bytes, PageUnits]:
-        """No map, but where the rows of pages are."""
-        page_size, (row, _, page) = self._heads.page_size, strides
+        """No map, but where the rows of pages are; a ragged row counts as a page."""
+        page_size, (row, _, page) = self._heads.page_size or 1, strides
+        page = page if self._heads.page_size else row
         page, row = page if size > 1 else 0, row if page_size > 1 else 0
         unit = math.gcd(page, row, _MOST_UNIT)
         last = max(0, size - 1) * page + (page_size - 1) * row

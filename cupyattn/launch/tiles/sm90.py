@@ -130,6 +130,26 @@ _TILES = {
 # The head dims of the tables, the least first.
 _DIMS = tuple((qk, vo) for kind, qk, vo in _TILES if kind == "paged")
 
+# With more keys registers spill at 80 columns.
+_SLIM = _THREE._replace(tile_kv=112)
+_SLIM_GATHERED = _SLIM._replace(gatherers=3, registers=(56, 152))
+# Tiles of plain attention over ragged keys that differ from those above. "odd": rows of heads of an
+# odd multiple of 8 columns begin off 32 bytes, and TMA copies them at half the rate or less
+# (measured), so three warps gather them.
+_PLAIN = {
+    ("ragged", 80, 80): _SLIM,
+    ("odd", 64, 64): _SLIM_GATHERED,
+    ("odd", 80, 80): _SLIM_GATHERED,
+    ("odd", 96, 96): _TWO._replace(gatherers=3),
+    ("odd", 128, 128): _TWO._replace(gatherers=3),
+    ("odd", 192, 128): _TWO._replace(query_slots=1, gatherers=3),
+    ("odd", 192, 192): _TALL._replace(gatherers=3),
+    ("odd", 256, 128): _DEEP._replace(gatherers=3),
+    ("odd", 256, 256): _WIDE._replace(gatherers=3),
+}
+# So many times as long a key tile of odd rows takes by TMA.
+_ODD_ROWS = 1.6
+
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
 _LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
@@ -244,7 +264,10 @@ def choose(
     is_deep = dims[0] >= 192 and dims != (256, 256)
     if problem.soft_cap and (name not in _CAPPED_TILES or is_deep or is_capped_queue):
         return None
-    tiles = make(problem, shape, _times(problem, name))
+    times = _times(problem, name, _timed_kind(problem), dims, shape)
+    if times and _is_odd(problem):
+        times = times._replace(key_tile=_ODD_ROWS * times.key_tile)
+    tiles = make(problem, shape, times)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -270,14 +293,20 @@ def _timed_kind(problem: AttentionProblem) -> str:
     return _kind(problem).removesuffix(" capped")
 
 
-def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
+def _is_odd(problem: AttentionProblem) -> bool:
+    """Whether rows of heads, one behind another, begin off 32 bytes."""
+    return problem.dtype_kv.is_float16 and (problem.head_dim_qk | problem.head_dim_vo) % 16 != 0
+
+
+def _times(
+    problem: AttentionProblem, name: str, kind: str, dims: tuple[int, int], shape: _Shape
+) -> TileTimes | None:
     """The fitted times of a tile; None if there are none. Those of ragged keys stand in for pages
     that were not timed, and those of the next larger dims that were timed for other dims."""
-    kind = (kind or _kind(problem)).removesuffix(" capped")
+    kind = kind.removesuffix(" capped")
     if not _is_timed(problem):
         return None
-    dims = tile_dims(problem)
-    found = _timed_as(problem, name, kind, dims)
+    found = _timed_as(problem, name, kind, dims, shape)
     if found is None:
         return None
     if not problem.soft_cap:
@@ -289,25 +318,23 @@ def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | 
 
 
 def _timed_as(
-    problem: AttentionProblem, name: str, kind: str, dims: tuple[int, int]
+    problem: AttentionProblem, name: str, kind: str, dims: tuple[int, int], shape: _Shape
 ) -> TileTimes | None:
     """The times of the least dims that hold those of the tile. Half of what a key tile takes is in
-    proportion to its columns, and all of it to its keys."""
-    kinds = ("paged", "ragged") if kind == "paged" else (kind,)
+    proportion to its columns, and all of it to its rows and keys."""
+    kinds = {"paged": ("paged", "ragged"), "odd": ("gathered",)}.get(kind, (kind,))
     places = ((name, one, qk, vo) for qk, vo in _DIMS if _holds((qk, vo), dims) for one in kinds)
     place = next((x for x in places if x in _TIMES), None)
     if place is None:
         return None
-    found, (_, _, *timed) = _TIMES[place], place
-    share = (1 + (problem.head_dim_qk + problem.head_dim_vo) / sum(timed)) / 2
-    if (*timed,) != dims:
-        share *= _keys_of((name, kind, *dims)) / _keys_of(place)
-    return found._replace(key_tile=share * found.key_tile)
-
-
-def _keys_of(place: tuple[str, str, int, int]) -> int:
-    name, kind, qk, vo = place
-    return (_TILES[kind, qk, vo] if name == "large" else _OTHERS[place]).tile_kv
+    _, timed_kind, *timed = place
+    columns = (problem.head_dim_qk + problem.head_dim_vo) / sum(timed)
+    found = _TIMES[place]._replace(key_tile=(1 + columns) / 2 * _TIMES[place].key_tile)
+    if (*timed,) == dims and kind != "odd":
+        return found
+    of = _TILES[(timed_kind, *timed)] if name == "large" else _OTHERS[place]  # type: ignore[index]
+    area = shape.consumers * shape.tile_kv / (of.consumers * of.tile_kv)
+    return found._replace(key_tile=area * found.key_tile)
 
 
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
@@ -315,18 +342,32 @@ def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) ->
     is_wide, is_fp8 = tile_dims(problem)[1] > 192, problem.dtype_kv.is_fp8
     if not problem.aligned or (is_fp8 and is_rotated) or problem.own_value_pages:
         return None
-    kind = _kind(problem)
+    kind, dims = _kind(problem), tile_dims(problem)
     shape = _shape(problem, kind)
+    if kind == "ragged" and _is_timed(problem):
+        kind, dims, shape = _plain_shape(problem, dims, shape)
     if shape and problem.paged:
-        if not tensor_map.box_rows(page_size, shape.tile_kv):
+        is_slow = _is_odd(problem) and _is_timed(problem)
+        if is_slow or not tensor_map.box_rows(page_size, shape.tile_kv):
             # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do
             # not gather besides.
             if is_rotated or (problem.custom_mask and is_wide and not is_fp8):
                 return None
             kind = "fp8 gathered" if is_fp8 else "gathered"
             shape = _shape(problem, kind)
-    tiles = shape and make(problem, shape, _times(problem, "large", kind))
+    tiles = shape and make(problem, shape, _times(problem, "large", kind, dims, shape))
     return tiles if tiles and tiles.shared_bytes <= max_shared_bytes else None
+
+
+def _plain_shape(
+    problem: AttentionProblem, dims: tuple[int, int], shape: _Shape | None
+) -> tuple[str, tuple[int, int], _Shape | None]:
+    """The kind, the dims and the tile of plain attention over ragged keys; `dims`, `shape`: those
+    with options."""
+    own, kind = (problem.head_dim_qk, problem.head_dim_vo), "odd" if _is_odd(problem) else "ragged"
+    if dims == (96, 96) and _holds((80, 80), own):
+        dims = 80, 80
+    return kind, dims, _PLAIN.get((kind, *dims), shape)
 
 
 def _kind(problem: AttentionProblem) -> str:
@@ -377,7 +418,10 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
         return 80 if dim == 64 else 96
     if dim == 64 and has_positions:
         return 96 if problem.prescale_logits or problem.biases_logits else 112
-    if problem.soft_cap and (dim == 64 or (problem.dtype_q is dtypes.float16 and dim == 128)):
+    is_half = problem.dtype_q is dtypes.float16
+    if problem.soft_cap and dim == 64 and not (is_half and kind == "gathered"):
+        return 112
+    if problem.soft_cap and dim == 128 and is_half:
         return 112
     if problem.biases_logits and (problem.prescale_logits or (dim > 128 and kind == "gathered")):
         return 112

@@ -68,7 +68,7 @@ struct PrefillSm90NonFinite {
   __device__ __forceinline__ void zero_nonfinite_values(int stage, int num_keys, int thread) const {
     constexpr int kChunks = VTile::kBytes / (16 * kNonFiniteThreads);
     constexpr int kBatch = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
-    constexpr bool kHasTail = VTile::kHasTail && !Traits::kGathers;
+    constexpr bool kHasTail = VTile::kHasTail;
     static_assert(VTile::kBytes == 16 * kNonFiniteThreads * kChunks && kChunks % kBatch == 0,
                   "batches are whole");
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.v[stage]);

@@ -20,14 +20,15 @@ struct PanelTile {
   static constexpr int kBytes = kPanels * kRows * kRowBytes;
   static constexpr int kChunks = kHeadDim * sizeof(Element) / 16;
   static constexpr int kBytesOfLastChunk = 16;
-  // Boxes bring no more columns of the last panel than products take. The rest of it is never
+  // Copies bring no more columns of the last panel than products take. The rest of it is never
   // written.
   static constexpr int kTailColumns = round_up(kHeadDim - (kPanels - 1) * kPanelColumns, 16);
   static constexpr bool kHasTail = kTailColumns < kPanelColumns;
+  // Chunks of a row, with the one of them that it may lack.
+  static constexpr int kPlaces = ((kPanels - 1) * kPanelColumns + kTailColumns) / 8;
   static constexpr int kCopiedBytes =
       kBytes - (kPanelColumns - kTailColumns) * static_cast<int>(sizeof(Element)) * kRows;
-  // Chunks of a row, with those that the last panel lacks.
-  static constexpr int kPlaces = 8 * kPanels, kAlign = kPatternBytes;
+  static constexpr int kAlign = kPatternBytes;
   // Steps from a panel to the next, and from eight rows to the next eight.
   static constexpr int kPanelBytes = kByPatterns ? kPatternBytes : kRows * kRowBytes;
   // mutate: row-groups-without-panels
@@ -44,7 +45,7 @@ struct PanelTile {
   static __device__ __forceinline__ uint32_t further(uint32_t place, int rows) {
     return (place ^ (rows * 16)) + rows * kRowBytes;
   }
-  // Whether a box brings the 16 bytes at this index.
+  // Whether a copy brings the 16 bytes at this index.
   static __device__ __forceinline__ bool is_copied(int index) {
     constexpr int kTailPlace = (kPanels - 1) * kRows * 8;
     if constexpr (!kHasTail) return true;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -66,14 +67,13 @@ def test_every_pair_of_head_dims_is_served_under_all_options(kv: DType, page_siz
 def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
     kind = dtypes.bfloat16
     for (qk, vo), dims in {
-        (8, 8): (64, 64),
-        (72, 72): (96, 96),
-        (64, 72): (96, 96),
-        (104, 40): (128, 128),
-        (136, 128): (192, 128),
-        (128, 136): (192, 192),
+        (16, 16): (64, 64),
+        (64, 96): (96, 96),
+        (112, 48): (128, 128),
+        (144, 128): (192, 128),
+        (128, 144): (192, 192),
         (256, 64): (256, 128),
-        (200, 200): (256, 256),
+        (208, 208): (256, 256),
     }.items():
         problem = AttentionProblem(kind, kind, kind, qk, vo)
         assert sm90.tile_dims(problem) == dims
@@ -85,3 +85,17 @@ def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
         assert tiles and of_dims and tiles.times and of_dims.times
         ratio = tiles.times.key_tile / of_dims.times.key_tile
         assert ratio == pytest.approx((1 + (qk + vo) / sum(dims)) / 2)
+
+
+def test_odd_rows_are_gathered_where_no_option_is_on() -> None:
+    kind = dtypes.bfloat16
+    for dims in ((8, 8), (72, 72), (80, 72), (104, 104), (120, 136), (248, 64), (200, 200)):
+        for page_size in (0, 16):
+            problem = AttentionProblem(kind, kind, kind, *dims, paged=page_size > 0)
+            tiles = sm90.choose(problem, MAX_SHARED, page_size)
+            assert tiles and tiles.config["kGatherers"] and tiles.times
+            masked = sm90.choose(replace(problem, custom_mask=True), MAX_SHARED, page_size)
+            assert masked and not masked.config["kGatherers"]
+    for dims in ((16, 16), (80, 80), (112, 96), (256, 128)):
+        tiles = sm90.choose(AttentionProblem(kind, kind, kind, *dims), MAX_SHARED, 0)
+        assert tiles and not tiles.config["kGatherers"]
