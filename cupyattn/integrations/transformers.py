@@ -116,6 +116,9 @@ _ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\b", re.MULTILINE)
 _INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 # Classes by the name of the implementation, of models older than the interface.
 _CLASSES = re.compile(r"_ATTENTION_CLASSES\[")
+_READS_MASKS = re.compile(r"attention_mask(\.dtype == torch\.bool|\[:, [0:])")
+# Of models that compute with the mask before attention gets it.
+_configs_with_plain_masks: set[type] = set()
 
 
 def _check_models() -> None:
@@ -125,7 +128,10 @@ def _check_models() -> None:
     def make_correct(found: Any) -> Any:
         def correct(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
             if _is_ours(requested):
-                _require_interface(type(self), str(requested))
+                model: Any = type(self)
+                _require_interface(model, str(requested))
+                if _READS_MASKS.search(_source(model) or ""):
+                    _configs_with_plain_masks.add(type(self.config))
             return str(found(self, requested, *args, **kwargs))
 
         return correct
@@ -167,9 +173,8 @@ def _has_interface(model: Any) -> bool:
     ]
     # What SDPA has no arguments for (sinks) is ours too, in models that are written for any.
     is_served = kinds[0] or (any(kinds) and bool(model._supports_attention_backend))
-    try:
-        source = inspect.getsource(sys.modules[model.__module__])
-    except (KeyError, OSError, TypeError):  # made where there is no file: its flags say it
+    source = _source(model)
+    if source is None:  # its flags are all there is
         return is_served
     if _ATTENTION.search(source) is None:
         return True  # parts that are models answer for themselves
@@ -180,6 +185,15 @@ def _has_interface(model: Any) -> bool:
         return all(kinds) or not by_class
     # Attention of its own is right as long as it gets no masks of ours.
     return not by_class and "masking_utils" not in source
+
+
+@functools.cache
+def _source(model: Any) -> str | None:
+    """The text of the module of a class, None where it was made without a file."""
+    try:
+        return inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):
+        return None
 
 
 # --- masks ---
@@ -204,7 +218,7 @@ def attention_mask(
                 rows are causal, within their window, and the last one is at the last key. (Of four
                 axes, so that transformers passes it on where generate() has made it.)
     bool [b, 1, q, kv]  anything else: packed sequences, chunks, images, holes, and models that
-                read their mask (allow_is_causal_skip=False)
+                compute with their mask
 
     A two-dimensional mask on a GPU is waited for once, as transformers' flash path does.
     """
@@ -221,6 +235,7 @@ def attention_mask(
         is_plain = _is_plain(mask_function)
     # transformers itself says so too of steps over static caches, whose place is an array.
     reads_mask = not kwargs.get("allow_is_causal_skip", True) and isinstance(q_offset, int)
+    reads_mask = reads_mask or type(kwargs.get("config")) in _configs_with_plain_masks
     if is_plain and not reads_mask:
         padding = _left_padding(attention_mask, kv_length, kv_offset)
         if padding is not None:

@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from helpers import model_families  # noqa: E402
+from helpers.model_families import FAMILIES  # noqa: E402
 from helpers.tiny_models import KINDS, little_memory, pair  # noqa: E402
 
 import cupyattn.integrations.transformers as door  # noqa: E402
@@ -369,15 +371,14 @@ def test_arrays_of_several_dtypes(dtype: str) -> None:
 
 def test_position_biases() -> None:
     """T5's: of rows and keys, beside padding, causality and a cache."""
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(vocab_size=97, decoder_start_token_id=0, **sizes)
-    eager = _eager(config, "T5ForConditionalGeneration")
-    ids, mask = tokens(0, 4, is_left=False)
-    _compare(eager, input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :7])
-    ours = copy.deepcopy(eager)
-    ours.set_attn_implementation(door.NAME)
+    family = FAMILIES["t5, position biases"]
+    eager, ours = model_families.pair(family, transformers, torch)
+    given = family.inputs(torch, 4, is_left=False)
+    want, got = (model_families.answers(m, torch, given) for m in (eager, ours))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=5e-4)
+    del given["decoder_input_ids"]
     for named in ({}, {"cache_implementation": "static"}):
-        made = [m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **named)
+        made = [m.generate(**given, max_new_tokens=6, do_sample=False, **named)
                 for m in (eager, ours)]  # fmt: skip
         assert torch.equal(*made)
 
