@@ -306,7 +306,7 @@ def _launch_bound(
     if lse_ptr or sinks:
         if lse_low < lse_ptr < end or sinks_low < sinks < end:
             return None
-        optional = params.OPTIONAL.pack(lse_ptr, 0, sinks, 0, 0, 0, 0, params.NO_LOGITS_ARRAYS)
+        optional = params.OPTIONAL.pack(lse_ptr, 0, sinks, 0, 0, 0, 0, *params.NOTHING_MORE)
     second = bound.second.pack(q, q_rope, k, k_rope)
     bound.run.launch(q, k, k, o, optional, call.current_stream(), second)
     return (out, lse) if return_lse else out
@@ -364,7 +364,7 @@ def _launch(wrapper: BatchWrapper, plan: Plan, run: _Run) -> _Checked:
     array.acquire(vq, *used)
     q_rope, k_rope, lse, sinks, scales = (0 if x is None else x.ptr for x in given)
     bound = _bind(plan, prepared, wrapper._workspace.ptr, checked, vk.shape[0])
-    addresses = params.OPTIONAL.pack(lse, 0, sinks, 0, scales, 0, 0, params.NO_LOGITS_ARRAYS)
+    addresses = params.OPTIONAL.pack(lse, 0, sinks, 0, scales, 0, 0, *params.NOTHING_MORE)
     second = checked.second.pack(vq.ptr, q_rope, vk.ptr, k_rope)
     bound.launch(vq.ptr, vk.ptr, vk.ptr, vout.ptr, addresses, stream, second)
     array.release(vq, vq, *used)

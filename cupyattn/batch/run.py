@@ -272,7 +272,9 @@ def _run_cached(
     if lse_ptr or sinks_ptr or mask_ptr or packed:
         if lse_low < lse_ptr < end or sinks_low < sinks_ptr < end or mask_low < mask_ptr < end:
             return None
-        optional = params.OPTIONAL.pack(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0, packed)
+        optional = params.OPTIONAL.pack(
+            lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0, params.NO_STEPS, packed
+        )
     v_ptr = (v_ptr or k_ptr) + checked.v_offset
     bound.run.launch(q_ptr, k_ptr, v_ptr, o_ptr, optional, call.current_stream())
     return (out, lse) if return_lse else out
@@ -515,7 +517,7 @@ def _launch(wrapper: BatchWrapper, plan: Plan, views: _Views, strides: bytes) ->
     read = plan.packed_logits
     if views.logits is not plan.logits:
         read = params.pack_logits_arrays((v.ptr, v.shape) for v in views.logits)
-    addresses = params.OPTIONAL.pack(lse, bits.address, *others, 0, read)
+    addresses = params.OPTIONAL.pack(lse, bits.address, *others, 0, params.NO_STEPS, read)
     workspace = wrapper._workspace.ptr
     bound = _bind(plan, prepared, workspace, strides, keys.size, views.factors, bits)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)

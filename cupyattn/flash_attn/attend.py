@@ -130,7 +130,7 @@ def attend_cached(
     scalars = _scalars(
         *(names, len(shape), q_len, options.max_seqlen_q, most, options.softmax_scale),
         *(options.causal, options.window_size, 0, options.softcap, options.num_splits),
-        *(has_kv_steps, False, False, False),
+        *(has_kv_steps, False, False, False, 1),
     )
     return run_cached(given, _options, scalars, repeated)
 
@@ -219,7 +219,7 @@ def _run(
         *(names, len(vq.shape), q_len, batch.max_seqlen_q, batch.max_seqlen_k),
         *(common.softmax_scale, common.causal, common.window_size, common.attention_chunk),
         *(common.softcap, common.num_splits, batch.has_kv_steps),
-        *(return_lse, pads_lse, has_table_offsets),
+        *(return_lse, pads_lse, has_table_offsets, batch.sharers),
     )
     arrays = (
         *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, lse_rows),
@@ -266,6 +266,7 @@ def _options(
     return_lse: bool,
     pads_lse: bool,
     has_table_offsets: bool,
+    sharers: int,
 ) -> Options:
     """Checked. What kernels split keys into is bounded by the most keys that are likely."""
     left, right = parse_window(window_size)
@@ -294,6 +295,7 @@ def _options(
         attention_chunk=require_int(attention_chunk, "attention_chunk", 0),
         has_table_offsets=has_table_offsets,
         cumulative_kv_lens=has_kv_steps,
+        sharers=sharers,
     )
 
 

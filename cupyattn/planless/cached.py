@@ -213,7 +213,7 @@ def _places_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[
         v = array.view(x, name)
         if name in _PER_REQUEST:
             per_request.append(Counts(place, math.prod(v.shape) - count))
-        elif len(v.shape) == 2 and v.shape[0] == count and (count > 1 or not v.strides[0]):
+        elif len(v.shape) == 2 and v.shape[0] == count:
             per_request.append(Counts(place, 0))
         elif v.shape:
             fixed.append((place, v.shape[0]))

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match_output
-from ..core import dtypes, parse
+from ..core import dtypes, logits, parse
+from ..core.logits import LogitsExpression
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
@@ -47,6 +48,7 @@ class Arrays(NamedTuple):
     kv_begin     the first key of each request, of those that kv_lens counts
     alibi_slopes  float32 [num_qo_heads] or [B, num_qo_heads]: minus the slope times the distance of
                  query and key is added to the logits, behind the soft cap
+    Slopes and scales [B, heads] are of the caller's requests, see `sharers` of Options
     """
 
     q: Any
@@ -72,6 +74,8 @@ class Arrays(NamedTuple):
 
 
 _REPEATED = "batch_offsets_o", "batch_offsets_v"
+# What expressions call the slopes and the soft cap of a call.
+_SLOPES, _CAP = "slopes", "cap"
 
 
 class Options(NamedTuple):
@@ -98,6 +102,7 @@ class Options(NamedTuple):
     shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
     cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
                  more, to the next
+    sharers      requests, one after another, that are one of the caller's
     """
 
     names: Names
@@ -126,6 +131,7 @@ class Options(NamedTuple):
     shares_pages: Any = True
     cumulative_kv_lens: bool = False
     most_kv_len: int | None = None
+    sharers: int = 1
 
 
 class Indices(NamedTuple):
@@ -170,7 +176,7 @@ class LengthForm(NamedTuple):
     has_qo_lens: bool
     has_qo_offsets: bool
     has_kv_offsets: bool
-    slope_step: int
+    sharers: int
 
     def lengths(self, extents: Extents) -> Lengths:
         """Raises ArgumentError and UnsupportedError where extents do not fit each other."""
@@ -224,7 +230,7 @@ class LengthForm(NamedTuple):
             or self.has_kv_offsets
             or self.has_kv_begin
             or self.formats[1].unit < 0,
-            slope_step=self.slope_step,
+            sharers=self.sharers,
             kv_room=kv_room,
         )
 
@@ -278,16 +284,20 @@ def check(arrays: Arrays, options: Options) -> Call:
     name = f"{names.q}, {names.k}"
     require_group(vq.shape[1], dims["num_kv_heads"], name, layout, other_heads)
     indices, count = _indices(arrays, options, table, vq, keys)
+    owners = count // options.sharers
     scales = view_scales(
         (arrays.scale_q, arrays.scale_k, arrays.scale_v),
         (options.sm_scale, options.kv_scale, options.output_scale),
         (names.sm_scale, names.k_scale, names.output_scale),
         vq.shape[2],
         keys.k.dtype.is_fp8,
-        (count, dims["num_kv_heads"]) if options.scales_by_head else None,
+        (owners, dims["num_kv_heads"]) if options.scales_by_head else None,
     )
+    slopes = None
+    if arrays.alibi_slopes is not None:
+        slopes = view_slopes(arrays.alibi_slopes, owners, vq.shape[1])
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
-    given = _given(arrays, options, layout, vq, vout, scales.logits, value_pages)
+    given = _given(options, layout, vq, vout, scales.logits, value_pages, slopes)
     geometry = find_geometry(
         PlanOptions(
             *(vq.device, vq.shape[1], dims["num_kv_heads"]),
@@ -297,10 +307,7 @@ def check(arrays: Arrays, options: Options) -> Call:
             given,
         )
     )
-    slopes = None
-    if arrays.alibi_slopes is not None:
-        slopes = view_slopes(arrays.alibi_slopes, count, vq.shape[1])
-    form = _length_form(options, geometry, vq, indices, slopes)
+    form = _length_form(options, geometry, vq, indices)
     extents = Extents(
         count,
         vq.shape[0],
@@ -356,30 +363,54 @@ def _view_keys(
 
 
 def _given(
-    arrays: Arrays,
     options: Options,
     kv_layout: str,
     vq: ArrayView,
     vout: ArrayView | None,
     sm_scale: float,
     value_pages: int,
+    slopes: ArrayView | None,
 ) -> Given:
-    o_dtype = options.o_dtype
+    o_dtype, soft_cap = options.o_dtype, options.logits_soft_cap
     if o_dtype is None:
         o_dtype = vq.dtype if vout is None else vout.dtype
+    encoding, expression = options.pos_encoding_mode, None
     # The reference takes slopes as they are given.
-    has_slopes = arrays.alibi_slopes is not None and vq.device.kind == "cuda"
+    if slopes is not None and vq.device.kind == "cuda":
+        expression = _slope_logits(options, slopes)
+        encoding, soft_cap = ("ALIBI", soft_cap) if expression is None else ("NONE", None)
     return Given(
         kv_layout=kv_layout,
         causal=options.causal,
-        pos_encoding_mode="ALIBI" if has_slopes else options.pos_encoding_mode,
+        pos_encoding_mode=encoding,
         window_left=options.window_left,
-        logits_soft_cap=options.logits_soft_cap,
+        logits_soft_cap=soft_cap,
         sm_scale=sm_scale,
         o_dtype=dtypes.parse(o_dtype, options.names.o_dtype),
         value_pages=value_pages,
         window_right=options.window_right,
+        logits=expression,
     )
+
+
+def _slope_logits(options: Options, slopes: ArrayView) -> LogitsExpression | None:
+    """Slopes as an expression, where they are not what kernels know as ALiBi: a bias that grows
+    with the key, ahead of the soft cap. None where they are."""
+    cap = parse.soft_cap(options.logits_soft_cap)
+    right = parse.window(options.window_right, "window_right")
+    if not cap and (parse.flag(options.causal, "causal") or right == 0):
+        return None
+    is_one_row = slopes.strides[0] == 0
+    if slopes.strides[0] not in (0, slopes.shape[1]):
+        raise UnsupportedError(
+            "alibi_slopes: has rows that are apart, which no kernel takes where rows see keys to "
+            "their right, or behind a soft cap; pass a contiguous array"
+        )
+    logit = f"{_CAP} * tanh(logit / {_CAP})" if cap else "logit"
+    place = "head" if is_one_row else "batch, head"
+    transform = f"{logit} - {_SLOPES}[{place}] * abs(kv_idx - q_idx)"
+    arrays = ((_SLOPES, dtypes.float32, 1 if is_one_row else 2),)
+    return logits.make(transform, None, arrays, ((_CAP, dtypes.float32, cap),) if cap else ())
 
 
 def _view_mask(mask: Any, options: Options, lengths: Lengths) -> tuple[ArrayView, int]:
@@ -407,10 +438,11 @@ def _padded_lse_shape(call: Call, options: Options) -> tuple[int, ...]:
 def _refuse_on_gpu(call: Call, names: Names) -> None:
     """UnsupportedError for what only the reference serves."""
     spec = call.geometry.spec
-    if call.alibi_slopes is not None and (spec.right_limit != 0 or spec.logits_soft_cap > 0.0):
+    if any(call.scales.steps) and spec.problem().is_wide:
         raise UnsupportedError(
-            "alibi_slopes: have no GPU kernel where rows see keys to their right, nor behind a "
-            "soft cap; pass causal=True without a cap, or CPU arrays"
+            f"{names.k_scale}, {names.output_scale}: scales that differ between requests have no "
+            f"GPU kernel with head dims {spec.head_dim_qk} and {spec.head_dim_vo}; pass one for "
+            "each KV head"
         )
     for name, is_given in (
         (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
@@ -485,7 +517,6 @@ def _length_form(
     geometry: Geometry,
     vq: ArrayView,
     indices: Indices,
-    slopes: ArrayView | None,
 ) -> LengthForm:
     names = options.names
     max_q_len, max_kv_len = options.max_q_len, options.max_kv_len
@@ -522,7 +553,7 @@ def _length_form(
         has_qo_lens=indices.qo_lens is not None,
         has_qo_offsets=indices.qo_offsets is not None,
         has_kv_offsets=indices.kv_offsets is not None,
-        slope_step=0 if slopes is None else slopes.strides[0],
+        sharers=options.sharers,
     )
 
 

@@ -79,6 +79,7 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int, page_size: int | No
         kv_begin=None if batch.kv_begin is None and chunk % page_size == 0 else kv_begin,
         max_seqlen_q=min(rows, chunk),
         max_seqlen_k=chunk if batch.max_seqlen_k is None else min(batch.max_seqlen_k, chunk),
+        sharers=most,
     )
 
 

@@ -100,7 +100,7 @@ class _Prepared:
             of_q, _, of_v = (0, 0, 0) if plan is None else plan.scales
             optional = params.OPTIONAL.pack(
                 *(rows, 0, sinks, scale_q and workspace + of_q, 0, scale_v and workspace + of_v),
-                *(0, params.NO_LOGITS_ARRAYS),
+                *(0, params.NO_STEPS, params.NO_LOGITS_ARRAYS),
             )
         if plan is not None:
             plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)

@@ -22,6 +22,7 @@ from ..launch.driver import params
 from .check import Arrays, Call
 
 _MAX_BOUND = 256
+_MAX_REQUESTS = 2**31 - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,8 @@ class Prepared:
     num_rows   rows that q holds
     num_keys   rows that k and v hold, or pages
     lse_shape  of an LSE that the call makes
+    steps      params.STEPS of slopes and scales
+    slopes     extents of slopes that an expression reads; empty for others
     bound      what a workspace and a page table at these addresses make of the launches
     """
 
@@ -52,6 +55,8 @@ class Prepared:
     has_scales: bool
     scales_by_head: tuple[bool, ...]
     lse_shape: tuple[int, ...]
+    steps: bytes = params.NO_STEPS
+    slopes: tuple[int, ...] = ()
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -74,6 +79,9 @@ class Prepared:
         optional = params.NO_OPTIONAL
         indices = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
         rows = lse if self.padding is None else workspace + self.lse_rows
+        read = params.NO_LOGITS_ARRAYS
+        if self.slopes:
+            read, slopes = params.pack_logits_arrays([(slopes, self.slopes)]), 0
         if self.has_scales:
             given = scale_q, scale_k, scale_v
             # The planner writes a scale that is one number to the workspace, once for each head.
@@ -83,13 +91,9 @@ class Prepared:
                 at if x or not at else workspace + place
                 for at, x, place in zip(given, by_head, plan.scales, strict=True)
             )
-            optional = params.OPTIONAL.pack(
-                rows, mask, sinks, *used, slopes, params.NO_LOGITS_ARRAYS
-            )
-        elif rows or sinks or mask or slopes:
-            optional = params.OPTIONAL.pack(
-                rows, mask, sinks, 0, 0, 0, slopes, params.NO_LOGITS_ARRAYS
-            )
+            optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes, self.steps, read)
+        elif rows or sinks or mask or slopes or read:
+            optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0, slopes, self.steps, read)
         plan_batch.launch(plan, planned, indices, scales, device, stream)
         attention.launch(q, k, v, out, optional, stream)
         if self.padding is not None:
@@ -153,7 +157,8 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
     is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
     scales = call.scales
     is_scaled = not (scales.views[0] is scales.views[1] is None)
-    prescale_logits = is_scaled or scales.logits <= 0.0
+    # Kernels whose rows have scales know requests' scales of values too.
+    prescale_logits = is_scaled or scales.logits <= 0.0 or any(scales.steps)
     variant = Variant(is_aligned, prescale_logits, call.mask is not None)
     launcher = call.geometry.launcher(variant)
     count = call.lengths.num_requests
@@ -181,6 +186,8 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         has_scales=is_scaled or scales.views[2] is not None,
         scales_by_head=scales.by_head,
         lse_shape=lse_shape,
+        steps=params.STEPS.pack(_slope_step(call), *scales.steps),
+        slopes=_slope_extents(call),
     )
     prepared = of_lengths(
         prepared, plan, num_rows, keys.size, lse_shape, lse_strides, call.pads_lse
@@ -204,7 +211,9 @@ def _requests_of_a_part(call: Call, launcher: BatchLauncher) -> int:
     if call.mask is not None or not has_rows:
         return count
     num_parts = -(-count // plan_batch.most_requests(launcher.device_index))
-    return -(-count // num_parts) if count else 0
+    sharers = call.lengths.sharers
+    size = -(-count // num_parts) if count else 0
+    return size if size == count else max(size // sharers, 1) * sharers
 
 
 def _part(call: Call, count: int) -> tuple[Lengths, tuple[int, ...], int]:
@@ -234,15 +243,15 @@ def _in_parts(
             plan = plan_of(first.launcher, lengths, most_bytes)
             rest = num_rows, first.num_keys, lse_shape, lse_strides, call.pads_lse
             part = of_lengths(first, plan, *rest)
-        parts.append((tuple(begin * step for step in steps), part))
+        parts.append((tuple(begin // sharers * step for step, sharers in steps), part))
     known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
     known |= {"num_bytes": max(part.num_bytes for _, part in parts), "lse_shape": call.lse_shape}
     known["num_rows"] = call.q.shape[0]
     return _InParts(**known, parts=tuple(parts))
 
 
-def _steps(call: Call) -> tuple[int, ...]:
-    """Bytes from a request to the next one, in the order of Arrays; 0 for what all share."""
+def _steps(call: Call) -> tuple[tuple[int, int], ...]:
+    """Bytes from so many requests to the next ones, in the order of Arrays; 0 for what all share."""
     indices, lengths, vout, vlse = call.indices, call.lengths, call.out, call.lse
     assert vout is not None
     tokens = 0 if indices.qo_offsets is not None else lengths.qo_len
@@ -250,21 +259,20 @@ def _steps(call: Call) -> tuple[int, ...]:
     def step(v: ArrayView | None, count: int = 1) -> int:
         return 0 if v is None else count * v.strides[0] * v.dtype.itemsize
 
-    def scale(v: ArrayView | None) -> int:
-        return step(v) if v is not None and len(v.shape) == 2 else 0
-
     table = call.block_tables if not call.has_table_offsets else None
     at = {
         "q": step(call.q, tokens),
         "block_tables": step(table),
         "out": step(vout, tokens),
         "lse": step(vlse, 1 if call.pads_lse else tokens),
-        "alibi_slopes": 4 * lengths.slope_step,
-        **dict(zip(("scale_q", "scale_k", "scale_v"), map(scale, call.scales.views), strict=True)),
     }
     for name in ("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "kv_begin"):
         at[name] = step(getattr(indices, name))
-    return tuple(at.get(name, 0) for name in Arrays._fields)
+    owned = {"alibi_slopes": 4 * _slope_step(call)}
+    owned |= zip(("scale_q", "scale_k", "scale_v"), (4 * x for x in call.scales.steps), strict=True)
+    found = {name: (x, 1) for name, x in at.items()}
+    found |= {name: (x, lengths.sharers) for name, x in owned.items()}
+    return tuple(found.get(name, (0, 1)) for name in Arrays._fields)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -311,7 +319,21 @@ def of_lengths(
         first.has_scales,
         first.scales_by_head,
         lse_shape,
+        first.steps,
+        first.slopes,
     )
+
+
+def _slope_step(call: Call) -> int:
+    return 0 if call.alibi_slopes is None else call.alibi_slopes.strides[0]
+
+
+def _slope_extents(call: Call) -> tuple[int, ...]:
+    """Of slopes as an expression reads them: the plan counts requests, so any number will do."""
+    if call.alibi_slopes is None or call.geometry.spec.logits is None:
+        return ()
+    num_heads = call.alibi_slopes.shape[1]
+    return (_MAX_REQUESTS, num_heads) if _slope_step(call) else (num_heads,)
 
 
 def is_bool_mask(call: Call) -> bool:

@@ -19,6 +19,7 @@ class Batch:
     has_kv_steps  kv_lens [b + 1] are offsets, whose steps are the lengths
     are_causal  [b], 0 for requests that see all their keys in a causal call; None: no such
     max_seqlen_q, max_seqlen_k   the most rows and keys of one, as far as the host knows
+    sharers     requests, one after another, that are one of the caller's
     """
 
     names: Names
@@ -36,4 +37,5 @@ class Batch:
     is_fp8_q: bool = False
     has_kv_steps: bool = False
     are_causal: Any = None
+    sharers: int = 1
     append: Callable[[], None] | None = None

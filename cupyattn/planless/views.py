@@ -229,7 +229,7 @@ class Scales(NamedTuple):
     """Numbers for logits and output; views of what is in device memory, of q, k and v.
 
     names        fields of check.Arrays that have these scales, None where an array has no effect
-    by_head      which of the views have a scale for each KV head: [num_kv_heads], on the CPU
+    by_head      which of the views have a scale for each KV head: [num_kv_heads], or
                  [B, num_kv_heads]; the others hold one number
     is_constant  whether the numbers are those of all calls of this signature
     """
@@ -240,6 +240,11 @@ class Scales(NamedTuple):
     names: tuple[str | None, str | None, str | None]
     is_constant: bool
     by_head: tuple[bool, ...] = (False, False, False)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Elements from a request's own scales to the next one's, 0 for those that all share."""
+        return tuple(0 if v is None or len(v.shape) < 2 else v.strides[0] for v in self.views)
 
 
 def number_or_array(scale: Any) -> tuple[Any, Any]:
@@ -319,7 +324,7 @@ def _view_number(x: Any, name: str) -> ArrayView:
 
 
 def _view_by_head(x: Any, name: str, num_requests: int, num_heads: int) -> ArrayView | None:
-    """[1], or scales for each KV head: [num_kv_heads], on the CPU [B, num_kv_heads].
+    """[1], or scales for each KV head: [num_kv_heads], or [B, num_kv_heads].
 
     Arrays that repeat an element along an axis (of stride 0) are those without that axis.
     """
@@ -341,11 +346,10 @@ def _view_by_head(x: Any, name: str, num_requests: int, num_heads: int) -> Array
     if v.device.kind == "cpu":
         steps = v.strides if len(shape) == 2 else (0, v.strides[0])
         return array.as_strided(v, (num_requests, num_heads), steps)
-    if len(shape) == 2 and num_requests > 1 and v.strides[0]:
-        raise UnsupportedError(
-            f"{name}: scales that differ between requests have no GPU kernel; pass one for each "
-            f"KV head, [{num_heads}]"
-        )
     if num_heads > 1 and v.strides[-1] != 1:
         raise ArgumentError(f"{name}: is not contiguous; pass a contiguous array")
+    if len(shape) == 2 and v.strides[0]:
+        if not 0 < v.strides[0] < 2**31:
+            raise ArgumentError(f"{name}: rows are too far apart; pass a contiguous array")
+        return array.as_strided(v, (num_requests, num_heads), (v.strides[0], 1))
     return array.as_strided(v, (num_heads,), (1,))

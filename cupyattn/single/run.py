@@ -544,7 +544,8 @@ def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
         vv.ptr,
         vout.ptr,
         params.OPTIONAL.pack(
-            *(0 if v is None else v.ptr for v in optional), 0, logits.pack(entry.spec, extras)
+            *(0 if v is None else v.ptr for v in optional),
+            *(0, params.NO_STEPS, logits.pack(entry.spec, extras)),
         ),
         strides,
         0 if mask is None else mask.shape[0],

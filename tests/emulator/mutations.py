@@ -249,7 +249,14 @@ PORTABLE = (
     Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
     Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
     Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
-    Mutation("slopes-of-first-request", "request.mask_start + head", "head", "slopes"),
+    Mutation("slopes-of-first-request", "place + head", "head", "slopes"),
+    Mutation("scales-of-first-request", "request.mask_start", "0", "descales"),
+    Mutation(
+        "value-scales-of-first-request",
+        "request.mask_start * params.steps.scale_v",
+        "0",
+        "descales",
+    ),
     Mutation("key-steps-as-lengths", " - first", "", "device plans"),
     Mutation(
         "keys-beyond-k", "min_of(room, params.kv_room - request.kv_start)", "room", "absurd offsets"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ from helpers.flash_cases import FORMS, Case, dense
 from helpers.new_keys import random_new_keys
 from helpers.share import one_of
 
+from cupyattn import array
+from cupyattn.core import dtypes
 from cupyattn.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from cupyattn.inputs.widening import widened
 
 from . import gpu
 
@@ -96,6 +100,62 @@ def check_copies(**facts: Any) -> None:
         with gpu.plugged_in(seed=seed % 3, **facts) as emulated:
             row_copies.check(seed)
         assert {launch.name for launch in emulated.launches} <= {"copy_rows"}
+
+
+@pytest.mark.parametrize("arch", [800, 900])
+@pytest.mark.parametrize("wide", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_numbers_in_16_bits(dtype: str, wide: str, arch: int) -> None:
+    """All of them."""
+    narrow, to = dtypes.parse(dtype, "dtype"), dtypes.parse(wide, "dtype")
+    x = np.arange(256, dtype=np.uint8).view(narrow.numpy).reshape(4, 1, 64)
+    with gpu.plugged_in(arch=arch):
+        got = widened(array.view(x, "x"), to, "x").astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        want = x.astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    numbers = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(want[numbers]))
+
+
+def run_of_requests(rows: int, is_portable: bool = False, **facts: Any) -> None:
+    """Slopes and scales that differ by request, of keys, of values, and of fp8 queries: dense,
+    in chunks, and in splits."""
+    rng = np.random.default_rng(rows)
+    count, heads, kv_heads, dim, room = 3, 4, 2, 64, 230
+    fp8 = dtypes.float8_e4m3fn.numpy
+    q = rng.normal(0, 1, (count, rows, heads, dim)).astype(np.float16)
+    k, v = rng.normal(0, 1, (2, count, room, kv_heads, dim)).astype(np.float16)
+    keys = k.astype(fp8), v.astype(fp8)
+    slopes = rng.random((count, heads)).astype(np.float32) * 0.3
+    of_q, of_k, of_v = rng.random((3, count, kv_heads)).astype(np.float32) * 2
+    scales = {"k_descale": of_k, "v_descale": of_v, "return_softmax_lse": True}
+    lens = np.array([230, 41, 150], np.int32)
+    calls: list[Callable[[], Any]] = [
+        lambda: flash_attn_func(q, k, v, alibi_slopes=slopes, return_softmax_lse=True),
+        lambda: flash_attn_func(q, k, v, alibi_slopes=slopes[1], return_softmax_lse=True),
+        lambda: flash_attn_func(q, k, v, 0.0, None, True, softcap=5.0, alibi_slopes=slopes),
+        lambda: flash_attn_func(q, *keys, causal=True, **scales),
+        lambda: flash_attn_func(q, *keys, v_descale=of_v),
+        lambda: flash_attn_func(q.astype(fp8), *keys, q_descale=of_q, k_descale=of_k[0]),
+        lambda: flash_attn_func(q, *keys, softcap=3.0, alibi_slopes=slopes, **scales),
+        lambda: flash_attn_func(
+            q, *keys, causal=True, attention_chunk=7, alibi_slopes=slopes, **scales
+        ),
+        lambda: flash_attn_with_kvcache(q, *keys, cache_seqlens=lens, causal=True, **scales),
+    ]
+    for call in calls:
+        want = call()
+        with gpu.plugged_in(is_portable=is_portable, num_sms=4, **facts):
+            got = call()
+        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), 2e-2, 2e-2)
+
+
+@pytest.mark.parametrize("is_portable", [True, False])
+@pytest.mark.parametrize("rows", [3, 50])
+def test_slopes_and_scales_of_requests(rows: int, is_portable: bool) -> None:
+    run_of_requests(rows, is_portable)
 
 
 @pytest.mark.parametrize("dims", [(57, 57), (24, 35), (111, 8)])

@@ -377,6 +377,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
     "slots": _slots,
+    "descales": lambda **facts: test_flash_attn.run_of_requests(3, **facts),
     "copied rows": lambda **facts: test_flash_attn.check_copies(**facts),
     "wide values": _wide_values,
     "serving": _serving,

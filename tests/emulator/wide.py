@@ -229,7 +229,15 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         0 if is_latent else memory(v),
         memory(o, True),
         structs.OPTIONAL.pack(
-            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, memory(scales), 0, 0, b""
+            memory(lse, True) if case.has_lse else 0,
+            0,
+            memory(sinks),
+            0,
+            memory(scales),
+            0,
+            0,
+            b"",
+            b"",
         ),
         memory(partial_o, True),
         memory(partial_lse, True),

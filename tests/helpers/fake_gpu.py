@@ -219,7 +219,7 @@ def fields() -> list[tuple[str, str]]:
     body = HEADER.read_text().split("struct AttentionParams {")[1].split("};")[0]
     formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "I"}
     # Arrays are bytes here, but for the last one.
-    blocks = {"logits_arrays": "96s", "logits_numbers": "32s", "rope_step": "128I"}
+    blocks = {"steps": "16s", "logits_arrays": "96s", "logits_numbers": "32s", "rope_step": "128I"}
     found = []
     for kind, names in re.findall(r"^\s*(?:const )?(\w+\*?) ([^;/]*);", body, re.MULTILINE):
         for name in names.split(", "):

@@ -132,9 +132,7 @@ class Case:
             named["attention_chunk"] = options["chunk"] = chunk
         if rng.random() < 0.3:
             named["softcap"] = options["softcap"] = float(rng.uniform(0.5, 4))
-        is_causal = options.get("causal") or options.get("window", (0, -1))[1] == 0
-        has_slopes = not self.is_gpu or (is_causal and "softcap" not in options)
-        if rng.random() < 0.2 and has_slopes:
+        if rng.random() < 0.2:
             shape = (self.heads,) if rng.random() < 0.5 else (self.count, self.heads)
             slopes = rng.uniform(0, 0.5, shape).astype(np.float32)
             self.slopes = np.broadcast_to(slopes, (self.count, self.heads))
@@ -152,9 +150,7 @@ class Case:
                 named[name] = x
 
     def _choose_descale(self, place: int, name: str) -> None:
-        shape = [(), (1,), (self.kv_heads,), (self.count, self.kv_heads)][
-            self.rng.integers(3 if self.is_gpu else 4)
-        ]
+        shape = [(), (1,), (self.kv_heads,), (self.count, self.kv_heads)][self.rng.integers(4)]
         values = self.rng.uniform(0.3, 2, shape).astype(np.float32)
         given = self._array(values)
         if not shape and self.rng.random() < 0.5:

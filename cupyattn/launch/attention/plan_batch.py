@@ -73,7 +73,8 @@ class Lengths(NamedTuple):
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
     formats        of qo_lens, kv_lens, qo_offsets, kv_offsets and kv_begin
     is_ragged      there are others of those than kv_lens
-    slope_step     elements from a request's ALiBi slopes to the next one's
+    sharers        requests, one after another, that are one of the caller's and share its slopes
+                   and scales
     kv_room        what offsets of keys may name: rows of k, or keys of a table; 0: max_kv_len
     request_tokens of lists of keys, whose tokens are requests here: how many of them are one
                    request of the caller, and have one length
@@ -90,7 +91,7 @@ class Lengths(NamedTuple):
     likely_kv_len: int
     formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
     is_ragged: bool = True
-    slope_step: int = 0
+    sharers: int = 1
     kv_room: int = 0
     request_tokens: int = 1
     list_gap: int = 0
@@ -246,7 +247,7 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
         (words_bytes - part.counters) // 4,
         shape.cost_of_part(most_rows),
         *shape.costs(most_rows),
-        lengths.slope_step,
+        lengths.sharers,
         lengths.kv_room or lengths.max_kv_len,
         1.0 / capacity.items_per_wave,
         1.0 / max(1, capacity.num_more),

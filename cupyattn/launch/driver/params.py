@@ -26,8 +26,10 @@ SLACK = 8.0
 _LOGITS_ARRAY = "Q 4i"
 LOGITS_ARRAYS = struct.Struct("<" + MAX_ARRAYS * _LOGITS_ARRAY)
 LOGITS_NUMBERS = struct.Struct(f"<{MAX_NUMBERS * 4}s")
-# lse, mask, sinks, scale_q, scale_k, scale_v, alibi_slopes, logits_arrays
-OPTIONAL = struct.Struct(f"<7Q {LOGITS_ARRAYS.size}s")
+# From a request's own slopes, scale_q, scale_k and scale_v to the next one's.
+STEPS = struct.Struct("<4i")
+# lse, mask, sinks, scale_q, scale_k, scale_v, alibi_slopes, STEPS, logits_arrays
+OPTIONAL = struct.Struct(f"<7Q {STEPS.size}s {LOGITS_ARRAYS.size}s")
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
 # num_kv_heads to lse_form, logits_numbers; RoPE follows
 CONSTANTS = struct.Struct(f"<6i 6f 2i I i I 3i {LOGITS_NUMBERS.size}s")
@@ -36,7 +38,8 @@ CONSTANTS = struct.Struct(f"<6i 6f 2i I i I 3i {LOGITS_NUMBERS.size}s")
 ATTENTION = struct.Struct(
     f"<4Q {OPTIONAL.size}s 7Q {STRIDES.size}s 2q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
 )
-NO_OPTIONAL, NO_LOGITS_ARRAYS = bytes(OPTIONAL.size), b""
+NO_OPTIONAL, NO_STEPS, NO_LOGITS_ARRAYS = bytes(OPTIONAL.size), b"", b""
+NOTHING_MORE = NO_STEPS, NO_LOGITS_ARRAYS
 # The same struct where a run fills in what its plan does not decide: q, k, v, o; OPTIONAL; PLANNED.
 PLANNED = struct.Struct(
     f"<7Q {STRIDES.size}s 2q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"  # from partial_o on

@@ -452,16 +452,17 @@ struct DecodeSm80 {
     const float old_max = state.max;
     const int head = shared.rows[row].head;
     const int token = request.q_start + shared.rows[row].token;  // mutate: requests-overlap
+    const float own = request_scale_of<LogitsVariant>(params, request, work.kv_head);
     if (work.leaves_state()) {
       const int64_t index = (work.state(params) + work.split) * kTileQ + row;
-      const float factor = state.normaliser(old_max);
+      const float factor = state.normaliser(old_max) * own;
       float* out = params.partial_o + index * kHeadDimVO + column;
       *reinterpret_cast<float4*>(out) =
           make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
       if (column == 0) params.partial_lse[index] = state.lse();
     } else {
       state.add_sink(sink_of(params, head));
-      const float factor = state.normaliser(old_max) * output_scale_of(params, work.kv_head);
+      const float factor = state.normaliser(old_max) * own * output_scale_of(params, work.kv_head);
       DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                     head * params.o_stride_h + column;
       store_pair<DTypeO, Config::kAligned>(out, sum.x * factor, sum.y * factor);

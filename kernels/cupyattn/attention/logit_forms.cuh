@@ -46,6 +46,7 @@ struct LogitsDefaults {
   using Kept = Nothing;  // what a thread keeps in registers
   static constexpr int kTileSumBits = 8;
   static constexpr bool kReadsRows = false;      // apply() reads each row's RowInfo
+  static constexpr bool kHasRowScales = false;   // heads and requests may have scales of their own
   static constexpr bool kFoldsBias = false;      // a bias can be folded into the exponent
   static constexpr bool kHasFastPath = false;    // most tiles take a fast path
   static constexpr bool kScalesQueries = false;  // Q is multiplied by a power of two

@@ -368,7 +368,9 @@ struct PrefillSm80 {
     const TileWork& work = shared.work.tile;
     const int q_start = shared.work.request.q_start;
     const bool leaves_state = work.leaves_state();
-    const float output_scale = output_scale_of(params, work.kv_head);
+    const float own =
+        request_scale_of<LogitsVariant>(params, shared.work.request, work.kv_head);
+    const float output_scale = output_scale_of(params, work.kv_head) * own;
     if constexpr (kStagesOutput) ptx::warp_sync();  // mutate: output-overwrites-q
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -385,7 +387,8 @@ struct PrefillSm80 {
           if (exists) {
             float* out = params.partial_o + index * kHeadDimVO;
             store_output_row<float, kHeadDimVO, kFp8, true>(
-                [&](int column) { return out + column; }, o[m], h, state.normaliser(old_max), lane);
+                [&](int column) { return out + column; }, o[m], h,
+                state.normaliser(old_max) * own, lane);
             if ((lane & 3) == 0) params.partial_lse[index] = state.lse();
           }
           continue;

@@ -81,8 +81,10 @@ struct PrefillSm90Rows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
     const bool leaves_state = item.work.tile.leaves_state();
+    const int kv_head = item.work.tile.kv_head;
     const float output_scale =
-        leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
+        (leaves_state ? 1.0f : output_scale_of(params, kv_head)) *
+        request_scale_of<LogitsVariant>(params, item.work.request, kv_head);
     Output output{place, slot, item.boxed_rows > 64 * group, {}};
     if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
 #pragma unroll

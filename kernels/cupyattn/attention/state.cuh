@@ -93,9 +93,22 @@ __device__ __forceinline__ void store_lse(const AttentionParams& params, int64_t
   store_lse(params, token, head, lse);
 }
 
+// What multiplies the output of a head, but for a scale that requests have of their own.
 __device__ __forceinline__ float output_scale_of(const AttentionParams& params, int kv_head) {
-  return params.scale_v == nullptr ? params.output_scale
-                                   : params.output_scale * params.scale_v[kv_head];
+  return params.scale_v == nullptr || params.steps.scale_v != 0
+             ? params.output_scale
+             : params.output_scale * params.scale_v[kv_head];
+}
+
+// The scale of a request's own values, which is in all that leaves a block: so a merge of states
+// need not know requests.
+template <typename LogitsVariant>
+__device__ __forceinline__ float request_scale_of(const AttentionParams& params,
+                                                  const Request& request, int kv_head) {
+  if constexpr (!LogitsVariant::kHasRowScales) return 1.0f;
+  if (params.scale_v == nullptr || params.steps.scale_v == 0) return 1.0f;
+  // mutate: value-scales-of-first-request
+  return params.scale_v[request.mask_start * params.steps.scale_v + kv_head];
 }
 
 template <typename DTypeO>

@@ -21,11 +21,13 @@ __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
   return exp2f(exponent);
 }
 
-// The logit scale of a head, with the scales by head.
-__device__ __forceinline__ float row_scale(const AttentionParams& params, int head, int kv_head) {
+// The logit scale of a head of a request, with the scales by head.
+__device__ __forceinline__ float row_scale(const AttentionParams& params, const Request& request,
+                                           int head, int kv_head) {
+  const int64_t place = request.mask_start;  // mutate: scales-of-first-request
   float scale = params.sm_scale;
-  if (params.scale_q != nullptr) scale *= params.scale_q[head];
-  if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
+  if (params.scale_q != nullptr) scale *= params.scale_q[place * params.steps.scale_q + head];
+  if (params.scale_k != nullptr) scale *= params.scale_k[place * params.steps.scale_k + kv_head];
   return scale;
 }
 
@@ -54,6 +56,7 @@ struct TransformedLogits : LogitsDefaults {
   // tanh: 2, the largest argument of the polynomial, is the first number with the top exponent bit.
   static constexpr float kTanhUnit = 2.0f / kTanhRange;
   static constexpr bool kReadsRows = true;
+  static constexpr bool kHasRowScales = kRowScales;
   // In tiles that move no maximum and hide no key, the bias goes into the exponent.
   static constexpr bool kFoldsBias = kAlibi && !kSoftCap;
 
@@ -95,14 +98,14 @@ struct TransformedLogits : LogitsDefaults {
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params,
                                                      const Request& request, int token,
                                                      int position, int head, int kv_head) {
-    const float scale = row_scale(params, head, kv_head);
+    const float scale = row_scale(params, request, head, kv_head);
     const int num_heads = params.num_kv_heads * params.group_size;
     float slope = 0.0f;
     if constexpr (kAlibi) {
-      slope = params.alibi_slopes == nullptr
-                  ? alibi_slope(head, num_heads)
-                  // mutate: slopes-of-first-request
-                  : params.alibi_slopes[request.mask_start + head];
+      const int64_t place = request.mask_start * params.steps.slopes;
+      slope = params.alibi_slopes == nullptr ? alibi_slope(head, num_heads)
+                                             // mutate: slopes-of-first-request
+                                             : params.alibi_slopes[place + head];
     }
     return RowInfo{token, position, head, scale * unit(params), slope * unit(params)};
   }
@@ -162,6 +165,7 @@ struct TransformedLogits : LogitsDefaults {
 template <typename Expression, bool kRowScales>
 struct ExpressionLogits : LogitsDefaults {
   static constexpr bool kReadsRows = true;
+  static constexpr bool kHasRowScales = kRowScales;
   static constexpr bool kFoldsBias = Expression::kIsLinear;
 
   // In tiles that move no maximum and hide no key, a linear transform goes into the exponent.
@@ -203,7 +207,7 @@ struct ExpressionLogits : LogitsDefaults {
                                                      const Request& request, int token,
                                                      int position, int head, int kv_head) {
     const LogitAt at = LogitAt::of(params, request, token, position, head);
-    return RowInfo{token, position, head, row_scale(params, head, kv_head),
+    return RowInfo{token, position, head, row_scale(params, request, head, kv_head),
                    Expression::row_value(at)};
   }
   template <int kMmaQ, int kTilesS>

@@ -111,6 +111,7 @@ struct BlockWork {
     BlockWork work = of_tile(params, q_tile - request * num_tiles, kv_head, split, tile_rows);
     work.request.q_start = request * params.qo_len;
     work.request.kv_start = request * kv_step;  // mutate: lists-in-one-place
+    work.request.mask_start = request;
     work.tile.first_state = q_tile * params.num_splits;
     work.tile.split_tile = q_tile;
     return work;

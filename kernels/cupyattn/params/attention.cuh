@@ -26,8 +26,8 @@ struct alignas(16) WorkItem {
   int32_t split;        // 0 .. num_splits - 1
   int32_t num_splits;   // 1: the block writes the result itself
   int32_t first_state;  // partial states of the split tiles before this one, of one KV head
-  int64_t mask_start;   // the request's first byte of `mask`, or element of `alibi_slopes`, or its
-                        // place in the batch if user-written logits read that
+  int64_t mask_start;   // the request's first byte of `mask`, or its place in the batch, where that
+                        // has effect: of user-written logits, slopes and scales
   int32_t split_tile;   // index of this tile among the split tiles; -1 in a cascade, whose states a
                         // later launch merges
   int32_t key_offset;   // the first key's position, if there are `positions`; else the first key
@@ -51,6 +51,12 @@ struct LogitsArray {
   int32_t extent[kMaxLogitsAxes];
 };
 
+// Elements from what one request has to what the next one has (WorkItem::mask_start counts them);
+// 0: all have the same.
+struct RequestSteps {
+  int32_t slopes, scale_q, scale_k, scale_v;
+};
+
 struct AttentionParams {
   const void* q;          // [qo_len, num_qo_heads, head_dim_qk]
   const void* k;          // [kv_len, num_kv_heads, head_dim_qk], or pages of page_size such rows
@@ -62,7 +68,9 @@ struct AttentionParams {
   const float* scale_q;   // [num_qo_heads]; may be nullptr, as may the next two
   const float* scale_k;   // [num_kv_heads]
   const float* scale_v;   // [num_kv_heads]
-  const float* alibi_slopes;  // [num_qo_heads], from each request's `mask_start` on; may be nullptr
+  const float* alibi_slopes;  // [num_qo_heads]; may be nullptr
+  RequestSteps steps;         // of the four above; other scales than of the values are read by
+                              // kernels whose rows have scales of their own
   LogitsArray logits_arrays[kMaxLogitsArrays];  // read by user-written logits
   float* partial_o;       // [split tiles, num_kv_heads, num_splits, rows of a tile, head_dim_vo]
   float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
@@ -103,7 +111,7 @@ struct AttentionParams {
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 144 + 96 + 104 + 96 + 32 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 160 + 96 + 104 + 96 + 32 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/driver/params.py must agree");
 
 // The argument of kernels that rotate heads of up to twice as many pairs.

@@ -46,7 +46,8 @@ struct PlanBatchParams {
   int32_t max_items, num_merges, num_counters;
   float least_part_cost;                          // as in schedule/tile_shape.py, cost_of_part
   float block, merge, state, part, least_share;  // as in schedule/balance.py, Costs
-  int32_t slope_step;  // from a request's slopes to the next one's, see WorkItem::mask_start
+  int32_t sharers;     // requests, one after another, that are one of the caller's: its place in
+                       // the batch is in WorkItem::mask_start
   int32_t kv_room;     // what kv_offsets may name: rows of k, or keys of a table
   float a_wave, a_more;  // 1 / items_per_wave, 1 / max_more
   // Lists of keys: tokens are requests, and so many of them belong to one of the caller's.

@@ -475,7 +475,7 @@ struct PlanBatch {
     item.kv_start = request.kv_start;
     item.kv_len = request.kv_len;
     item.key_offset = request.kv_begin;  // mutate: first-key-not-listed
-    item.mask_start = static_cast<int64_t>(index) * params.slope_step;
+    item.mask_start = index / params.sharers;
     item.first_row = row_tile * params.tile_q;
     item.num_splits = 1;
     if (size != kNoSplit) {

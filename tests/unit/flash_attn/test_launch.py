@@ -219,6 +219,22 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         {"cache_leftpad": lambda make: ints(1, 2, 3, 0), "k": new, "v": new},
         ["append_new_kv", *ATTENTION],
     ),
+    "varlen, slopes to the right": (varlen, {"alibi_slopes": numbers(B, H)}, ATTENTION),
+    "varlen, slopes behind a cap": (
+        varlen,
+        {"alibi_slopes": numbers(H), "causal": True, "softcap": 9.0},
+        ATTENTION,
+    ),
+    "dense, slopes in chunks": (
+        dense,
+        {"alibi_slopes": numbers(3, H), "causal": True, "attention_chunk": 16},
+        ATTENTION,
+    ),
+    "decode, descales of requests": (
+        decode,
+        {**FP8, "k_descale": numbers(B, HK), "v_descale": numbers(B, HK)},
+        ATTENTION,
+    ),
     "decode, slopes": (decode, {"alibi_slopes": numbers(H), "causal": True}, ATTENTION),
     "varlen, slopes": (varlen, {"alibi_slopes": numbers(B, H), "causal": True}, ATTENTION),
     "decode, fp8": (
@@ -430,10 +446,9 @@ def test_every_append_is_listed(
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "alibi_slopes: have no GPU kernel where": (varlen, {"alibi_slopes": numbers(H)}),
-    "nor behind a soft cap": (
+    "alibi_slopes: has rows that are apart": (
         varlen,
-        {"alibi_slopes": numbers(H), "causal": True, "softcap": 9.0},
+        {"alibi_slopes": lambda make: make(B, 2 * H, dtype="float32")[:, :H]},
     ),
     "rotary_cos: has no GPU kernel": (
         decode,
@@ -445,9 +460,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "rotary_sin": lambda make: make(9, 8),
         },
     ),
-    "k_descale: scales that differ between requests": (
+    "k_descale, v_descale: scales that differ between requests": (
         decode,
-        {**FP8, "k_descale": numbers(B, HK)},
+        {
+            "q": lambda make: make(B, 1, H, 512),
+            **{name: fp8(PAGES, PAGE, HK, 512) for name in ("k_cache", "v_cache")},
+            "v_descale": numbers(B, HK),
+        },
     ),
     "q: dtype float32 has no GPU kernel": (decode, {"q": numbers(B, 1, H, D), **{
         name: numbers(PAGES, PAGE, HK, D) for name in ("k_cache", "v_cache")}}),

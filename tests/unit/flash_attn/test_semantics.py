@@ -9,7 +9,6 @@ import pytest
 from helpers.flash_cases import dense
 
 from cupyattn import flash_attn
-from cupyattn.core import dtypes
 from cupyattn.flash_attn import (
     flash_attn_combine,
     flash_attn_func,
@@ -18,7 +17,6 @@ from cupyattn.flash_attn import (
     get_scheduler_metadata,
     merge_state_v2,
 )
-from cupyattn.inputs.widening import widened_bits
 
 RNG = np.random.default_rng(7)
 
@@ -288,18 +286,3 @@ def test_schedules_are_accepted_and_change_nothing() -> None:
 def test_every_name_is_documented() -> None:
     for name in flash_attn.__all__:
         assert "Semantics:" in getattr(flash_attn, name).__doc__
-
-
-@pytest.mark.parametrize("wide", ["float16", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_fp8_numbers_in_16_bits(dtype: str, wide: str) -> None:
-    """All of them, as CuPy arrays are widened."""
-    narrow, to = dtypes.parse(dtype), dtypes.parse(wide)
-    x = np.arange(256, dtype=np.uint8)
-    with np.errstate(invalid="ignore"):
-        want = x.view(narrow.numpy).astype(np.float32)
-        got = widened_bits(x, narrow, to).view(to.numpy).astype(np.float32)
-    np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(
-        np.signbit(got[~np.isnan(got)]), np.signbit(want[~np.isnan(want)])
-    )
