@@ -54,14 +54,12 @@ def flash_attn_func(
             None: all. An array of two numbers too, on the CPU.
     softcap   c > 0: logits become c * tanh(logit / c); 0: off.
     alibi_slopes   float32 [num_heads] or [b, num_heads]: slope * |i + seqlen_k - seqlen_q - j| is
-            taken from the logits, behind the soft cap. On a GPU where rows see no keys to their
-            right, and without a soft cap.
+            taken from the logits, behind the soft cap.
     return_attn_probs   return three values, as FlashAttention-2 does.
     return_softmax_lse   return the LSE too.
     attention_chunk   keys of a chunk: a row sees the chunk that it lies in; 0: all keys.
     q_descale, k_descale, v_descale   what fp8 values are multiplied by; no effect on other dtypes.
-            float32: one number, [num_heads_k], or [b, num_heads_k], which on a GPU must be the
-            same for all requests (of stride 0, say).
+            float32: one number, [num_heads_k], or [b, num_heads_k].
     sinks, s_aux   two names of [num_heads] logits of keys without values, natural and unscaled, of
             any float dtype.
     out     array to write instead of a new one.

@@ -251,7 +251,7 @@ def _in_parts(
 
 
 def _steps(call: Call) -> tuple[tuple[int, int], ...]:
-    """Bytes from so many requests to the next ones, in the order of Arrays; 0 for what all share."""
+    """(bytes, requests that they are for) of each of Arrays; 0 bytes for what all share."""
     indices, lengths, vout, vlse = call.indices, call.lengths, call.out, call.lse
     assert vout is not None
     tokens = 0 if indices.qo_offsets is not None else lengths.qo_len

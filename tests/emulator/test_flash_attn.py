@@ -20,6 +20,7 @@ from cupyattn.flash_attn import (
     flash_attn_with_kvcache,
 )
 from cupyattn.inputs.widening import widened
+from cupyattn.launch.attention import plan_batch
 
 from . import gpu
 
@@ -156,6 +157,12 @@ def run_of_requests(rows: int, is_portable: bool = False, **facts: Any) -> None:
 @pytest.mark.parametrize("rows", [3, 50])
 def test_slopes_and_scales_of_requests(rows: int, is_portable: bool) -> None:
     run_of_requests(rows, is_portable)
+
+
+def test_slopes_and_scales_of_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more requests than a block plans, of which there are two here."""
+    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    run_of_requests(6)
 
 
 @pytest.mark.parametrize("dims", [(57, 57), (24, 35), (111, 8)])
