@@ -26,8 +26,8 @@ Keys that requests share, and states over parts of the keys:
 Blocks of keys:
     BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 Latent attention (MLA), planned and with lengths on the GPU; flash_mla has FlashMLA's functions:
-    BatchMLAPagedAttentionWrapper, trtllm_batch_decode_with_kv_cache_mla,
-    xqa_batch_decode_with_kv_cache_mla, xqa_mla
+    BatchMLAPagedAttentionWrapper, BatchDecodeMlaWithPagedKVCacheWrapper,
+    trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla, xqa_mla
 Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
@@ -54,6 +54,7 @@ _EXPORTS = {
     "single_prefill_with_kv_cache": "prefill",
     "single_prefill_with_kv_cache_return_lse": "prefill",
     "BatchDecodeWithPagedKVCacheWrapper": "decode",
+    "BatchDecodeMlaWithPagedKVCacheWrapper": "decode",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "decode",
     "fast_decode_plan": "decode",
     "BatchPrefillWithPagedKVCacheWrapper": "prefill",
@@ -133,6 +134,9 @@ if TYPE_CHECKING:
     from .cascade import variable_length_merge_states as variable_length_merge_states
     from .cudnn import cudnn_batch_decode_with_kv_cache as cudnn_batch_decode_with_kv_cache
     from .cudnn import cudnn_batch_prefill_with_kv_cache as cudnn_batch_prefill_with_kv_cache
+    from .decode import (
+        BatchDecodeMlaWithPagedKVCacheWrapper as BatchDecodeMlaWithPagedKVCacheWrapper,
+    )
     from .decode import (
         BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper,
     )

@@ -18,6 +18,7 @@ from .wrappers.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+from .wrappers.mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
 
 if TYPE_CHECKING:
     from .cudnn import cudnn_batch_decode_with_kv_cache
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
 __all__ = [
+    "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "cudnn_batch_decode_with_kv_cache",

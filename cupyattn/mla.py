@@ -18,6 +18,15 @@ from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .inputs.index_arrays import compute
 from .inputs.latent import Dims, in_16_bits
+from .inputs.mla_dimensions import (
+    MLAHeadDimensions,
+    MLALayerDimensions,
+    deepseek_mla_dimensions,
+    nope_mla_dimensions,
+    smaller_mla_dimensions,
+    supported_mla_head_dimensions,
+    supported_mla_layer_dimensions,
+)
 from .page import append_paged_mla_kv_cache
 from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
 from .planless.latent_call import bounded, read_scale
@@ -26,8 +35,15 @@ from .wrappers.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
+    "MLAHeadDimensions",
+    "MLALayerDimensions",
     "MLAPlanMetadata",
     "append_paged_mla_kv_cache",
+    "deepseek_mla_dimensions",
+    "nope_mla_dimensions",
+    "smaller_mla_dimensions",
+    "supported_mla_head_dimensions",
+    "supported_mla_layer_dimensions",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",

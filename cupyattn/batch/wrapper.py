@@ -42,6 +42,8 @@ from .staging import Copy, DeviceBuffer, Staging
 from .threads import Turns
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+# What workspace_size() says at least: an array without elements is no buffer everywhere.
+_LEAST_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -252,6 +254,13 @@ class BatchWrapper(Untraced):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_turns": copy.copy(self._turns)}
+
+    @property
+    def _plan_info(self) -> list[int] | None:
+        """None before a plan, as FlashInfer's users look whether there is one: its requests and
+        rows."""
+        plan = self._current
+        return None if plan is None else [plan.batch.num_requests, plan.batch.num_rows]
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -685,7 +694,7 @@ class BatchWrapper(Untraced):
         if batch.page_ids is not None and self._buffers.kv_indices is None:
             parts.append(batch.num_page_ids)
         own_bytes = schedule.rotated_bytes + sum(-(-size // 4) * 16 for size in parts)
-        return schedule.workspace_bytes, own_bytes
+        return max(_LEAST_BYTES, schedule.workspace_bytes), own_bytes
 
     def _is_debugging(self) -> bool:
         """CUPYATTN_DEBUG=1: ids of pages on the GPU are read and checked too."""

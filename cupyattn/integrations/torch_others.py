@@ -231,6 +231,7 @@ OTHERS = (
     Other("sparse:BlockSparseAttentionWrapper.run", _rows("q", "v")),
     Other("sparse:VariableBlockSparseAttentionWrapper.run", _rows("q", "v")),
     Other("mla:BatchMLAPagedAttentionWrapper.run", _latent),
+    Other("decode:BatchDecodeMlaWithPagedKVCacheWrapper.run", _rows("q_nope", "paged_ckv_cache")),
 )  # fmt: skip
 
 

@@ -344,7 +344,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         given: tuple[Any, ...],
         sm_scale: Any,
         output_scale: Any,
-        return_lse: Any,
+        return_lse: bool,
         lengths_name: str = "kv_len",
     ) -> Any:
         """One token of each request; given: the parts of q and of the cache, the page table, the

@@ -182,6 +182,9 @@ def latent(q: Half, pages: Half, table: Int) -> None:
     wrapper = cupyattn.BatchMLAPagedAttentionWrapper(None)
     wrapper.plan(table, table, table, table, 128, 512, 64, 64, True, 0.07)
     wrapper.run(query=q, kv_cache=pages, return_lse=True)
+    older = cupyattn.BatchDecodeMlaWithPagedKVCacheWrapper(None)
+    older.plan(table, table, table, 128, 512, 64, 0.07)
+    older.run(q, q, pages, pages, return_lse=True)
     cupyattn.trtllm_batch_decode_with_kv_cache_mla(
         q, pages, None, 128, 512, 64, table, table, 9, bmm1_scale=0.07
     )
