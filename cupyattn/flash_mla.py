@@ -116,42 +116,20 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         extra_topk_length=extra_topk_length,
     )
+    is_list = indices is not None
     repeat = None
-    if indices is topk_length is None:
-        scalars = "flash_mla", head_dim_v, causal, is_fp8_kvcache
+    if is_list or topk_length is None:
+        scalars = "flash_mla", is_list, head_dim_v, causal, is_fp8_kvcache
         repeat = repeat_of(*scalars, scales=(softmax_scale,))
-    given: tuple[Any, ...] = (
-        *(q, None, k_cache, None, None, block_table, cache_seqlens, None, None, None, attn_sink),
-    )
-    answer = run_repeat(given, repeat) if attn_sink is None else None
-    if answer is not None:
-        return answer  # type: ignore[no-any-return]
-    vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
-    if len(vk.shape) == 4 and vk.shape[2] > 1 and len(vq.shape) == 4:
-        if indices is not None or attn_sink is not None:
-            raise UnsupportedError(
-                f"k_cache: has {vk.shape[2]} heads; with indices or attn_sink wanted one"
-            )
-        tables = block_table, cache_seqlens
-        given = head_dim_v, softmax_scale, causal, is_fp8_kvcache
-        return _attend_heads(q, k_cache, tables, given)
-    if len(vq.shape) != 4:
-        raise ArgumentError(
-            f"q: shape is {list(vq.shape)}; wanted [b, seqlen_q, num_heads, columns]"
+    keys = (indices, topk_length) if is_list else (block_table, cache_seqlens)
+    given: tuple[Any, ...] = (*(q, None, k_cache, None, None, *keys, None, None, None, attn_sink),)
+    answer = run_repeat(given, repeat)
+    if answer is None:
+        answer = _attend(
+            given, topk_length, (head_dim_v, softmax_scale, causal, is_fp8_kvcache), is_list, repeat
         )
-    q, k_cache, options = _options((q, k_cache), head_dim_v, softmax_scale, causal, is_fp8_kvcache)
-    if indices is not None:
-        if causal:
-            raise ArgumentError("causal: got True with indices, which name all keys; pass False")
-        options = options._replace(
-            names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
-        )
-        given = q, None, k_cache, None, None, indices, topk_length, None, None, None, attn_sink
-        out, lse = run(given, options)
-        return out, lse.swapaxes(-1, -2)
-    if topk_length is not None:
-        raise ArgumentError("topk_length: given without indices; pass both, or none")
-    return run((q, None, k_cache, *given[3:]), options, repeat)  # type: ignore[no-any-return]
+    out, lse = answer
+    return out, lse.swapaxes(-1, -2) if is_list else lse
 
 
 @untraced
@@ -180,17 +158,54 @@ def flash_mla_sparse_fwd(
     Errors as flash_mla_with_kvcache. Semantics: FlashMLA's function of the same name.
     """
     vq = array.view(q, "q")
-    dims = _dims(vq.shape[-1] if vq.shape else 0, d_v, "d_v")
-    options = Options(
-        _FLAT, dims, parse.finite(sm_scale, "sm_scale", 1.0), is_list=True, natural_lse=True,
-        lse_form=_LSE_FORM, return_lse=True,
-    )  # fmt: skip
     if len(vq.shape) != 3:
         raise ArgumentError(f"q: shape is {list(vq.shape)}; wanted [s_q, num_heads, columns]")
     max_logits = full(vq.shape[:2], -math.inf, vq)
-    given = q, None, kv, None, None, indices, topk_length, out, None, None, attn_sink
-    answer, lse = run((*given, None, None, None, max_logits), options)
-    return answer, array.deliver(max_logits, vq), lse
+    given = (
+        *(q, None, kv, None, None, indices, topk_length, out, None, None, attn_sink),
+        *(None, None, None, max_logits),
+    )
+    repeat = repeat_of("flash_mla sparse", d_v, scales=(sm_scale,))
+    answer = run_repeat(given, repeat)
+    if answer is None:
+        options = Options(
+            _FLAT, _dims(vq.shape[-1], d_v, "d_v"), parse.finite(sm_scale, "sm_scale", 1.0),
+            is_list=True, natural_lse=True, lse_form=_LSE_FORM, return_lse=True,
+        )  # fmt: skip
+        answer = run(given, options, repeat)
+    return answer[0], array.deliver(max_logits, vq), answer[1]
+
+
+def _attend(
+    given: tuple[Any, ...],
+    topk_length: Any,
+    scalars: tuple[Any, Any, Any, Any],
+    is_list: bool,
+    repeat: tuple[Any, ...] | None,
+) -> Any:
+    """(out, lse) of flash_mla_with_kvcache, the LSE of lists as [b, seqlen_q, num_heads]."""
+    q, _, k_cache, *_ = given
+    vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
+    if len(vq.shape) != 4:
+        raise ArgumentError(
+            f"q: shape is {list(vq.shape)}; wanted [b, seqlen_q, num_heads, columns]"
+        )
+    if topk_length is not None and not is_list:
+        raise ArgumentError("topk_length: given without indices; pass both, or none")
+    if len(vk.shape) == 4 and vk.shape[2] > 1:
+        if is_list or given[-1] is not None:
+            raise UnsupportedError(
+                f"k_cache: has {vk.shape[2]} heads; with indices or attn_sink wanted one"
+            )
+        return _attend_heads(q, k_cache, given[5:7], scalars)
+    q, k_cache, options = _options((q, k_cache), *scalars)
+    if is_list:
+        if scalars[2]:
+            raise ArgumentError("causal: got True with indices, which name all keys; pass False")
+        options = options._replace(
+            names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
+        )
+    return run((q, None, k_cache, *given[3:]), options, repeat)
 
 
 def _options(

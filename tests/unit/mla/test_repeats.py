@@ -24,6 +24,7 @@ class Arrays:
         self.q, self.kv = make(B, 1, H, 576), make(B * PAGES, SIZE, 576)
         self.kv_of_one_head = self.kv[:, :, None]
         self.table, self.lens = make(B, PAGES, dtype="int32"), make(B, dtype="int32")
+        self.lists, self.sinks = make(B, 1, 20, dtype="int32"), make(H, dtype="float32")
         self.workspace = make(1 << 20, dtype="uint8")
 
 
@@ -52,9 +53,29 @@ def _flash_mla(x: Arrays, **given: Any) -> Any:
     return flash_mla.flash_mla_with_kvcache(x.q, x.kv_of_one_head, x.table, x.lens, 512, **options)
 
 
-FACES = {"trtllm": _trtllm, "xqa_batch": _xqa_batch, "xqa": _xqa, "flash_mla": _flash_mla}
+def _flash_mla_lists(x: Arrays, **given: Any) -> Any:
+    options = {"softmax_scale": 0.07, "indices": x.lists, "topk_length": x.lens} | given
+    options |= {"attn_sink": x.sinks}
+    return flash_mla.flash_mla_with_kvcache(x.q, x.kv_of_one_head, None, None, 512, **options)
+
+
+def _flash_mla_sparse(x: Arrays, **given: Any) -> Any:
+    options = {"sm_scale": 0.07} | given
+    rows = x.kv.reshape(-1, 1, 576)
+    return flash_mla.flash_mla_sparse_fwd(x.q[:, 0], rows, x.lists, **options)
+
+
+FACES = {
+    "trtllm": _trtllm,
+    "xqa_batch": _xqa_batch,
+    "xqa": _xqa,
+    "flash_mla": _flash_mla,
+    "flash_mla lists": _flash_mla_lists,
+    "flash_mla sparse": _flash_mla_sparse,
+}
 SCALES = {"trtllm": "bmm1_scale", "xqa_batch": "bmm1_scale", "xqa": "q_scale"}
-SCALES["flash_mla"] = "softmax_scale"
+SCALES |= {"flash_mla": "softmax_scale", "flash_mla lists": "softmax_scale"}
+SCALES["flash_mla sparse"] = "sm_scale"
 
 
 @pytest.fixture
@@ -138,7 +159,9 @@ def test_good_calls_excuse_no_bad_ones(gpu: fake_gpu.Gpu, make: Callable[..., An
     with pytest.raises(ArgumentError, match="overlaps"):
         _trtllm(x, out=out)
     x.lens = x.lens[:2]
-    for call in FACES.values():
+    for face, call in FACES.items():
+        if face == "flash_mla sparse":  # which has no lengths here
+            x.lists = x.lists[:2]
         with pytest.raises(ArgumentError):
             call(x)
     assert not gpu.launches
