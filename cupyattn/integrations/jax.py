@@ -282,7 +282,7 @@ def _call(
                 " or name its argument in jax.jit's static_argnames"
             )
     # What the handler is to do goes along as text, which also compilation caches can keep.
-    text = json.dumps([name, [*given], constants], default=_plain)
+    text = json.dumps([name, [*given], constants, _shapes(given, outputs)], default=_plain)
     call = jax.ffi.ffi_call(
         _TARGET,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
@@ -296,6 +296,15 @@ def _call(
 
     run.defjvp(functools.partial(_refuse_gradient, name))
     return run(*given.values())
+
+
+def _shapes(given: dict[str, Any], outputs: list[tuple[Any, Any]]) -> list[Any] | None:
+    """Shapes and dtypes of all arrays, which the calls of a call site have in common; None if they
+    have not (jax.export's symbolic ones)."""
+    found = [(x.shape, x.dtype) for x in given.values()] + outputs
+    if not all(isinstance(extent, int) for shape, _ in found for extent in shape):
+        return None
+    return [[list(shape), str(dtype)] for shape, dtype in found]
 
 
 def _refuse_float32(given: dict[str, Any]) -> None:
@@ -467,7 +476,7 @@ def _prepare(text: bytes, inputs: list[Any], outputs: list[Any]) -> Callable[[],
 
 @functools.lru_cache(maxsize=4096)
 def _parse(text: bytes) -> tuple[str, list[str], dict[str, Any]]:
-    name, names, constants = json.loads(text)
+    name, names, constants, _ = json.loads(text)
     return name, names, constants
 
 

@@ -215,13 +215,17 @@ class Frame:
 
     def signature(self) -> tuple[Any, ...]:
         """What tells calls apart, read in a fraction of the time that the parts take: the text,
-        and dtype, address and shape of each buffer."""
-        found: list[Any] = [self.text()]
-        words = self._words
+        and the address of each buffer; dtypes and shapes too, unless the text ends with them."""
+        text, words = self.text(), self._words
+        found: list[Any] = [text]
+        is_known = not text.endswith(OPEN_END)
         for at in (_ARGS, _RETS):
             count = words[at]
-            found.append(count)
-            for place in _reader(f"{count}Q")(_MEMORY, words[at + 2]) if count else ():
+            places = _readers[count](_MEMORY, words[at + 2]) if count else ()
+            if is_known:
+                found += [_read_ptr(_MEMORY, place)[0] for place in places]
+                continue
+            for place in places:
                 code, ptr, rank, dims = _read_buffer(_MEMORY, place)
                 found += code, ptr, _EXTENTS[rank](_MEMORY, dims) if rank else ()
         return tuple(found)
@@ -251,6 +255,11 @@ _read_frame = _reader(f"{_FRAME_WORDS}Q")
 _read_span, _read_word, _read_int = _reader("2Q"), _reader("Q"), _reader("i")
 # dtype, address, rank, and where the extents are.
 _read_buffer = _reader(f"{_Buffer.dtype.offset}x I 4x Q Q Q")
+_read_ptr = _reader(f"{_Buffer.data.offset}x Q")
+# How a text ends that does not say dtypes and shapes.
+OPEN_END = b", null]"
+# By the number of words.
+_readers = [_reader(f"{count}Q") for count in range(257)]
 # By the rank of an array; none that a call takes has nearly as many axes.
 _EXTENTS = [_reader(f"{rank}Q") for rank in range(65)]
 

@@ -34,9 +34,12 @@ class XlaCall:
         outputs: Sequence[Any],
         constants: dict[str, Any],
         stream: int,
+        *,
+        says_shapes: bool = True,
     ) -> None:
         self._kept: list[Any] = [*inputs.values(), *outputs]
-        text = json.dumps([name, [*inputs], constants]).encode()
+        shapes = [[list(view(x, "x").shape), str(x.dtype)] for x in (*inputs.values(), *outputs)]
+        text = json.dumps([name, [*inputs], constants, shapes if says_shapes else None]).encode()
         rows = ctypes.create_string_buffer(text)
         span = self._keep(xla_ffi._Span(ctypes.addressof(self._keep(rows)), len(text)))
         attributes = xla_ffi._Attributes(

@@ -147,11 +147,14 @@ def test_other_memory_is_another_call(gpu: fake_gpu.Gpu, make: Make) -> None:
     assert len(door._calls) == 2
 
 
-def test_other_shapes_on_the_same_memory_are_another_call(gpu: fake_gpu.Gpu, make: Make) -> None:
+@pytest.mark.parametrize("says_shapes", [False, True])
+def test_other_shapes_on_the_same_memory_are_another_call(
+    says_shapes: bool, gpu: fake_gpu.Gpu, make: Make
+) -> None:
     name, arrays, outputs, constants = _dense(make)
-    call = XlaCall(name, arrays, outputs, constants, fake_gpu.STREAM)
+    call = XlaCall(name, arrays, outputs, constants, fake_gpu.STREAM, says_shapes=says_shapes)
     short = arrays | {part: arrays[part][:, :32] for part in ("key", "value")}
-    other = XlaCall(name, short, outputs, constants, fake_gpu.STREAM)
+    other = XlaCall(name, short, outputs, constants, fake_gpu.STREAM, says_shapes=says_shapes)
     for _ in range(4):
         assert _launches(gpu, call) != _launches(gpu, other)
 
