@@ -46,6 +46,9 @@ CALLS: dict[str, Callable[[Tensors, Any], Any]] = {
     "dense": lambda x, q: cupyattn.dot_product_attention(
         q, x.k, x.v, is_causal=True, local_window_size=(4, 0), sinks=x.sinks
     ),
+    "first": lambda x, q: cupyattn.dot_product_attention(
+        q, x.k, x.v, is_causal=True, causal_alignment="first", return_lse=True
+    ),
     "lengths": lambda x, q: cupyattn.dot_product_attention(
         q, x.k, x.v, key_value_seq_lengths=x.lens, logits_soft_cap=2.0, return_lse=True
     ),
