@@ -81,8 +81,24 @@ def differing(model: Any, asked: list[list[int]], got: list[list[int]]) -> list[
     return found
 
 
-def main(verb: str, folder: str, given: str) -> list[float]:
-    """write FOLDER KIND, or compare FOLDER '[prompts, tokens]'."""
+def _rounding_attention() -> str:
+    """The name of eager attention over keys and values as a cache of e4m3 has them."""
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **named: Any) -> Any:
+        k, v = (x.to(torch.float8_e4m3fn).to(q.dtype) for x in (k, v))
+        return eager_attention_forward(module, q, k, v, mask, **named)
+
+    AttentionInterface.register("eight", attend)
+    AttentionMaskInterface.register("eight", eager_mask)
+    return "eight"
+
+
+def main(verb: str, folder: str, given: str, cache: str = "auto") -> list[float]:
+    """write FOLDER KIND, or compare FOLDER '[prompts, tokens]' [fp8]."""
     from helpers.engines import absent
 
     absent.install(*"httpcore httpcore2 httpx httpx2".split())
@@ -93,7 +109,9 @@ def main(verb: str, folder: str, given: str) -> list[float]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder,
+        dtype=torch.float32,
+        attn_implementation=_rounding_attention() if cache == "fp8" else "eager",
     )
     return differing(model.eval(), *json.loads(given))
 

@@ -28,6 +28,7 @@ _DEFAULTS = {
     "cut": 20,
     "max_tokens": 12,
     "graphs": False,
+    "memory": 0.5,
 }
 
 
@@ -46,6 +47,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
+    _natively()
     one_batch.get_tokenizer = lambda *_, **__: None
     args = ServerArgs(
         model_path=options["model"],
@@ -59,7 +61,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         max_total_tokens=4096,
         max_running_requests=16,
         context_length=512,
-        mem_fraction_static=0.5,
+        mem_fraction_static=options["memory"],
         sampling_backend="pytorch",
         **options.get("more", {}),
     )
@@ -157,6 +159,15 @@ def stand_in(device: str) -> None:
     if triton.__file__ == "absent":
         target = triton.runtime.driver.active.get_current_target.return_value
         target.backend = device
+
+
+def _natively() -> None:
+    """Operators and writes to pools by torch, for lack of SGLang's compiled kernels."""
+    from sglang.kernels.fused_op import BaseFusedOp
+    from sglang.srt.mem_cache import memory_pool
+
+    BaseFusedOp._resolve_forward_method = lambda self: self.forward_native
+    memory_pool.can_use_store_cache = lambda *_: False
 
 
 def _in_python() -> None:

@@ -36,6 +36,8 @@ _DEFAULTS = {
     "eager": True,
     "block_size": 16,
     "chunk": 64,
+    "prefixes": True,
+    "memory": 0.9,
     "max_tokens": 12,
 }
 
@@ -52,13 +54,16 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_CI_ENV="1")
     # The kernels' stand-ins are made after the module that decides on extensions was imported.
     _platform(options["device"])
-    _operators()
+    _operators(options["device"])
     import vllm.model_executor.models.registry
     from vllm import LLM, SamplingParams
 
     vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
     steps = _recorded_steps()
     name = options["backend"]
+    # vLLM's own kernels for prompts of latent attention are compiled ones.
+    is_own = options["device"] != "cpu" and "MLA" in name
+    prompts = {"mla_prefill_backend": "CPU"} if is_own else {}
     llm = LLM(
         options["model"],
         skip_tokenizer_init=True,
@@ -70,10 +75,11 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         max_num_batched_tokens=options["chunk"],
         max_num_seqs=4,
         kv_cache_memory_bytes=1 << 26,
-        enable_prefix_caching=True,
+        gpu_memory_utilization=options["memory"],
+        enable_prefix_caching=options["prefixes"],
         compilation_config={"custom_ops": ["none"], **options.get("compilation", {})},
         **({"attention_backend": name} if options["by_name"] else {}),
-        **({} if options["by_name"] else {"attention_config": {"backend": name}}),
+        attention_config={**({} if options["by_name"] else {"backend": name}), **prompts},
         **options.get("more", {}),
     )
     asked = [{"prompt_token_ids": x} for x in options["prompts"]]
@@ -117,10 +123,10 @@ def _platform(device: str) -> None:
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
             scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-            before = scheduler.max_num_batched_tokens, cache.block_size
+            before = scheduler.max_num_batched_tokens, cache.block_size, cache.enable_prefix_caching
             super().check_and_update_config(vllm_config)
-            scheduler.max_num_batched_tokens, cache.block_size = before
-            scheduler.enable_chunked_prefill = cache.enable_prefix_caching = True
+            scheduler.max_num_batched_tokens, cache.block_size, cache.enable_prefix_caching = before
+            scheduler.enable_chunked_prefill = True
 
         @classmethod
         def import_kernels(cls) -> None:
@@ -131,7 +137,7 @@ def _platform(device: str) -> None:
     vllm.platforms._current_platform = Host()
 
 
-def _operators() -> None:
+def _operators(device: str) -> None:
     """What compiled extensions and Triton kernels do, by torch."""
     import torch
     import vllm._custom_ops  # noqa: F401
@@ -171,7 +177,8 @@ def _operators() -> None:
         "(Tensor a, Tensor b, Tensor(a!) c, Tensor s, str t, Tensor x, bool y=False) -> ()",
         write_latent,
     )
-    if _has_triton():
+    if device != "cpu":
+        _operators_of_cuda(define)
         return
 
     def slots(self: Any, count: int, starts: Any, positions: Any) -> None:
@@ -188,10 +195,34 @@ def _operators() -> None:
 _kept: list[Any] = []
 
 
-def _has_triton() -> bool:
-    import importlib.util
+def _operators_of_cuda(define: Any) -> None:
+    """What a GPU's prompts of latent attention need besides."""
+    import torch
+    import vllm._custom_ops as operators
+    from vllm.v1.attention.ops import merge_attn_states
 
-    return importlib.util.find_spec("triton") is not None
+    def gather(
+        src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, token_to_seq: Any,
+        num_tokens: int, kv_cache_dtype: str, scale: Any, seq_starts: Any = None,
+    ) -> None:  # fmt: skip
+        made = src_cache
+        if kv_cache_dtype.startswith("fp8"):
+            eight = src_cache.view(torch.uint8).view(torch.float8_e4m3fn)
+            made = (eight.float() * scale).to(dst.dtype)
+        operators.gather_mla_context_cache_cpu(
+            src_cache=made, dst=dst[:num_tokens], block_table=block_table, starts=seq_starts,
+            cu_seq_lens=cu_seq_lens,
+        )  # fmt: skip
+
+    def merge(
+        output: Any, prefix: Any, prefix_lse: Any, suffix: Any, suffix_lse: Any, lse: Any = None,
+        count: Any = None, scale: Any = None,
+    ) -> None:  # fmt: skip
+        plain = merge_attn_states._merge_attn_states_torch
+        plain(output, prefix, prefix_lse, suffix, suffix_lse, lse, count, scale)
+
+    operators.gather_and_maybe_dequant_cache = gather
+    operators.merge_attn_states = merge
 
 
 def _recorded_steps() -> list[list[int]]:
