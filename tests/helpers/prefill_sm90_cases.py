@@ -81,7 +81,7 @@ CASES = {
         (400, 90), (1400, 900), options={"logits_soft_cap": 30.0}, has_large_rows=True
     ),
     "soft cap, large logits, dim 64": Case(
-        (1500,), (3000,), dim=64, options={"logits_soft_cap": 30.0}, has_large_rows=True
+        (3000,), (3000,), dim=64, options={"logits_soft_cap": 30.0}, has_large_rows=True
     ),
     "soft cap, large logits, pages of 16": Case(
         *((400, 90), (1400, 900), 16), options={"logits_soft_cap": 30.0}, has_large_rows=True
