@@ -149,8 +149,8 @@ class Maps:
         if not page_size:
             if row * itemsize >= 1 << 32:
                 raise UnsupportedError(
-                    f"k, v: a stride of {row} elements a row is {row * itemsize} bytes, and kernels "
-                    "count up to 4 GiB; make k and v contiguous"
+                    f"k, v: a stride of {row} elements a row is {row * itemsize} bytes; wanted "
+                    "less than 4 GiB: make k and v contiguous"
                 )
             return bytes(tensor_map.BYTES), (1, 0, 0, row * itemsize)
         page, row = page if size > 1 else 0, row if page_size > 1 else 0
