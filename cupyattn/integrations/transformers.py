@@ -243,7 +243,10 @@ def attention_mask(
             is_number = isinstance(end, int)
             if is_number and end == kv_length and isinstance(padding, int) and says_causal:
                 return None
-            return _ranges(padding, end, batch_size, device)
+            made = _ranges(padding, end, batch_size, device)
+            if is_number and end == kv_length and q_length == 1 and not isinstance(padding, int):
+                made.cupyattn_padding = padding
+            return made
     kwargs["allow_is_causal_skip"] = False
     return masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -350,13 +353,18 @@ def attention(
         made = _one_row(query, key, value, _window(sliding_window, causal)[0], scaling, softcap)
         if made is not None:
             return made, None
+    # What ranges mark is causal, whatever the layer says.
+    has_ranges = attention_mask is not None and attention_mask.shape[1:] == (2, 1, 1)
+    causal = causal or has_ranges
+    if has_ranges and offsets is bias is s_aux is None and query.shape[2] == 1:
+        window = _window(sliding_window, causal)
+        made = _one_padded_row(query, key, value, attention_mask, window, scaling, softcap)
+        if made is not None:
+            return made, None
     q, k, v = (_with_columns(x).transpose(1, 2) for x in (query, key, value))
     if is_whole and q.shape[0] == 1 and s_aux is None:
         window = _window(sliding_window, causal)
         return _one_request(q, k, v, causal, window, scaling, softcap), None
-    # What ranges mark is causal, whatever the layer says.
-    has_ranges = attention_mask is not None and attention_mask.shape[1:] == (2, 1, 1)
-    causal = causal or has_ranges
     options = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
@@ -462,6 +470,60 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any)
         sm_scale=scale,
     )
     return made.view(count, 1, heads, -1)
+
+
+# Without a plan, which is made on the GPU.
+_MOST_REQUESTS = 8192
+
+
+def _one_padded_row(
+    q: Any, k: Any, v: Any, ranges: Any, window: tuple[int, int], scale: Any, softcap: Any
+) -> Any:
+    """A step of decoding over keys of one length, of which each request's first are padding: each
+    KV head of a request is a request, so that strides are those of all steps. None where the cache
+    is not one that grows."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return None  # attributes of tensors are no part of a graph
+    padding = getattr(ranges, "cupyattn_padding", None)
+    if padding is None or not (k.is_contiguous() and v.is_contiguous()):
+        return None
+    count, heads, _, head_dim = q.shape
+    kv_heads, length = k.shape[1:3]
+    if count * kv_heads > _MOST_REQUESTS:
+        return None
+    places = getattr(ranges, "cupyattn_places", None)
+    if places is None or places[0] != (kv_heads, length):
+        places = (kv_heads, length), *_places(padding, kv_heads, length)
+        ranges.cupyattn_places = places  # for the other layers
+    _, row_offsets, starts, lens = places
+    made = flash_attn_varlen_func(
+        q.reshape(count * kv_heads, -1, head_dim),
+        k.view(-1, 1, head_dim),
+        v.view(-1, 1, v.shape[3]),
+        row_offsets,
+        starts,
+        1,
+        length,
+        softmax_scale=scale,
+        causal=True,
+        window_size=window,
+        softcap=softcap or 0.0,
+        seqused_k=lens,
+    )
+    return made.view(count, 1, heads, -1)
+
+
+def _places(padding: Any, kv_heads: int, length: int) -> tuple[Any, Any, Any]:
+    """Of each KV head of each request: its row, its first key among all, how many keys count."""
+    import torch
+
+    first = padding.to(torch.int32)[:, None].expand(-1, kv_heads).reshape(-1)
+    heads = torch.arange(first.shape[0] + 1, dtype=torch.int32, device=first.device)
+    starts = heads * length
+    starts[:-1] += first
+    return heads, starts, length - first
 
 
 def _unmasked(q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]) -> Any:

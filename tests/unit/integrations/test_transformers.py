@@ -404,6 +404,24 @@ def test_a_model_that_reads_its_mask() -> None:
 # --- a step of decoding ---
 
 
+@pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (3, 1.5)])
+def test_a_padded_step_over_a_dynamic_cache(window: Any, softcap: Any) -> None:
+    """Each KV head as a request; beside the requests as they are."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, *shape) for shape in ((8, 1, 16), (2, 11, 16), (2, 11, 24)))
+    module = types.SimpleNamespace(is_causal=True)
+    seen = torch.ones(3, 11, dtype=torch.bool)
+    seen[1, :4], seen[2, :10] = False, False
+    mask = door.attention_mask(3, 1, 11, 10, attention_mask=seen)
+    named = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
+    got, _ = door.attention(module, q, k, v, mask, **named)
+    assert len(mask.cupyattn_places) == 4
+    want, _ = door.attention(module, q, k, v, mask.clone(), **named)
+    torch.testing.assert_close(got, want)
+    own, _ = door.attention(module, q[1:2], k[1:2, :, 4:], v[1:2, :, 4:], None, **named)
+    torch.testing.assert_close(got[1:2], own)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (None, 1.5), (6, 1.5)])
 def test_a_step_over_a_dynamic_cache(count: int, window: Any, softcap: Any) -> None:

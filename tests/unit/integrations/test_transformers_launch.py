@@ -59,6 +59,49 @@ def test_what_a_step_costs_the_host(gpu: Gpu, make: Callable, count: int) -> Non
     assert step(59) <= 13
 
 
+def padded(length: int) -> Any:
+    """The mask of a step of three requests, of which two have padding."""
+    seen = torch.ones(3, length, dtype=torch.bool)
+    seen[1, :5], seen[2, :1] = False, False
+    return door.attention_mask(3, 1, length, length - 1, attention_mask=seen)
+
+
+def test_a_padded_step_of_decoding(gpu: Gpu, make: Callable) -> None:
+    """Each KV head of a request is a request; where they begin is computed once for all layers."""
+    pytest.importorskip("transformers")
+    q, k = rows(make, 3), make(3, 2, 40, 64)
+    mask = padded(40)
+    for _ in range(3):
+        gpu.launches.clear()
+        out, _ = door.attention(LAYER, q, k, k, mask, scaling=0.1)
+        assert tuple(out.shape) == (3, 1, 8, 64)
+        got = unpack(gpu.attentions()[0].params)
+        assert got["num_kv_heads"] == 1 and got["k"] == pointer(k) and got["o"] == pointer(out)
+        places = mask.cupyattn_places
+    assert mask.cupyattn_places is places
+    _, row_offsets, starts, lens = places
+    assert row_offsets.tolist() == list(range(7))
+    assert starts.tolist() == [0, 40, 85, 125, 161, 201, 240]
+    assert lens.tolist() == [40, 40, 35, 35, 39, 39]
+
+
+def test_what_a_padded_step_costs_the_host(gpu: Gpu, make: Callable) -> None:
+    pytest.importorskip("transformers")
+    q = rows(make, 3)
+    made = {length: (make(3, 2, length, 64), padded(length)) for length in range(40, 60)}
+
+    def step(length: int) -> int:
+        k, mask = made[length]
+        return count_functions(lambda: door.attention(LAYER, q, k, k, mask, scaling=0.1))
+
+    for length in range(40, 50):
+        step(length)
+    first = [step(length) for length in range(50, 60)]
+    step(59)
+    again = step(59)
+    assert max(first) <= 90 and again <= 20, (first, again)
+
+
 def test_a_step_over_part_of_a_larger_cache(gpu: Gpu, make: Callable) -> None:
     """Heads of several requests that are not equally far apart are requests of their own."""
     room = make(3, 3, 40, 64)
