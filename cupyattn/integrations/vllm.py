@@ -90,7 +90,10 @@ def _named(name: str) -> Any:
 
 @dataclasses.dataclass
 class Metadata:
-    """A batch, as vLLM's CommonAttentionMetadata has it, under its names; all on the device."""
+    """A batch, as vLLM's CommonAttentionMetadata has it, under its names; all on the device.
+
+    causal   a bool, or an array of one for each request.
+    """
 
     num_actual_tokens: int
     max_query_len: int
@@ -99,7 +102,7 @@ class Metadata:
     seq_lens: Any
     block_table: Any
     slot_mapping: Any
-    causal: bool
+    causal: Any
 
 
 class Asked:
@@ -206,11 +209,6 @@ class Builder:
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
         given = common_attn_metadata
-        if not isinstance(given.causal, bool):
-            raise UnsupportedError(
-                "causal: differs between requests; wanted one bool for the batch, choose another "
-                "backend of vLLM"
-            )
         return Metadata(
             given.num_actual_tokens,
             given.max_query_len,
@@ -281,6 +279,7 @@ class Impl:
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
         found, count = attn_metadata, attn_metadata.num_actual_tokens
+        is_mixed = not isinstance(found.causal, bool)
         k_cache, v_cache = self._caches(kv_cache)
         scales: dict[str, Any] = {}
         if k_cache.dtype != query.dtype:
@@ -298,8 +297,10 @@ class Impl:
             seqused_k=found.seq_lens,
             block_table=found.block_table,
             softmax_scale=self.scale,
-            causal=found.causal,
-            window_size=self.window_size if found.causal else self._both_sides(),
+            causal=is_mixed or found.causal,
+            dynamic_causal=found.causal if is_mixed else None,
+            # A causal request sees none of the keys that the second side adds.
+            window_size=self._both_sides() if is_mixed or not found.causal else self.window_size,
             softcap=self.softcap,
             sinks=self.sinks,
             out=output[:count].view(count, self.num_heads, self.head_size),

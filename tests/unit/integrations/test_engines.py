@@ -392,9 +392,38 @@ def test_vllm_refuses_calls(engine: Any) -> None:
         impl.forward(None, None, None, None, None, None, None, output_scale=1)
     with pytest.raises(ArgumentError, match=r"kv_cache: shape is \[2, 8, 16, 2, 32\]"):
         impl.do_kv_cache_update(None, None, None, torch.zeros(2, 8, 16, 2, 32), None)
-    builder = vllm.CupyAttnBuilder(None, [], None, "cpu")
-    with pytest.raises(UnsupportedError, match="causal: differs"):
-        builder.build(0, SimpleNamespace(causal=torch.ones(2)))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
+def test_vllm_requests_that_are_not_causal(window: int | None, dtype: Any, engine: Any) -> None:
+    """Beside others that are: a window has two sides for the first, and one for the second."""
+    torch.manual_seed(0)
+    cache = torch.randn(vllm.CupyAttnBackend.get_kv_cache_shape(BLOCKS, SIZE, KV_HEADS, DIM))
+    impl = vllm.CupyAttnImpl(HEADS, DIM, 0.2, KV_HEADS, None, window)
+    table = torch.tensor([[5, 2], [7, 0], [1, 3]], dtype=torch.int32)
+    lens, rows = [20, 9, 12], [slice(0, 8), slice(8, 15), slice(15, 17)]
+    flags = torch.tensor([0, 1, 0]).to(dtype)
+    common = SimpleNamespace(
+        num_actual_tokens=17, max_query_len=8, max_seq_len=20, causal=flags,
+        query_start_loc=torch.tensor([0, 8, 15, 17], dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32), block_table_tensor=table,
+        slot_mapping=None,
+    )  # fmt: skip
+    metadata = vllm.CupyAttnBuilder(None, ["layer"], None, "cpu").build(0, common)
+    q = torch.randn(17, HEADS, DIM)
+    out = impl.forward(None, q, None, None, cache, metadata, torch.zeros(17, HEADS, DIM))
+    for n, length in enumerate(lens):
+        k, v = cache[table[n].long()].transpose(1, 2).flatten(0, 1)[:length].split(DIM, -1)
+        at = torch.arange(length)
+        row = torch.arange(length - (rows[n].stop - rows[n].start), length)[:, None]
+        seen = (at <= row) if flags[n] else torch.ones_like(at <= row)
+        if window is not None:
+            seen &= (row - at).abs() < window
+        want = reference.attention(
+            q[rows[n]].numpy(), k.numpy(), v.numpy(), sm_scale=0.2, mask=seen.numpy()
+        )[0]
+        np.testing.assert_allclose(out[rows[n]], want, atol=2e-5)
 
 
 def latent_impl(engine: Any, kv_dtype: str) -> Any:
