@@ -16,7 +16,7 @@ from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, progression, steps_of
-from ..inputs.widening import widened
+from ..inputs.widening import widened, widened_pair
 from ..planless.call import run, run_cached, run_repeat
 from ..planless.check import Arrays, Options
 from ..planless.chunks import split_by_chunks
@@ -27,6 +27,10 @@ from .padding import narrowed, needs_padding, pad_columns
 
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
+# Rows of a KV head, as many as its group has for the tokens of one request, from which on fp8 keys
+# are converted ahead of attention.
+WIDENING_ROWS = 2048
+_FP8_VECTOR = 16
 
 
 class Repeated(NamedTuple):
@@ -88,6 +92,7 @@ def attend(batch: Batch, common: Common) -> Any:
         return _attend_mixed(batch, common, vq)
     if common.attention_chunk and vq.device.kind == "cuda":
         return _attend_by_chunks(batch, common, vq)
+    _widen_keys(batch, vq)
     q_len = 0 if is_ragged else vq.shape[1]
     if not (is_ragged or q_len):
         batch.qo_offsets = progression(vq.shape[0] + 1, 0, 0, vq)
@@ -328,6 +333,24 @@ def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
     return widened(vq, vk.dtype if not vk.dtype.is_fp8 else dtypes.bfloat16, "q")
 
 
+def _widen_keys(batch: Batch, vq: ArrayView) -> None:
+    """fp8 keys and values in 16 bits where so many rows read them that one conversion ahead takes
+    less than each tile's own. Those of pages stay: a pool holds more than a call reads."""
+    if vq.device.kind == "cpu" or batch.table is not None or batch.append is not None:
+        return
+    views = array.view(batch.k, batch.names.k), array.view(batch.v, batch.names.v)
+    if not views[0].dtype.is_fp8 or views[0].dtype is not views[1].dtype:
+        return
+    rows = vq.shape[1] if batch.qo_offsets is None else batch.max_seqlen_q
+    heads = views[0].shape[-2]
+    if rows is None or not heads or rows * (vq.shape[-2] // heads) < WIDENING_ROWS:
+        return
+    if any(v.shape[-1] % _FP8_VECTOR for v in views) or vq.shape[-1] != views[0].shape[-1]:
+        return
+    batch.is_fp8_k = True
+    batch.k, batch.v = widened_pair(views, vq.dtype, "k, v")
+
+
 def _merged(x: Any, name: str) -> Any:
     """[b, s, h, d] as [b * s, h, d]."""
     v = merge_leading(array.view(x, name), name, 2)
@@ -362,7 +385,7 @@ def _descales(batch: Batch, common: Common, vq: ArrayView) -> tuple[Any, Any, An
     of_q, of_k, of_v = common.q_descale, common.k_descale, common.v_descale
     if of_q is of_k is of_v is None:
         return None, None, None
-    if not array.view(batch.k, batch.names.k).dtype.is_fp8:
+    if not (batch.is_fp8_k or array.view(batch.k, batch.names.k).dtype.is_fp8):
         of_k = of_v = None
     if not batch.is_fp8_q:
         of_q = None

@@ -55,6 +55,8 @@ _VARLEN = _DENSE._replace(
     qo_offsets="cu_seqlens_q",
     kv_offsets="cu_seqlens_k",
 )
+# Up to that keys are never converted ahead of attention.
+_FEW_ROWS = 64
 _VARLEN_BY_OFFSETS = _VARLEN._replace(kv_lens="cu_seqlens_k")
 _CACHE = _VARLEN._replace(
     k="k_cache", v="v_cache", block_tables="page_table", kv_lens="cache_seqlens"
@@ -103,6 +105,8 @@ def dense(
     )
     answer = None
     is_repeatable = q_descale is k_descale is v_descale is None and not common.attention_chunk
+    if views[0].dtype.is_fp8:
+        is_repeatable = is_repeatable and len(vq.shape) == 4 and vq.shape[1] <= _FEW_ROWS
     if rows is not None and is_repeatable and not return_lse:
         given = (
             *(q, batch.k, batch.v, None, None, batch.kv_lens, out, None, None, None),
@@ -154,6 +158,8 @@ def varlen(
         and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
         and not attention_chunk
         and max_seqlen_k >= 0
+        # Keys of long prompts may be converted first.
+        and not (max_seqlen_q is not None and max_seqlen_q > _FEW_ROWS and _is_fp8(k))
     ):
         table = page_table if block_table is None else block_table
         lens, offsets = seqused_k, None if table is not None else cu_seqlens_k
@@ -375,6 +381,11 @@ def window_of(window_size: Any) -> Any:
             "right), or an array of the two on the CPU"
         )
     return tuple(array.as_numpy(v).tolist())
+
+
+def _is_fp8(x: Any) -> bool:
+    """Of an array or what is none, in a fraction of a microsecond."""
+    return getattr(getattr(x, "dtype", None), "itemsize", 0) == 1
 
 
 def _chunk(x: Any) -> int:

@@ -20,6 +20,7 @@ class Batch:
     are_causal  [b], 0 for requests that see all their keys in a causal call; None: no such
     max_seqlen_q, max_seqlen_k   the most rows and keys of one, as far as the host knows
     sharers     requests, one after another, that are one of the caller's
+    is_fp8_q, is_fp8_k   whether those of the caller are fp8, if q, k and v are copies of 16 bits
     """
 
     names: Names
@@ -35,6 +36,7 @@ class Batch:
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     is_fp8_q: bool = False
+    is_fp8_k: bool = False
     has_kv_steps: bool = False
     are_causal: Any = None
     sharers: int = 1
