@@ -43,7 +43,8 @@ def flash_attn_func(
     """Attention of requests of one length.
 
     q       [b, seqlen_q, num_heads, head_dim], float16 or bfloat16 (on the CPU float32 too); also
-            float8_e4m3fn and float8_e5m2, computed in 16 bits, with an answer in bfloat16.
+            float8_e4m3fn and float8_e5m2, computed in 16 bits, with an answer in bfloat16. On a GPU
+            fp8 keys and values in rows that many queries read are first copied in q's 16 bits.
     k, v    [b, seqlen_k, num_heads_k, head_dim], v's head_dim may differ; q's dtype, or fp8. Any
             strides but a contiguous last dimension. Head dims up to 256: those that are no multiple
             of 8 are copied into arrays with columns of zeros, as FlashAttention does.

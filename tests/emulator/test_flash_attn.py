@@ -15,6 +15,7 @@ from helpers.share import one_of
 from cupyattn import array
 from cupyattn.core import dtypes
 from cupyattn.flash_attn import (
+    attend,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -157,6 +158,40 @@ def run_of_requests(rows: int, is_portable: bool = False, **facts: Any) -> None:
 @pytest.mark.parametrize("rows", [3, 50])
 def test_slopes_and_scales_of_requests(rows: int, is_portable: bool) -> None:
     run_of_requests(rows, is_portable)
+
+
+def test_fp8_keys_converted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scales of requests and fp8 queries; keys of few rows, and pages, stay as they are."""
+    monkeypatch.setattr(attend, "WIDENING_ROWS", 140)
+    rng = np.random.default_rng(0)
+    fp8 = dtypes.float8_e4m3fn.numpy
+    q = rng.normal(0, 1, (2, 70, 4, 64)).astype(dtypes.bfloat16.numpy)
+    k, v = rng.normal(0, 1, (2, 2, 90, 2, 64)).astype(fp8)
+    of_q, of_k, of_v = rng.uniform(0.5, 2, (3, 2, 2)).astype(np.float32)
+    scales = {"k_descale": of_k, "v_descale": of_v, "return_softmax_lse": True}
+    offsets = np.array([0, 70, 140], np.int32), np.array([0, 90, 180], np.int32)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    lens = np.array([90, 90], np.int32)
+    calls: list[tuple[Callable[[], Any], bool]] = [
+        (lambda: flash_attn_func(q[:, :69], k, v, causal=True), False),
+        (lambda: flash_attn_func(q, k, v, causal=True), True),
+        (lambda: flash_attn_func(q, k, v, causal=True, **scales), True),
+        (lambda: flash_attn_func(q.astype(fp8), k, v, q_descale=of_q, **scales), True),
+        (lambda: flash_attn_varlen_func(*flat, *offsets, 69, 90, causal=True), False),
+        (lambda: flash_attn_varlen_func(*flat, *offsets, 70, 90, causal=True), True),
+        (lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, **scales), False),
+    ]
+    for call, is_converted in calls:
+        want = call()
+        with gpu.plugged_in(num_sms=4) as emulated:
+            for _ in range(2):  # what is cached of one call is not taken for another
+                emulated.forget()
+                got = call()
+                names = [launch.name for launch in emulated.launches]
+                is_fp8_q = names.count("copy_rows") > 1
+                assert ("copy_rows" in names) == (is_converted or is_fp8_q)
+        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), 3e-2, 3e-2)
 
 
 def test_slopes_and_scales_of_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

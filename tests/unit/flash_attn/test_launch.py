@@ -136,6 +136,25 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         },
         ["append_new_kv", "copy_rows", "copy_rows", *ATTENTION],
     ),
+    "dense, fp8 keys of many rows": (
+        dense,
+        {
+            "q": lambda make: make(3, 512, H, D),
+            "k": fp8(3, 512, HK, D),
+            "v": fp8(3, 512, HK, D),
+            "v_descale": numbers(3, HK),
+        },
+        ["copy_rows", "plan_batch", "prefill_sm80", "merge_splits"],
+    ),
+    "dense, fp8 keys of fewer rows": (
+        dense,
+        {
+            "q": lambda make: make(3, 511, H, D),
+            "k": fp8(3, 512, HK, D),
+            "v": fp8(3, 512, HK, D),
+        },
+        ["plan_batch", "prefill_sm80", "merge_splits"],
+    ),
     "dense, chunks": (dense, {"attention_chunk": 16, "return_softmax_lse": True}, ATTENTION),
     "varlen": (varlen, {"return_softmax_lse": True}, ATTENTION),
     "varlen, options": (
