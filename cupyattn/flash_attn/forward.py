@@ -158,8 +158,13 @@ def varlen(
         and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
         and not attention_chunk
         and max_seqlen_k >= 0
-        # Keys of long prompts may be converted first.
-        and not (max_seqlen_q is not None and max_seqlen_q > _FEW_ROWS and _is_fp8(k))
+        # Keys of long prompts may be converted first, but for those of pages.
+        and (
+            max_seqlen_q is None
+            or max_seqlen_q <= _FEW_ROWS
+            or not block_table is page_table is None
+            or not _is_fp8(k)
+        )
     ):
         table = page_table if block_table is None else block_table
         lens, offsets = seqused_k, None if table is not None else cu_seqlens_k
