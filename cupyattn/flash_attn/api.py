@@ -254,8 +254,9 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin   [positions, rotary_dim / 2]: k is rotated to the positions that it is
             written to before that, and q to the same where causal or with a window, else all rows
             to cache_seqlens. rotary_interleaved: pairs are neighbours, else halves of rotary_dim.
-            rotary_seqlens [b]: positions to begin at instead. On a GPU a position beyond the tables
-            gives NaN; q, k and the caches are float16 or bfloat16 there.
+            rotary_seqlens [b]: positions to begin at instead. Rotated q and k are rounded to their
+            dtype, fp8 q to 16 bits. On a GPU a position beyond the tables gives NaN; q is float16,
+            bfloat16 or fp8 there, and k too.
     cache_batch_idx   int32 or int64 [b]: the row of the caches, or of block_table, of each request.
     cache_leftpad   [b]: the first key of each request; those before it do not exist.
     qv      [b, seqlen_q, num_heads, 512] beside q and k_cache of 64 columns: latent attention,

@@ -82,7 +82,7 @@ def attend(batch: Batch, common: Common) -> Any:
     if math.prod(vq.shape[:-2]) > MAX_LENGTH:
         raise UnsupportedError(f"q: shape is {list(vq.shape)}; at most {MAX_LENGTH} rows")
     if vq.dtype.is_fp8:
-        batch.is_fp8_q, batch.q = True, _widened(vq, batch.k, names)
+        batch.is_fp8_q, batch.q = True, widened_queries(vq, batch.k, names)
         vq = array.view(batch.q, "q")
     if needs_padding(batch, vq):
         return _attend_padded(batch, common, vq)
@@ -327,7 +327,7 @@ def parse_window(window_size: Any) -> tuple[int, int]:
     return left, right
 
 
-def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
+def widened_queries(vq: ArrayView, k: Any, names: Names) -> Any:
     """fp8 queries in 16 bits: those of k, or bfloat16."""
     vk = array.view(k, names.k)
     return widened(vq, vk.dtype if not vk.dtype.is_fp8 else dtypes.bfloat16, "q")

@@ -16,7 +16,7 @@ from ..inputs import geometry
 from ..inputs.index_arrays import compute, progression
 from ..planless.reference import RoomError
 from ..planless.views import Names
-from .attend import Common, attend, attend_cached, parse_window
+from .attend import Common, attend, attend_cached, parse_window, widened_queries
 from .batch import Batch
 from .caches import (
     Append,
@@ -313,14 +313,18 @@ def with_kvcache(
         begin = lengths(cache_seqlens, count, views[0], "cache_seqlens")
         if isinstance(cache_seqlens, (int, np.integer)):
             _check_room(int(cache_seqlens), k, cu_seqlens_k_new, room, is_paged and names)
-    append, kv_lens, rotation = None, begin, None
+    append, kv_lens, rotation, is_fp8_q = None, begin, None, False
     if rotary_cos is not None or rotary_sin is not None:
         rotary = Rotary(
             *(rotary_cos, rotary_sin, begin if rotary_seqlens is None else rotary_seqlens),
             parse.flag(rotary_interleaved, "rotary_interleaved"),
             bool(causal or attention_chunk) or parse_window(window) != (-1, -1),
         )
-        if array.view(q, "q").device.kind == "cuda":
+        vq = array.view(q, "q")
+        if vq.dtype.is_fp8:
+            # Rotated numbers of 16 bits keep what fp8 would lose.
+            is_fp8_q, q = True, widened_queries(vq, k_cache, names)
+        if vq.device.kind == "cuda":
             q, rotation = rotary.on_gpu(q, k, cu_seqlens_q)
         else:
             q, k = rotary.on_cpu(q, k, cu_seqlens_q, cu_seqlens_k_new)
@@ -336,6 +340,7 @@ def with_kvcache(
         *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
         max_seqlen_q=most,
         max_seqlen_k=room,
+        is_fp8_q=is_fp8_q,
         append=append,
     )
     if not is_paged:

@@ -33,10 +33,10 @@ class Rotary(NamedTuple):
         """An array for the rotated q, and the rotation, which the append of k and v makes."""
         start = self._start(k)
         vq, vk = array.view(q, "q"), array.view(k, "k")
-        if vq.dtype not in ROTATED_DTYPES or vk.dtype is not vq.dtype:
+        if vq.dtype not in ROTATED_DTYPES or not (vk.dtype is vq.dtype or vk.dtype.is_fp8):
             raise UnsupportedError(
                 f"rotary_cos: has no GPU kernel for q of {vq.dtype} and k of {vk.dtype}; wanted "
-                "float16 or bfloat16 of both, or rotate q and k before"
+                "float16 or bfloat16 of both, or fp8, or rotate q and k before"
             )
         vc, vs = _view_tables(self.cos, self.sin, vk, "k")
         require_dtype(vc, TABLE_DTYPES, "rotary_cos")

@@ -311,9 +311,9 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             yield "copy_rows", copy_rows.config(kv, kv, aligned)
             if q is not kv:
                 yield "copy_rows", copy_rows.config(kv, q, aligned)
-            if q is kv and q in append_new_kv.ROTATED_DTYPES:
-                for table in dict.fromkeys((dtypes.float32, q)):
-                    yield "append_new_kv", append_new_kv.config(q, table, aligned)
+            for table in dict.fromkeys((dtypes.float32, q)):
+                if q in append_new_kv.ROTATED_DTYPES and not (kv.is_fp8 and aligned):
+                    yield "append_new_kv", append_new_kv.config(kv, table, aligned, q)
     if "merge" in chosen.operations:
         outputs = dict.fromkeys([*(q for q, _ in chosen.dtypes), dtypes.float32])
         dims = [dim for _, dim in chosen.head_dims]

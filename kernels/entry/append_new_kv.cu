@@ -4,6 +4,7 @@
 #ifndef CUPYATTN_CONFIG
 struct Config {
   using DType = bfloat16_t;
+  using DTypeQ = bfloat16_t;
   using DTypeTable = float;
   static constexpr bool kAligned = true, kRotary = true;
   static constexpr int kThreads = 256;

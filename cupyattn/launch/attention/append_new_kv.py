@@ -68,12 +68,16 @@ class NewKeys(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def config(dtype: DType, dtype_table: DType | None, is_aligned: bool) -> jit.Config:
-    """The kernel's Config; dtype_table None: nothing is rotated."""
+def config(
+    dtype: DType, dtype_table: DType | None, is_aligned: bool, dtype_q: DType | None = None
+) -> jit.Config:
+    """The kernel's Config; dtype_table None: nothing is rotated. dtype_q: of rotated queries,
+    default that of the keys."""
     if dtype_table is None:
         dtype = COPIED[dtype.itemsize]
     values: dict[str, jit.Constant] = {
         "DType": dtype,
+        "DTypeQ": dtype_q or dtype,
         "DTypeTable": dtype_table or dtypes.float32,
         "kAligned": is_aligned,
         "kRotary": dtype_table is not None,
@@ -87,16 +91,16 @@ def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) ->
     dtype, batch_size = new.dtype, new.lens.shape[0]
     is_aligned = all(is_row_aligned(rows, dtype, dtype) for rows in (new.k, new.v))
     q_rows = num_qo_heads = 0
-    dtype_table = None
+    dtype_table = dtype_q = None
     if rotation is not None:
-        q, dtype_table = rotation.q, rotation.cosines.dtype
+        q, dtype_table, dtype_q = rotation.q, rotation.cosines.dtype, rotation.q.dtype
         (q_rows, num_qo_heads, head_dim), strides = q.shape, (q.strides[0], q.strides[1])
         out = num_qo_heads * head_dim, head_dim, 0
         rows = Rows(q.ptr, rotation.rotated_q.ptr, strides, out, head_dim, 1.0)
-        is_aligned = is_aligned and is_row_aligned(rows, dtype, dtype)
+        is_aligned = is_aligned and is_row_aligned(rows, dtype_q, dtype_q) and not dtype.is_fp8
     kernel = jit.load(
         "append_new_kv",
-        config(dtype, dtype_table, is_aligned),
+        config(dtype, dtype_table, is_aligned, dtype_q),
         device,
         device_props(device).arch,
     )

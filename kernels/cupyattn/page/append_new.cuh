@@ -9,11 +9,27 @@
 
 namespace cupyattn {
 
+// An element that is rotated, as a float and back. fp8 saturates.
+template <typename T>
+__device__ __forceinline__ float element_to_float(const T& element) {
+  if constexpr (is_fp8<T>) {
+    float low, high;
+    ptx::unpack_pair<half_t>(ptx::fp8_to_pair<half_t, T, 0, 1>(element.bits), low, high);
+    return low;
+  } else {
+    return ptx::to_float(element);
+  }
+}
+
 template <typename Config>
 struct AppendNewKv {
   using DType = typename Config::DType;
+  using DTypeQ = typename Config::DTypeQ;
   using DTypeTable = typename Config::DTypeTable;
-  static constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(DType)) : 1;
+  template <typename T>
+  static constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(T)) : 1;
+  static_assert(!Config::kRotary || !is_fp8<DType> || !Config::kAligned,
+                "16 fp8 elements may lie in both halves of what rotates");
   static constexpr int kKeys = 0, kValues = 1;
 
   const AppendNewKvParams& params;  // rows are counted in 32 bits, rows times heads in 64
@@ -42,12 +58,12 @@ struct AppendNewKv {
 
   __device__ __forceinline__ void rotate_queries() const {
     const int head_dim = params.rows[kKeys].head_dim;
-    const DType* source = static_cast<const DType*>(params.q);
+    const DTypeQ* source = static_cast<const DTypeQ*>(params.q);
     for_each_row(params.q_rows, params.num_qo_heads, [&](int64_t row, int64_t head) {
       const Token token = find_token(params.q_offsets, params.q_offsets_format, params.q_len, row);
       const int64_t position =
           token.request < 0 ? -1 : rotary_position(token, params.q_moves != 0);
-      DType* target = static_cast<DType*>(params.rotated_q) +
+      DTypeQ* target = static_cast<DTypeQ*>(params.rotated_q) +
                       (row * params.num_qo_heads + head) * static_cast<int64_t>(head_dim);
       write_row(source + row * params.q_stride_n + head * params.q_stride_h, target, head_dim,
                 position);
@@ -109,35 +125,48 @@ struct AppendNewKv {
     return begin < 0 ? -1 : begin + (moves ? token.index : 0);
   }
 
-  __device__ __forceinline__ void write_row(const DType* source, DType* target, int32_t head_dim,
+  template <typename T>
+  __device__ __forceinline__ void write_row(const T* source, T* target, int32_t head_dim,
                                             int64_t position) const {
     const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
-    const int32_t stride = kCount << params.lane_bits;
-    for (int32_t i = kCount * lane; i < head_dim; i += stride) {
+    const int32_t stride = kCount<T> << params.lane_bits;
+    for (int32_t i = kCount<T> * lane; i < head_dim; i += stride) {
       if constexpr (Config::kRotary) {
         if (position >= 0 && i < params.rotary_dim) {
           rotate(source, target, i, position);
           continue;
         }
       }
-      store_elements<kCount>(target + i, source + i, Quotients(1.0f));
+      store_elements<kCount<T>>(target + i, source + i, Quotients(1.0f));
     }
   }
 
-  // Rotates elements [i, i + kCount). Positions beyond the tables give NaN.
-  __device__ __forceinline__ void rotate(const DType* source, DType* target, int32_t i,
+  template <typename T, int kSize>
+  __device__ __forceinline__ static void load(const T* source, float (&value)[kSize]) {
+    if constexpr (kSize == 1) {
+      value[0] = element_to_float(*source);
+    } else {
+      load_floats(source, value);
+    }
+  }
+
+  // Rotates the elements from i on that one instruction stores. Positions beyond the tables give
+  // NaN.
+  template <typename T>
+  __device__ __forceinline__ void rotate(const T* source, T* target, int32_t i,
                                          int64_t position) const {
+    constexpr int kSize = kCount<T>;
     const int32_t half = params.rotary_dim / 2;
     const bool is_interleaved = params.is_interleaved != 0;
-    float x[kCount], y[kCount], rotated[kCount];
-    load_floats(source + i, x);
+    float x[kSize], y[kSize], rotated[kSize];
+    load(source + i, x);
     if (!is_interleaved) {
-      load_floats(source + (i < half ? i + half : i - half), y);
-    } else if constexpr (kCount == 1) {
-      load_floats(source + (i ^ 1), y);
+      load(source + (i < half ? i + half : i - half), y);
+    } else if constexpr (kSize == 1) {
+      load(source + (i ^ 1), y);
     } else {
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) y[e] = x[e ^ 1];
+      for (int e = 0; e < kSize; ++e) y[e] = x[e ^ 1];
     }
     const bool is_known = position < params.num_positions;
     const int64_t row = is_known ? position : 0;
@@ -146,7 +175,7 @@ struct AppendNewKv {
     const DTypeTable* sines =
         static_cast<const DTypeTable*>(params.sines) + row * params.sine_stride;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) {
+    for (int e = 0; e < kSize; ++e) {
       const int32_t element = i + e;
       const bool is_low = is_interleaved ? element % 2 == 0 : element < half;
       const int32_t pair = is_interleaved ? element / 2 : element - (is_low ? 0 : half);
@@ -157,7 +186,11 @@ struct AppendNewKv {
       rotated[e] = x[e] * cosine[0] + (is_low ? -y[e] : y[e]) * sine[0];
       if (!is_known) rotated[e] = __uint_as_float(0x7fffffffu);
     }
-    store_floats<DType, kCount>(target + i, rotated);
+    if constexpr (is_fp8<T>) {
+      target[i].bits = static_cast<uint8_t>(ptx::floats_to_fp8_pair<T>(rotated[0], 0.0f));
+    } else {
+      store_floats<T, kSize>(target + i, rotated);
+    }
   }
 
   __device__ __forceinline__ void write_lengths() const {

@@ -472,9 +472,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rotary_cos: has no GPU kernel": (
         decode,
         {
-            **FP8,
-            "k": fp8(B, 1, HK, D),
-            "v": fp8(B, 1, HK, D),
+            **{name: numbers(PAGES, PAGE, HK, D) for name in ("k_cache", "v_cache")},
+            "k": numbers(B, 1, HK, D),
+            "v": numbers(B, 1, HK, D),
             "rotary_cos": lambda make: make(9, 8),
             "rotary_sin": lambda make: make(9, 8),
         },
