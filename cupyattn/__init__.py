@@ -37,7 +37,7 @@ Modules:
     NumPy), reference (the answers of the CPU), typing
 Errors:
     CupyAttnError and its kinds ArgumentError (ExpressionError), UnsupportedError, PlanError,
-    WorkspaceError, CompileError, DeviceError
+    WorkspaceError, CompileError, DeviceError, MissingPackageError
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ _EXPORTS = {
     "WorkspaceError": "errors",
     "CompileError": "errors",
     "DeviceError": "errors",
+    "MissingPackageError": "errors",
 }
 _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
@@ -151,6 +152,7 @@ if TYPE_CHECKING:
     from .errors import CupyAttnError as CupyAttnError
     from .errors import DeviceError as DeviceError
     from .errors import ExpressionError as ExpressionError
+    from .errors import MissingPackageError as MissingPackageError
     from .errors import PlanError as PlanError
     from .errors import UnsupportedError as UnsupportedError
     from .errors import WorkspaceError as WorkspaceError

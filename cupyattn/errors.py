@@ -36,5 +36,9 @@ class CompileError(CupyAttnError, RuntimeError):
     """A kernel could not be compiled, or compiling is forbidden and the cache has no copy."""
 
 
+class MissingPackageError(CupyAttnError, ModuleNotFoundError):
+    """The package that an integration is for is not installed, or is another release of it."""
+
+
 class DeviceError(CupyAttnError, RuntimeError):
     """CuPy, the driver or the GPU needed for this call is missing."""

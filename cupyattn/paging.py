@@ -50,6 +50,13 @@ def pages_to_lengths(
     last = _lengths(kv_last_page_len, "kv_last_page_len")
     pages = np.diff(_check_indptr(kv_indptr, "kv_indptr", last.size))
     longest = int(pages.max(initial=0))
+    beyond = np.flatnonzero(last > _positive(page_size))
+    if beyond.size:
+        at = int(beyond[0])
+        raise ArgumentError(
+            f"kv_last_page_len: request {at} has {last[at]} keys in its last page, which holds "
+            f"{page_size}"
+        )
     if longest * _positive(page_size) > _INT64_MAX - int(last.max(initial=0)):
         raise ArgumentError(
             f"kv_indptr: a request has {longest} pages of {page_size} keys, which 64 bits do not "

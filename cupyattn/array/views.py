@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -198,8 +199,14 @@ def _find_reader(x: object, name: str) -> _Reader:
 
 
 def _unknown_dtype(name: str, dtype: object) -> ArgumentError:
+    native = dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
+    if native != dtype and native in _NUMPY_DTYPES:
+        return ArgumentError(
+            f"{name}: dtype {dtype} has its bytes in the other order; pass "
+            f"{name}.astype('{native}')"
+        )
     is_number = not str(dtype).removeprefix("torch.").startswith(("float", "complex"))
-    wanted = "the dtype" if is_number else "float16, bfloat16, or float32 where that"
+    wanted = "the dtype that" if is_number else "float16, bfloat16, or float32 where that"
     wanted = next((x for words, x in _USUAL_DTYPES if words.search(name)), f"{wanted} is asked for")
     return ArgumentError(f"{name}: dtype {dtype} is not supported; cast it to {wanted}")
 
@@ -316,18 +323,27 @@ def _read_jax(x: Any, name: str) -> ArrayView:
 
 def _read_dlpack(x: Any, name: str, framework: str = "dlpack") -> ArrayView:
     try:
-        kind, index = x.__dlpack_device__()
-    except Exception as error:  # producers raise what they like
+        kind, index = map(operator.index, x.__dlpack_device__())
+    except Exception as error:  # producers raise what they like, and answer so
         raise _refused_export(x, name, error) from error
+    if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED) and not 0 <= index < len(_CUDA):
+        raise ArgumentError(f"{name}: is on CUDA device {index}, which there is not; move it")
     if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED):
         device = _CUDA[index]
-        stream: int | None = cupy_stream(index) or 1
+        try:
+            stream: int | None = cupy_stream(index) or 1
+        except DeviceError:
+            raise
+        except Exception as error:  # no driver, or no such device
+            raise DeviceError(
+                f"{name}: is on CUDA device {index}, which cannot be used ({error})"
+            ) from error
     elif kind in (dlpack.CPU, dlpack.CUDA_HOST):
         device, stream = CPU, None
         if framework == "jax":
             x.block_until_ready()
     else:
-        raise ArgumentError(f"{name}: is on DLPack device type {int(kind)}; move it to CPU or CUDA")
+        raise ArgumentError(f"{name}: is on DLPack device type {kind}; move it to CPU or CUDA")
     try:
         memory = dlpack.export(x, stream)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -327,6 +328,10 @@ class BatchWrapper(Untraced):
         """
         probe = copy.copy(self)
         probe._is_probe = True
+        try:
+            inspect.signature(self.plan).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"workspace_size() takes the arguments of plan(): {error}") from None
         probe.plan(*args, **kwargs)
         return probe._measured
 

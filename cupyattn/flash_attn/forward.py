@@ -437,9 +437,7 @@ def _check_room(
     if length + new > room:
         holder = f"{names.block_tables} has pages for" if names else "the cache holds"
         more = f" and {new} new keys" if new else ""
-        raise RoomError(
-            f"cache_seqlens: got {length}{more}; wanted them within {room}, what {holder}"
-        )
+        raise RoomError(f"cache_seqlens: got {length}{more}, and {holder} {room}")
 
 
 def _pages_or_rows(

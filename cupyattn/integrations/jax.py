@@ -17,6 +17,7 @@ from .. import cascade, dot_product, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes
 from ..core.cupy_module import as_stream, cupy_module
+from ..core.packages import needs
 from ..core.recording import Recording, spoil
 from ..core.tracing import JAX_CALLS
 from ..errors import ArgumentError, UnsupportedError
@@ -134,6 +135,7 @@ def dot_product_attention(
     return made[0], made[1].astype(query.dtype) if return_residual else made[1]
 
 
+@needs("jax")
 def attention_fn(
     query: Any,
     key: Any,
@@ -262,6 +264,7 @@ def merge_states(v: Any, s: Any, *, lse_base_on_e: bool = False) -> tuple[Any, A
 # --- the call site, while JAX traces ---
 
 
+@needs("jax")
 def _call(
     name: str,
     arrays: dict[str, Any],

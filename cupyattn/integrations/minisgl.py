@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.packages import needs
 from ..serving import AttentionBackend, BackendConfig, BatchInfo, ForwardMode, LayerSpec
 from ..serving.pools import write_slots
 from .engines import joined
@@ -19,6 +20,7 @@ from .engines import joined
 NAME = "cupyattn"
 
 
+@needs("minisgl")
 def register(name: str = NAME) -> None:
     """Make attention_backend="cupyattn" known to mini-sglang, in this process, before its engine is
     made. A second call changes nothing.

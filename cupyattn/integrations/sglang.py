@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.packages import needs
 from ..errors import UnsupportedError
 from ..serving import FlashAttentionBackend
 from .engines import joined
@@ -19,6 +20,7 @@ from .engines import joined
 NAME = "cupyattn"
 
 
+@needs("sglang")
 def register() -> None:
     """Make attention_backend="cupyattn" known to SGLang, in this process, also for deterministic
     inference. A second call changes nothing."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import decode, page, prefill
 from ..core import tracing
+from ..core.packages import needs
 from . import torch_others
 from .torch_calls import (
     APPEND,
@@ -42,6 +43,7 @@ _WRAPPERS = (
 )
 
 
+@needs("torch")
 def register() -> None:
     """Make the operators. Importing the module does it; a second time changes nothing."""
     import torch

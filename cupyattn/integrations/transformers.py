@@ -14,6 +14,7 @@ import re
 import sys
 from typing import Any
 
+from ..core.packages import needs
 from ..decode import single_decode_with_kv_cache
 from ..dot_product import dot_product_attention, single_call
 from ..errors import UnsupportedError
@@ -24,6 +25,7 @@ NAME = "cupyattn"
 FLASH_NAME = "cupyattn_flash_attention_3"
 
 
+@needs("transformers")
 def register() -> None:
     """Make attn_implementation="cupyattn" known to transformers, for models, generate() and
     continuous batching (generate_batch).

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..core import parse
 from ..core.device import arch_of_capability
+from ..core.packages import needs
 from ..core.problem import LATENT_HEAD_DIMS, MAX_HEAD_DIM, WIDE_HEAD_DIMS
 from ..errors import ArgumentError, UnsupportedError
 from ..flash_attn import flash_attn_varlen_func
@@ -31,6 +32,7 @@ _DENSE_CACHE_DTYPES = [*_CACHE_DTYPES, "fp8_e5m2"]
 _LATENT_HEAD_SIZES = [a + b for a, b in LATENT_HEAD_DIMS]
 
 
+@needs("vllm")
 def register() -> None:
     """Make the two backends known to vLLM, in this process. A second call changes nothing, nor does
     CUSTOM where another plug-in has taken it.

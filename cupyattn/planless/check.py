@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match_output
@@ -508,8 +510,18 @@ def _indices(
     is_cumulative = are_derived or options.cumulative_kv_lens
     if is_cumulative and vq.device.kind == "cpu":
         unit = keys.k.shape[1] * keys.k.shape[2] if are_derived and options.in_elements else 1
+        name = names.kv_offsets if are_derived else names.kv_lens
+        require_from_zero(array.as_numpy(found.kv_lens).reshape(-1), name)
         found = found._replace(kv_lens=steps(found.kv_lens, unit, names.kv_lens))
     return found, count
+
+
+def require_from_zero(offsets: np.ndarray, name: str) -> None:
+    """ArgumentError unless offsets that say lengths too begin at 0."""
+    if offsets.size and offsets[0]:
+        raise ArgumentError(
+            f"{name}: begins at {offsets[0]}; wanted offsets from 0 on, which the first request has"
+        )
 
 
 def _length_form(

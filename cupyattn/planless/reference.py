@@ -14,7 +14,7 @@ from ..array import ArrayView
 from ..core import parse
 from ..errors import ArgumentError
 from ..inputs import cpu, row_mask
-from .check import Arrays, Call
+from .check import Arrays, Call, require_from_zero
 from .views import Names
 
 
@@ -118,6 +118,7 @@ def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Na
             qo_len = np.full(count, lengths.qo_len)
         else:
             assert starts is not None
+            require_from_zero(starts, names.qo_offsets)
             qo_len = np.diff(starts)
     if starts is None:
         starts = np.arange(count) * max(lengths.qo_len, 0)
@@ -151,15 +152,18 @@ def _check_room(call: Call, found: _Lengths, names: Names) -> None:
             hint = f". With kv_layout={parse.other_layout(call.geometry.spec.kv_layout)!r} "
             hint += "they would hold as many"
         kind: type[ArgumentError] = ArgumentError
-        holder = "the arrays hold"
+        holder = f"{names.q if name == names.qo_offsets else names.k} holds"
         if name == names.kv_lens and size[at] > most:
             kind = RoomError
             if call.block_tables is not None and "table" in names.block_tables:
                 holder = f"{names.block_tables} has pages for"
         raise kind(
-            f"{name}: request {at} has {size[at]} from {begin[at]} on; wanted them within "
-            f"{most}, what {holder}{hint}"
+            f"{name}: request {at} has {size[at]}{_from(int(begin[at]))}, and {holder} {most}{hint}"
         )
+
+
+def _from(begin: int) -> str:
+    return f" from {begin} on" if begin else ""
 
 
 def _fits_other_layout(call: Call, num_keys: int) -> bool:

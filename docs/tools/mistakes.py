@@ -354,4 +354,10 @@ QUOTED = (
         "forked from one that had used the GPU",
         "multiprocessing's `spawn` or `forkserver`",
     ),
+    Quoted(
+        "an integration without its package",
+        errors.MissingPackageError,
+        "which is not installed here",
+        "install it; no extra of cupyattn does",
+    ),
 )

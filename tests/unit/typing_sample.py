@@ -175,7 +175,8 @@ def errors() -> tuple[type[cupyattn.CupyAttnError], ...]:
     expression: type[cupyattn.ArgumentError] = cupyattn.ExpressionError
     assert argument and expression
     kinds = cupyattn.ArgumentError, cupyattn.UnsupportedError, cupyattn.PlanError
-    return *kinds, cupyattn.WorkspaceError, cupyattn.CompileError, cupyattn.DeviceError
+    more = cupyattn.WorkspaceError, cupyattn.CompileError, cupyattn.DeviceError
+    return *kinds, *more, cupyattn.MissingPackageError
 
 
 def latent(q: Half, pages: Half, table: Int) -> None:

@@ -9,9 +9,9 @@ import itertools
 import numpy as np
 import pytest
 
-from cupyattn.array import CPU, as_numpy, dlpack, empty, from_numpy, view
+from cupyattn.array import CPU, as_numpy, dlpack, empty, from_numpy, view, views
 from cupyattn.core import dtypes
-from cupyattn.errors import ArgumentError
+from cupyattn.errors import ArgumentError, DeviceError
 
 _new_capsule = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
@@ -228,3 +228,42 @@ def test_answers_for_unknown_frameworks_are_numpy() -> None:
     assert isinstance(out, np.ndarray)
     assert (out.shape, out.dtype) == ((2, 5), dtypes.bfloat16.numpy)
     assert from_numpy(out, v) is out
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            None,
+            7,
+            (2,),
+            (1, 2, 3),
+            "cpu",
+            ("a", "b"),
+            (1.5, 0),
+            (None, None),
+            (10**30, 0),
+            (13, 0),
+        ),
+        *((dlpack.CUDA, index) for index in (-1, 64, 10**30, "a")),
+    ],
+    ids=str,
+)
+def test_a_device_that_is_none(answer: object) -> None:
+    producer = Producer(np.zeros(3, np.float32))
+    producer.device = answer  # type: ignore[assignment]
+    with pytest.raises(ArgumentError, match=r"^x: "):
+        view(producer, "x")
+
+
+def test_a_gpu_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> int:
+        raise RuntimeError("invalid device ordinal")
+
+    monkeypatch.setattr(views, "cupy_stream", refuse)
+    producer = Producer(np.zeros(3, np.float32))
+    producer.device = dlpack.CUDA, 5
+    with pytest.raises(
+        DeviceError, match=r"x: is on CUDA device 5, which cannot be used \(invalid"
+    ):
+        view(producer, "x")

@@ -280,6 +280,13 @@ def test_what_is_no_array(x: object) -> None:
         view(x, "q")
 
 
+def test_bytes_in_the_other_order() -> None:
+    with pytest.raises(ArgumentError, match=r"q: dtype >f2 .* pass q.astype\('float16'\)"):
+        view(np.zeros(3, ">f2"), "q")
+    with pytest.raises(ArgumentError, match="q: dtype >f8 is not supported; cast it to"):
+        view(np.zeros(3, ">f8"), "q")
+
+
 def test_cupy_refusals() -> None:
     a = np.zeros(8, np.float32)
     with pytest.raises(ArgumentError, match="q: dtype float64"):

@@ -305,3 +305,10 @@ def test_splits_change_nothing_on_the_cpu() -> None:
         w = decode_wrapper()
         w.plan(*b.table, HQ, HKV, D, 4, **split)
         check(w.run(b.q, b.one_tensor(), return_lse=True), b.expected())
+
+
+def test_workspace_size_names_itself() -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(None)
+    for args, named in (((), {}), ((1,), {}), ((), {"nonsense": 1})):
+        with pytest.raises(TypeError, match=r"^workspace_size\(\) takes the arguments of plan"):
+            w.workspace_size(*args, **named)

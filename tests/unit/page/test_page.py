@@ -13,6 +13,7 @@ from helpers.poison import download
 import cupyattn
 from cupyattn import array, page, paging
 from cupyattn.array import as_numpy, view
+from cupyattn.errors import ArgumentError
 
 PLAIN = AppendCase()
 
@@ -182,3 +183,10 @@ def test_lengths(framework: str) -> None:
     lens = cupyattn.get_seq_lens(indptr, last, 16)
     assert type(lens) is type(indptr) and as_numpy(view(lens, "x")).dtype == np.int32
     assert lens.tolist() == [19, 0, 16]
+
+
+@pytest.mark.parametrize("last", [17, 20, 2**31 - 1])
+def test_a_last_page_holds_a_page(last: int) -> None:
+    indptr, lengths = np.array([0, 2, 3], np.int32), np.array([16, last], np.int32)
+    with pytest.raises(ArgumentError, match=f"request 1 has {last} keys in its last page, which"):
+        cupyattn.get_seq_lens(indptr, lengths, 16)
