@@ -351,8 +351,9 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     offsets, bias = kwargs.get("cu_seq_lens_q"), kwargs.get("position_bias")
     is_whole = attention_mask is None and offsets is None and bias is None
-    if is_whole and s_aux is None and query.shape[2] == 1:
-        made = _one_row(query, key, value, _window(sliding_window, causal)[0], scaling, softcap)
+    if is_whole and query.shape[2] == 1:
+        window = _window(sliding_window, causal)
+        made = _one_row(query, key, value, window[0], scaling, softcap, s_aux)
         if made is not None:
             return made, None
     # What ranges mark is causal, whatever the layer says.
@@ -449,7 +450,7 @@ def _with_columns(x: Any) -> Any:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any) -> Any:
+def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any, s_aux: Any) -> Any:
     """A step of decoding over keys of one length, as one row of b * heads heads: nothing is to be
     planned. None where the heads of all requests are not equally far apart."""
     count, heads, _, head_dim = q.shape
@@ -462,6 +463,10 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any)
         k, v = k.squeeze(0), v.squeeze(0)
     else:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
+    sinks = None
+    if s_aux is not None:
+        sinks = s_aux.detach().float()
+        sinks = sinks if count == 1 else sinks.repeat(count)
     made = single_decode_with_kv_cache(
         q.reshape(-1, head_dim).contiguous(),
         k,
@@ -470,6 +475,7 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any)
         window_left=window_left,
         logits_soft_cap=softcap,
         sm_scale=scale,
+        sinks=sinks,
     )
     return made.view(count, 1, heads, -1)
 

@@ -8,6 +8,7 @@ signature pays for reading its arrays, comparing their lengths, and the launch.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,12 +109,14 @@ _launchers: dict[tuple[AttentionSpec, AttentionProblem, int], AttentionLauncher]
 
 
 def _call_cache(row_axis: int | None, kv_axis: int | None) -> CallCache[_Checked]:
-    """Of keys and values whose tokens are along `kv_axis`; None: that have any strides."""
+    """Of keys and values whose tokens are along `kv_axis`; None: that have any strides, maybe
+    beside sinks."""
     return CallCache(
         Argument("q", row_axis),
         Argument("k", kv_axis, is_free=kv_axis is None),
         Argument("v", kv_axis, is_free=kv_axis is None),
         Argument("out", row_axis, is_output=True),
+        *((Argument("sinks"),) if kv_axis is None else ()),
     )
 
 
@@ -128,6 +131,7 @@ _CALLS = {
 _GROWING = _call_cache(None, None)
 _HEADS_FIRST = _CALLS[True, "HND"]
 _K, _V, _OUT = 1, 2, 3
+_OF_SINKS = functools.partial(params.OPTIONAL.pack, 0, 0)  # no LSE, no mask
 
 
 def run(
@@ -147,18 +151,24 @@ def run(
     `scalars` are the fields of inputs.spec.Given. Returns out, or (out, lse) if `return_lse`.
     workspace: of a wrapper that works on after this call, in which no array may lie.
     """
-    is_plain = extras is NO_EXTRAS and lse is None and return_lse is False
-    if is_plain:
+    arrays: tuple[Any, ...] = q, k, v, out
+    calls = None
+    if lse is None and return_lse is False:
         try:
             calls = _CALLS[is_decode, scalars[0]]
         except (KeyError, TypeError):  # no layout: refused below
-            is_plain = False
+            pass
         else:
-            if calls is _HEADS_FIRST and _is_contiguous_tensor(k):
+            if calls is _HEADS_FIRST and workspace is None and _is_contiguous_tensor(k):
                 calls = _GROWING
-            answer = _run_cached(calls, (q, k, v, out), scalars, is_decode, workspace)
-            if answer is not None:
-                return answer
+            if extras is not NO_EXTRAS:
+                has_sinks_alone = calls is _GROWING and _has_sinks_alone(extras)
+                calls = _GROWING if has_sinks_alone else None
+                arrays = *arrays, extras.sinks
+    if calls is not None:
+        answer = _run_cached(calls, arrays, scalars, is_decode, workspace)
+        if answer is not None:
+            return answer
 
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
@@ -174,7 +184,7 @@ def run(
         return (out, lse) if return_lse else out
 
     # --- 3. Launch on the caller's stream ---
-    given_out, entry = out, call.entry
+    entry = call.entry
     if out is None:
         out = array.empty(call.out_shape, entry.spec.dtype_o, call.q)
         call.out = array.view(out, "out")
@@ -183,8 +193,8 @@ def run(
         call.lse = array.view(lse, "lse")
     if call.qo_len:
         strides = _launch(call, views)
-        if is_plain and entry.is_constant:
-            _insert(calls, (q, k, v, given_out), scalars, call, strides)
+        if calls is not None and entry.is_constant:
+            _insert(calls, arrays, scalars, call, strides)
     out = array.deliver(out, call.q)
     return (out, array.deliver(lse, call.q)) if return_lse else out
 
@@ -193,6 +203,11 @@ def _is_contiguous_tensor(x: Any) -> bool:
     """Whether it is torch's and contiguous."""
     ask = getattr(x, "is_contiguous", None)
     return ask is not None and ask()
+
+
+def _has_sinks_alone(extras: Extras) -> bool:
+    mask, packed_mask, _, scale_q, scale_k, scale_v, read = extras
+    return mask is packed_mask is scale_q is scale_k is scale_v is None and not read
 
 
 def with_logits(
@@ -214,7 +229,7 @@ def run_unmasked(q: Any, k: Any, v: Any, kv_layout: str, sm_scale: float) -> tup
 
 def _run_cached(
     calls: CallCache[_Checked],
-    arrays: tuple[Any, Any, Any, Any],
+    arrays: tuple[Any, ...],
     scalars: tuple[Any, ...],
     is_decode: bool,
     workspace: ArrayView | None,
@@ -226,12 +241,15 @@ def _run_cached(
     found, addresses = answer
     call = found.call
     checked = call.checked
-    num_rows, kv_len, v_len, num_out_rows = found.lengths
-    strides = checked.strides
-    if calls is _GROWING:
+    strides, optional = checked.strides, params.NO_OPTIONAL
+    is_growing = calls is _GROWING
+    if is_growing:
         if found.prepared is None:
             found.prepared = _keys_of(found)
         kv_len, v_len, strides = found.prepared
+        num_rows = num_out_rows = 0
+    else:
+        num_rows, kv_len, v_len, num_out_rows = found.lengths
     qo_len = 1 if is_decode else num_rows
     if v_len != kv_len or not (0 < kv_len <= MAX_LENGTH and 0 < qo_len <= checked.max_qo_len):
         return None
@@ -244,13 +262,15 @@ def _run_cached(
         row_shape = checked.row_shape
         out = call.make_out(row_shape if is_decode else (qo_len, *row_shape))
         addresses[_OUT] = call.address(out)
+    if is_growing and (sinks := addresses.pop()):
+        optional = _OF_SINKS(sinks, *(0,) * 4, *params.NOTHING_MORE)
     q_ptr, k_ptr, v_ptr, o_ptr = addresses
     checked.launcher.launch(
         q_ptr,
         k_ptr,
         v_ptr,
         o_ptr,
-        params.NO_OPTIONAL,
+        optional,
         strides,
         0,  # no mask
         qo_len,
@@ -274,7 +294,6 @@ def _meets(workspace: ArrayView, found: Found[_Checked], addresses: list[int]) -
     )
 
 
-@after_launch
 def _keys_of(found: Found[_Checked]) -> tuple[int, int, bytes]:
     """(tokens of k, of v, strides for the kernels) of keys with any strides; no tokens where they
     are not like those of the call that passed the checks."""
@@ -300,9 +319,10 @@ def _keys_of(found: Found[_Checked]) -> tuple[int, int, bytes]:
     return lengths[0], lengths[1], params.STRIDES.pack(*strides)
 
 
+@after_launch
 def _insert(
     calls: CallCache[_Checked],
-    arrays: tuple[Any, Any, Any, Any],
+    arrays: tuple[Any, ...],
     scalars: tuple[Any, ...],
     call: _Call,
     strides: bytes,

@@ -423,8 +423,11 @@ def test_a_padded_step_over_a_dynamic_cache(window: Any, softcap: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (None, 1.5), (6, 1.5)])
-def test_a_step_over_a_dynamic_cache(count: int, window: Any, softcap: Any) -> None:
+def test_a_step_over_a_dynamic_cache(
+    count: int, has_sinks: bool, window: Any, softcap: Any
+) -> None:
     """One row of each request over keys of one length, as one request of all heads."""
     torch.manual_seed(0)
     q, k, v = (
@@ -433,13 +436,16 @@ def test_a_step_over_a_dynamic_cache(count: int, window: Any, softcap: Any) -> N
         torch.randn(count, 2, 11, 24),
     )
     module = types.SimpleNamespace(is_causal=True)
-    named = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
+    sinks = torch.randn(8) if has_sinks else None
+    named = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
     got, _ = door.attention(module, q, k, v, None, **named)
     scores = 0.3 * q @ k.repeat_interleave(4, 1).transpose(2, 3)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if window is not None:
         scores[..., : 11 - window] = -torch.inf
-    want = torch.softmax(scores, -1) @ v.repeat_interleave(4, 1)
+    if has_sinks:
+        scores = torch.cat([scores, sinks.view(1, 8, 1, 1).expand(count, -1, -1, -1)], -1)
+    want = torch.softmax(scores, -1)[..., :11] @ v.repeat_interleave(4, 1)
     torch.testing.assert_close(got, want.transpose(1, 2))
     # Heads that are not equally far apart: part of a larger cache.
     room = torch.zeros(count, 3, 11, 16)

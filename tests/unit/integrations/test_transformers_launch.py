@@ -28,17 +28,21 @@ def rows(make: Callable[..., Any], count: int, **named: Any) -> Any:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_step_of_decoding_is_one_launch(gpu: Gpu, make: Callable, count: int) -> None:
-    q = rows(make, count)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_step_of_decoding_is_one_launch(
+    gpu: Gpu, make: Callable, count: int, has_sinks: bool
+) -> None:
+    q, sinks = rows(make, count), make(8) if has_sinks else None
     for length in (40, 41, 42):
         for _ in range(3):
             gpu.launches.clear()
             k, v = make(count, 2, length, 64), make(count, 2, length, 64)
-            out, _ = door.attention(LAYER, q, k, v, None, scaling=0.1, use_cache=True)
+            out, _ = door.attention(LAYER, q, k, v, None, scaling=0.1, s_aux=sinks)
             (launch,) = gpu.launches
             got = unpack(launch.params)
             assert tuple(out.shape) == (count, 1, 8, 64) and out.is_contiguous()
             assert (got["num_kv_heads"], got["kv_len"]) == (2 * count, length)
+            assert bool(got["sinks"]) == has_sinks
             assert [got[x] for x in "qkvo"] == [pointer(x) for x in (q, k, v, out)]
 
 

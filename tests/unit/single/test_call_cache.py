@@ -223,9 +223,15 @@ def test_a_call_runs_few_functions(gpu: Gpu, make: Callable) -> None:
 # --- a cache that is made anew for each step, one token longer ---
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (128, 64)])
 def test_a_cache_of_heads_first_that_grows_is_cached(
-    gpu: Gpu, make: Callable, head_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu,
+    make: Callable,
+    head_dim: int,
+    value_dim: int,
+    has_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not hasattr(make(1), "is_contiguous"):
         pytest.skip("torch only")
@@ -233,10 +239,12 @@ def test_a_cache_of_heads_first_that_grows_is_cached(
 
     def step(length: int) -> dict[str, Any]:
         k, v = make(2, length, head_dim), make(2, length, value_dim)
-        out = decode(q, k, v, kv_layout="HND")
+        sinks = make(4, dtype="float32") if has_sinks else None
+        out = decode(q, k, v, kv_layout="HND", sinks=sinks)
         assert tuple(out.shape) == (4, value_dim)
         got = unpack(gpu.attentions()[-1].params)
         assert got["k"] == pointer(k) and got["v"] == pointer(v) and got["o"] == pointer(out)
+        assert got["sinks"] == (pointer(sinks) if has_sinks else 0)
         return {name: got[name] for name in got if "stride" in name or name == "kv_len"}
 
     lengths, checked = (100, 101, 102, 102, 101, 2000, 16, 1), []
@@ -265,6 +273,13 @@ def test_growing_caches_are_refused_as_others_are(gpu: Gpu, make: Callable) -> N
         with pytest.raises(CupyAttnError, match=message):
             decode(q, k, v, kv_layout="HND", out=out)
     k = make(2, 11, 64)
+    sinks = make(4, dtype="float32")
+    for _ in range(3):
+        decode(q, k, k, kv_layout="HND", out=out, sinks=sinks)
+    gpu.launches.clear()
+    for wrong in (sinks[:3], make(4), sinks[None]):
+        with pytest.raises(ArgumentError, match="sinks: "):
+            decode(q, k, k, kv_layout="HND", out=out, sinks=wrong)
     with pytest.raises(ArgumentError, match="out: overlaps k"):
         decode(q, k, make(2, 11, 64), kv_layout="HND", out=k.reshape(-1)[128:384].reshape(4, 64))
     assert not gpu.launches
