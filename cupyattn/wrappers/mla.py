@@ -244,7 +244,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         out, lse    arrays to write instead of new ones; lse float32 [rows, num_heads].
         return_lse_base_on_e   natural logarithms, not base 2.
         ckv_scale, kpe_scale   of a cache of fp8: each part times its scale. ckv_scale_arr, float32
-                [num_pages, page_size], scales the latent part of each token; CPU arrays only.
+                [num_pages, page_size], scales the latent part of each token; of GPUs on sm_90 only.
         sinks       float32 [num_heads]: extra natural-log logits in the denominator.
         bmm1_scale, bmm2_scale   numbers: the whole scale of the logits in place of the plan's, and
                 of the output.

@@ -5,6 +5,12 @@ from __future__ import annotations
 from .mutation import Mutation
 
 WIDE_SM90 = (
+    Mutation(
+        "largest-logit-of-a-tile",
+        "fmaxf(largest[h], largest_of(s[0], h))",
+        "largest_of(s[0], h)",
+        "hopper largest logits",
+    ),
     Mutation("wide-values-of-the-leader", "piece *", "0 *", "hopper wide"),
     Mutation("wide-rope-not-multiplied", "VTile::kPanels", "2 * kPanelsOfPiece", "hopper wide"),
     Mutation("wide-p-chunks-overlap", "32 * i", "16 * i", "hopper wide"),

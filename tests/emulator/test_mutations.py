@@ -545,6 +545,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "latent natural": _latent(is_natural=True),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
     "largest logits": _latent(way="flat list", qo_len=(1, 1), absent=0.3, page_size=1),
+    "hopper largest logits": _latent(
+        way="flat list", qo_len=(1, 1), kv_len=(200, 200), heads=40, absent=0.3, page_size=1
+    ),
     "requests of lists": _requests_of_lists(False),
     "portable requests of lists": _requests_of_lists(True),
     "bad latent values": _bad_latent_values,

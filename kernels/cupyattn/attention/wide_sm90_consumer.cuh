@@ -143,6 +143,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
       hide_missing_keys(s);
       if (unlikely(latent_of(this->block.all_params).max_logits != nullptr)) {
 #pragma unroll
+        // mutate: largest-logit-of-a-tile
         for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], largest_of(s[0], h));
       }
     }

@@ -14,7 +14,7 @@ struct WideSm90Params {
   int32_t unused[14];  // 0
 };
 
-static_assert(sizeof(WideSm90Params) == 1088 + 256 + 64,
+static_assert(sizeof(WideSm90Params) == (sizeof(LatentParams) + 63) / 64 * 64 + 256 + 64,
               "WideSm90Params and its mirror in launch/attention/tma_wide.py must agree");
 
 }  // namespace cupyattn
