@@ -23,7 +23,8 @@ def converter(framework: str) -> Callable[[Any], Any]:
     if framework == "numpy":
         return lambda x: array.as_numpy(array.view(x, "x"))
     module = pytest.importorskip(framework)
-    like = array.view((module.numpy if framework == "jax" else module).zeros(1), "like")
+    made = module.numpy if framework == "jax" else module
+    like = array.view(made.zeros(1, dtype=made.float32), "like")
     return lambda x: array.from_numpy(array.as_numpy(array.view(x, "x")), like)
 
 
