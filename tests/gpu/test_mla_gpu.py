@@ -407,26 +407,28 @@ def test_heads_of_latent_keys(xp: ModuleType) -> None:
         np.testing.assert_allclose(a, b, atol=3e-3)
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("is_portable", [False, True])
 @pytest.mark.parametrize("kv_len", [70, 9000])
-def test_outputs_of_fp8(xp: ModuleType, kv_len: int) -> None:
+def test_outputs_of_fp8(xp: ModuleType, kv_len: int, is_portable: bool) -> None:
     if xp.__name__ != "torch":
         pytest.skip("CuPy has no fp8 of its own")
     rng, pages = np.random.default_rng(kv_len), -(-kv_len // 64)
     table = np.arange(2 * pages, dtype=np.int32).reshape(2, pages)
     pool = rng.standard_normal((2 * pages, 64, 576)).astype(np.float16)
+    lens = np.array([kv_len, 7], np.int32)
+
+    def answer(q: np.ndarray, module: ModuleType) -> np.ndarray:
+        out = upload(np.zeros((2, q.shape[1], 512), dtypes.float8_e4m3fn.numpy), module)
+        w = mla.BatchMLAPagedAttentionWrapper(None if module is np else workspace(xp))
+        named = {"query": q, "kv_cache": pool, "page_table": table, "kv_len": lens}
+        w.run(**{n: upload(x, module) for n, x in named.items()}, out=out, o_scale=0.005)
+        return download(out).astype(np.float32)
+
     for heads in (16, 128):
         q = rng.standard_normal((2, heads, 576)).astype(np.float16)
-        answers = []
-        for module in (np, xp):
-            out = upload(np.zeros((2, heads, 512), dtypes.float8_e4m3fn.numpy), module)
-            w = mla.BatchMLAPagedAttentionWrapper(None if module is np else workspace(xp))
-            arrays = {"query": q, "kv_cache": pool, "page_table": table}
-            lens = np.array([kv_len, 7], np.int32)
-            arrays = {n: upload(x, module) for n, x in (*arrays.items(), ("kv_len", lens))}
-            w.run(**arrays, out=out, o_scale=0.005)
-            answers.append(download(out).astype(np.float32))
-        np.testing.assert_allclose(*answers, rtol=0.13, atol=0.6)
+        with kernels(is_portable):
+            got = answer(q, xp)
+        np.testing.assert_allclose(got, answer(q, np), rtol=0.13, atol=0.6)
 
 
 def test_rows_of_656_bytes(xp: ModuleType) -> None:
