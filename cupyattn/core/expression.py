@@ -3,15 +3,18 @@
 A text is never evaluated or pasted anywhere. It becomes a tree of checked nodes, which
 `expression_cuda` writes as CUDA and `reference.expression` evaluates with NumPy.
 
-    expression = or [ "?" expression ":" expression ]
+    expression = or [ "?" expression ":" expression | "if" or "else" expression ]
     or         = and { "||" and }
-    and        = comparison { "&&" comparison }
+    and        = condition { "&&" condition }
+    condition  = "not" condition | comparison
     comparison = sum [ ("<" | "<=" | ">" | ">=" | "==" | "!=") sum ]
     sum        = product { ("+" | "-") product }
     product    = unary { ("*" | "/" | "//" | "%") unary }
     unary      = ("-" | "+" | "!") unary | primary
     primary    = number | "true" | "false" | name | name "(" arguments ")"
                | name "[" arguments "]" | "(" expression ")"
+
+Python's "and", "or", "True" and "False" are other spellings of "&&", "||", "true" and "false".
 """
 
 from __future__ import annotations
@@ -76,15 +79,11 @@ _TOKEN = re.compile(
     r"|(?P<name>[A-Za-z_]\w*)|(?P<mark>//|<=|>=|==|!=|&&|\|\||[-+*/%<>!?:()\[\],])",
     re.ASCII,
 )
+# Words of Python that are marks here, or that have another spelling.
+_WORDS = {"and": "&&", "or": "||", "not": "not", "if": "if", "else": "else"}
+_VALUES = {"True": "true", "False": "false"}
 # What people write out of habit, and what is written here.
 _HABITS = {
-    "and": "&&",
-    "or": "||",
-    "not": "!",
-    "if": "where(condition, a, b)",
-    "else": "where(condition, a, b)",
-    "True": "true",
-    "False": "false",
     "fabs": "abs",
     "fabsf": "abs",
     "tanhf": "tanh",
@@ -224,8 +223,11 @@ class _Parser:
                 remedy = f"write {habit}" if habit else "the language has numbers, names, + - * / "
                 remedy += "" if habit else "// % < <= > >= == != && || ! ? : ( ) [ ] and commas"
                 self._fail(_Token("mark", character, place + 1), f"has {character!r}", remedy)
-            if found.lastgroup != "space":
-                tokens.append(_Token(str(found.lastgroup), found[0], place + 1))
+            kind, text = str(found.lastgroup), found[0]
+            if kind == "name" and text in _WORDS:
+                kind, text = "mark", _WORDS[text]
+            if kind != "space":
+                tokens.append(_Token(kind, _VALUES.get(text, text), place + 1))
             place = found.end()
         tokens.append(_Token("end", "", len(self._text) + 1))
         return tokens
@@ -287,12 +289,16 @@ class _Parser:
             first = self._expression()
             self._require(":", mark)
             node = self._choice(mark, node, first, self._expression())
+        elif (word := self._take("if")) is not None:
+            condition = self._joined("||")
+            self._require("else", word)
+            node = self._choice(word, condition, node, self._expression())
         self._depth -= 1
         return node
 
     def _joined(self, mark: str) -> Node:
         """Conditions joined by || or &&."""
-        parse_part = self._comparison if mark == "&&" else lambda: self._joined("&&")
+        parse_part = self._condition if mark == "&&" else lambda: self._joined("&&")
         node = parse_part()
         while (token := self._take(mark)) is not None:
             other = parse_part()
@@ -300,6 +306,18 @@ class _Parser:
                 self._require_condition(x, f"{mark} joins conditions")
             node = self._node(mark, BOOL, (node, other), token)
         return node
+
+    def _condition(self) -> Node:
+        token = self._take("not")
+        if token is None:
+            return self._comparison()
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            self._fail(token, f"has more than {MAX_DEPTH} nots", "leave out those that cancel")
+        node = self._condition()
+        self._depth -= 1
+        self._require_condition(node, "not negates a condition")
+        return self._node("!", BOOL, (node,), token)
 
     def _comparison(self) -> Node:
         node = self._sum()
