@@ -202,7 +202,7 @@ def dot_product_attention(
         else:
             answer = _dense(query, key, value, query_seq_lengths, lens, block_table, options)
     except (ArgumentError, UnsupportedError) as error:
-        raise renamed(error, kv_lens is not None) from error
+        raise _with_order(renamed(error, kv_lens is not None), query, key) from error
     if return_residual and array.view(query, "query").framework == "jax":
         return answer[0], answer[1].astype(query.dtype)
     return answer
@@ -213,6 +213,20 @@ def renamed(error: ArgumentError | UnsupportedError, has_kv_lens: bool = False) 
     name = "kv_lens" if has_kv_lens else "key_value_seq_lengths"
     names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
     return type(error)(_NAME.sub(lambda found: names[found[0]], str(error)))
+
+
+def _with_order(error: Exception, query: Any, key: Any) -> Exception:
+    """The error of heads that do not fit, with what to do where the axes are torch's."""
+    shapes = [tuple(getattr(x, "shape", ())) for x in (query, key)]
+    if "wanted a positive multiple" not in str(error) or any(len(x) != 4 for x in shapes):
+        return error
+    (_, heads, *_), (_, kv_heads, *_) = shapes
+    if not heads or not kv_heads or heads % kv_heads:
+        return error
+    return type(error)(
+        f"{error}; arrays [batch, heads, tokens, head_dim], as torch has them, go as "
+        "x.swapaxes(1, 2)"
+    )
 
 
 def _window(size: Any) -> tuple[int, int]:

@@ -202,6 +202,26 @@ def test_a_scale_may_have_no_axis(xp: ModuleType, entry: str) -> None:
             compare.assert_bitwise_equal(download(got), want, entry)
 
 
+@pytest.mark.parametrize("entry", ["trtllm_batch_decode_with_kv_cache", "xqa"])
+def test_more_requests_than_a_block_plans(xp: ModuleType, entry: str) -> None:
+    """They are served in parts, checked and from the cache, as calls of fewer are."""
+    model = Model(xp, entry, count=30_000)
+    for seed in range(2):
+        model.change()
+        raw(model.out)[...] = 0
+        raw(model.lse)[...] = 0
+        model.call(model.out, model.lse)
+        got = [download(x) for x in (model.out, model.lse)]
+        few = Model(xp, entry, count=5_000, seed=seed)
+        few.cache, few.scale = model.cache, model.scale
+        for begin in range(0, 30_000, 5_000):
+            rows = slice(begin, begin + 5_000)
+            few.q, few.table, few.lens = model.q[rows], model.table[rows], model.lens[rows]
+            few.call(few.out, few.lse)
+            for x, y in zip(got, (few.out, few.lse), strict=True):
+                np.testing.assert_allclose(x[rows].astype(float), download(y), atol=4e-3)
+
+
 def test_lengths_on_the_host(torch: Any) -> None:
     """cuDNN's calls take them there, but not into a graph."""
     model = Model(torch, "cudnn_batch_prefill_with_kv_cache")

@@ -513,3 +513,13 @@ def test_every_wrong_value_is_answered_or_a_typed_error(base: str) -> None:
             except Exception as error:
                 pytest.fail(f"{base}, {name} = {junk!r}: {type(error).__name__}: {error}")
     assert outcomes == {"answered", "refused"}
+
+
+def test_axes_in_the_order_of_torch() -> None:
+    q, k = np.zeros((2, 8, 5, 64), np.float16), np.zeros((2, 2, 7, 64), np.float16)
+    with pytest.raises(ArgumentError, match=r"5 query heads over 7 KV heads.*x.swapaxes\(1, 2\)"):
+        cupyattn.dot_product_attention(q, k, k)
+    q, k = (x.swapaxes(1, 2) for x in (q, k))
+    assert cupyattn.dot_product_attention(q, k, k).shape == (2, 5, 8, 64)
+    with pytest.raises(ArgumentError, match="7 query heads over 2 KV heads; wanted a positive mul"):
+        cupyattn.dot_product_attention(q[:, :, :7], k, k)
