@@ -202,7 +202,12 @@ def run(
 def _is_contiguous_tensor(x: Any) -> bool:
     """Whether it is torch's and contiguous."""
     ask = getattr(x, "is_contiguous", None)
-    return ask is not None and ask()
+    if ask is None:
+        return False
+    try:
+        return bool(ask())
+    except Exception:  # as in a lookup: the checks say what is wrong
+        return False
 
 
 def _has_sinks_alone(extras: Extras) -> bool:

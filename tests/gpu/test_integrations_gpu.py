@@ -456,3 +456,49 @@ def test_continuous_batching_with_sinks(torch: Any) -> None:
     made = ours.generate_batch(prompts, generation_config=config, **small)
     got = [list(x.generated_tokens) for x in made.values()]
     assert sum(a == b for a, b in zip(sorted(got), sorted(want), strict=True)) >= 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("window, cap, has_sinks", [(None, None, False), (50, 5.0, True)])
+def test_steps_over_growing_caches(
+    count: int, is_padded: bool, window: Any, cap: Any, has_sinks: bool, torch: Any
+) -> None:
+    """What layers of transformers ask for in steps of generate(), one key more at each."""
+    if is_padded:
+        pytest.importorskip("transformers", minversion="5.0")
+    import types
+
+    import cupyattn.integrations.transformers as door
+
+    torch.manual_seed(0)
+    named = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(count, 1, 8, 64, **named).transpose(1, 2)
+    sinks = torch.randn(8, **named) if has_sinks else None
+    layer = types.SimpleNamespace(is_causal=True)
+    for length in (97, 98, 99, 1111):
+        k, v = (torch.randn(count, 2, length, 64, **named) for _ in "kv")
+        seen = torch.ones(count, length, dtype=torch.bool, device="cuda")
+        if is_padded:
+            seen[-1, : length - 30] = False
+        mask = None
+        if is_padded:
+            mask = door.attention_mask(
+                count, 1, length, length - 1, attention_mask=seen, device="cuda"
+            )
+        scores = (q.float() @ k.float().repeat_interleave(4, 1).transpose(2, 3)) / 8
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        if window is not None:
+            scores[..., : max(0, length - window)] = -torch.inf
+        if has_sinks:
+            ends = sinks.float().view(1, 8, 1, 1).expand(count, -1, -1, -1)
+            scores = torch.cat([scores, ends], -1)
+        weights = torch.softmax(scores, -1)[..., :length]
+        want = (weights @ v.float().repeat_interleave(4, 1)).transpose(1, 2)
+        for _ in range(3):
+            got, _ = door.attention(
+                layer, q, k, v, mask, scaling=0.125, sliding_window=window, softcap=cap,
+                s_aux=sinks,
+            )  # fmt: skip
+            assert (got.float() - want).norm() <= 6e-3 * want.norm(), length

@@ -217,6 +217,23 @@ def test_continuous_batching(kind: str) -> None:
         assert ours.config._attn_implementation == before
 
 
+def test_an_installed_flash_attn_does_not_take_our_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would take it for any model whose name of attention has no "flash"."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    _, ours = pair(transformers, torch, "llama")
+    manager = types.SimpleNamespace(_original_attn_impl=None)
+    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn(manager, ours)
+    assert ours.config._attn_implementation.removeprefix("paged|") == door.FLASH_NAME
+    assert manager._original_attn_impl == door.NAME
+    eager, _ = pair(transformers, torch, "llama")
+    monkeypatch.setattr(eager, "set_attn_implementation", lambda name: None)
+    manager = types.SimpleNamespace(_original_attn_impl=None)
+    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn(manager, eager)
+    assert manager._original_attn_impl == "eager"
+
+
 def test_the_flash_path_finds_our_functions() -> None:
     from transformers import modeling_flash_attention_utils as utils
     from transformers.utils.generic import is_flash_attention_requested

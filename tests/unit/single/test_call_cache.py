@@ -283,6 +283,14 @@ def test_growing_caches_are_refused_as_others_are(gpu: Gpu, make: Callable) -> N
     with pytest.raises(ArgumentError, match="out: overlaps k"):
         decode(q, k, make(2, 11, 64), kv_layout="HND", out=k.reshape(-1)[128:384].reshape(4, 64))
     assert not gpu.launches
+
+    class Strange:
+        is_contiguous = 3
+
+    for wrong in (Strange(), k.to_sparse()):
+        with pytest.raises(CupyAttnError, match="k: "):
+            decode(q, wrong, k, kv_layout="HND", out=out)
+    assert not gpu.launches
     one = make(1, 11, 64)  # other numbers of heads are calls of their own
     for _ in range(2):
         decode(q, one, one, kv_layout="HND", out=out)
