@@ -131,7 +131,7 @@ def trtllm_batch_decode_with_kv_cache(
             array of one element.
     o_sf_scale, o_sf_vec_size, kv_cache_sf   must be None; enable_block_sparse_attention False.
     uses_shared_paged_kv_idx   False: block_tables is [B, 2, max_pages], the pages of K and those of
-            V; the portable kernels serve such calls.
+            V.
 
     Returns out [rows, num_qo_heads, head_dim] in query's framework and device, or (out, lse) if
     `return_lse`. Nothing is copied to the host and nothing waits. Rows of no request are not

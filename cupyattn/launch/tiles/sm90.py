@@ -340,7 +340,7 @@ def _timed_as(
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     is_wide, is_fp8 = tile_dims(problem)[1] > 192, problem.dtype_kv.is_fp8
-    if not problem.aligned or (is_fp8 and is_rotated) or problem.own_value_pages:
+    if not problem.aligned or (is_fp8 and is_rotated) or (problem.own_value_pages and is_rotated):
         return None
     kind, dims = _kind(problem), tile_dims(problem)
     shape = _shape(problem, kind)
@@ -350,8 +350,9 @@ def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) ->
         is_slow = _is_odd(problem) and _is_timed(problem)
         if is_slow or not tensor_map.box_rows(page_size, shape.tile_kv):
             # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do
-            # not gather besides.
-            if is_rotated or (problem.custom_mask and is_wide and not is_fp8):
+            # not gather besides; those that gather look up one page for a key and its value.
+            has_wide_mask = problem.custom_mask and is_wide and not is_fp8
+            if is_rotated or problem.own_value_pages or has_wide_mask:
                 return None
             kind = "fp8 gathered" if is_fp8 else "gathered"
             shape = _shape(problem, kind)
@@ -527,6 +528,7 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kTransform": problem.transforms_logits,
         "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
+        "kOwnValuePages": problem.own_value_pages,
         "kGatherers": shape.gatherers,
         "kMinBlocks": shape.min_blocks,
         "kPersistent": shape.persistent,

@@ -328,7 +328,9 @@ struct PrefillSm90Consumer {
         const auto* values = values_of<typename Traits::DTypeKV>(params, item.work.tile.kv_head);
         add_nonfinite_key<DTypeQ>(
             o, p, key,
-            values + value_row<Traits::kPaged>(params, item.work.request, masked_key + key), lane);
+            values + value_row<Traits::kPaged, Traits::kOwnValuePages>(params, item.work.request,
+                                                                      masked_key + key),
+            lane);
       }
     }
   }

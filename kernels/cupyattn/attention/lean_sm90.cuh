@@ -150,11 +150,12 @@ struct LeanSm90Copier {
     const Maps keys{params.k, params.k_tail}, values{params.v, params.v_tail};
     if constexpr (kAreAlike && !Traits::kPersistent) {  // by the same instructions
       copy_boxes<typename Traits::KTile>(is_key ? keys : values,
-                                         is_key ? params.k_units : params.v_units, item, tile);
+                                         is_key ? params.k_units : params.v_units, item, tile,
+                                         is_key);
     } else if (is_key) {
-      copy_boxes<typename Traits::KTile>(keys, params.k_units, item, tile);
+      copy_boxes<typename Traits::KTile>(keys, params.k_units, item, tile, true);
     } else {
-      copy_boxes<typename Traits::VTile>(values, params.v_units, item, tile);
+      copy_boxes<typename Traits::VTile>(values, params.v_units, item, tile, false);
     }
     ++copied;
     return true;
@@ -162,11 +163,15 @@ struct LeanSm90Copier {
 
   template <typename Tile>
   __device__ __forceinline__ void copy_boxes(const Maps& maps, const PageUnits& units,
-                                             const Item& item, int tile) const {
+                                             const Item& item, int tile, bool is_key) const {
     const PrefillSm90Producer<Traits> producer{block};
     const uint32_t slot = copied % kStages;
     int page = -1;
-    if constexpr (Traits::kPaged) page = producer.page_of_box(item, tile, lane);
+    if constexpr (Traits::kOwnValuePages) {
+      page = producer.page_of_box(item, tile, lane, is_key ? 0 : block.params.value_pages);
+    } else if constexpr (Traits::kPaged) {
+      page = producer.page_of_box(item, tile, lane);
+    }
     producer.template copy_boxes<Tile, false>(
         maps, units, {shared.ring[slot], shared.empty[slot], shared.full[slot], copied / kStages % 2},
         item, KeyTile{tile, 0}, page, lane);
@@ -440,7 +445,8 @@ struct LeanSm90 {
 #pragma unroll 1
     for (int key = 0; key < num_keys; ++key) {
       const int64_t row =
-          value_row<Traits::kPaged>(block.params, item.work.request, first_key + key);
+          value_row<Traits::kPaged, Traits::kOwnValuePages>(block.params, item.work.request,
+                                                            first_key + key);
       add_nonfinite_key<typename Traits::DTypeQ, true>(o, probabilities.p, key, values + row, lane);
     }
     ptx::warp_sync();

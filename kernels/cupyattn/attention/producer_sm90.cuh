@@ -25,10 +25,12 @@ struct PrefillSm90Producer {
     int tile = -1, present = -1, behind = -1, next = -1;
   };
 
-  __device__ __forceinline__ int page_of_box(const Item& item, int tile, int lane) const {
+  // behind: entries of the table from a key's page to the one that is asked for.
+  __device__ __forceinline__ int page_of_box(const Item& item, int tile, int lane,
+                                             int behind = 0) const {
     const int row = lane * all_params.box_rows, key = item.first_key(tile) + row;
     if (tile < item.tiles.begin || row >= Traits::kTileKV || key >= item.range.end) return -1;
-    return params.kv_indices[item.work.request.kv_start + PageSlot::of(params, key).page];
+    return params.kv_indices[item.work.request.kv_start + behind + PageSlot::of(params, key).page];
   }
 
   __device__ __forceinline__ void run() {
@@ -52,8 +54,12 @@ struct PrefillSm90Producer {
             block.announce_end(item, tile.tile, next, lane);
           },
           [&](const KeyTile& tile) {
-            copy_values(v, item, tile, tile.tile == pages.tile ? pages.present : pages.behind,
-                        lane);
+            int page = tile.tile == pages.tile ? pages.present : pages.behind;
+            // Looked up when it is needed: such tables are rare, and not worth registers.
+            if constexpr (Traits::kOwnValuePages) {
+              page = page_of_box(item, tile.tile, lane, params.value_pages);
+            }
+            copy_values(v, item, tile, page, lane);
           });
       if constexpr (!Traits::kPersistent) return;
       block.release_item(place, lane);
