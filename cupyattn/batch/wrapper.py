@@ -323,8 +323,8 @@ class BatchWrapper(Untraced):
         """(float bytes, int bytes) that plan() with these arguments takes; nothing is planned.
 
         The first are those of float_workspace_buffer for the fastest plan: one of less splits keys
-        in fewer parts; 16 at least. The second are memory of the wrapper's own. A wrapper in graph mode answers
-        as for its first plan.
+        in fewer parts; 16 at least. The second are memory of the wrapper's own. A wrapper in graph
+        mode answers as for its first plan.
         """
         probe = copy.copy(self)
         probe._is_probe = True
