@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import cascade, dot_product, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
@@ -23,9 +23,11 @@ from ..core.tracing import JAX_CALLS
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.workspace import on_device
 from ..launch.driver.enqueue import enqueue_again
+from ..launch.driver.params import this_thread
 from . import jax_calls
 from .xla_exit import settle_at_exit
 from .xla_ffi import Buffer, Frame, handler
+from .xla_launches import Launches
 
 __all__ = [
     "append_paged_kv_cache",
@@ -394,51 +396,70 @@ def _on_cpu(frame: Frame) -> None:
 
 
 def _on_gpu(frame: Frame) -> None:
-    key = frame.stream(), frame.signature()
-    call = _calls.get(key)
-    if call is None:
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        call = _calls[key] = _GpuCall(frame, key[0])
-    call.run()
+    key, addresses = (frame.stream(), frame.kind()), frame.addresses()
+    site = _sites.get(key)
+    if site is None:
+        if len(_sites) >= _MAX_SITES:
+            _sites.clear()
+        site = _sites[key] = _Site(frame, key[0])
+    if not site.launches.again(addresses, site.index, key[0]):
+        site.run(frame, addresses)
 
 
-class _GpuCall:
-    """The call of a call site on these buffers and this stream, its arrays made: a compiled
-    function gets the same memory of XLA each time that it runs.
+class _Site:
+    """A call site on one stream: the same call each time, though XLA may place its buffers anew.
 
-    The first run checks its arguments. The second one finds the call in the call cache, and what it
-    launches is recorded; later ones do no more than launch that.
+    The first run checks its arguments. The next ones find the call in the call cache, and what they
+    launch is recorded, until that is known on any memory; later ones do no more than launch it.
+    Calls that do more than launch, or whose launches follow from more than addresses, are kept by
+    their addresses.
     """
 
-    __slots__ = ("_call", "_has_run", "_index", "_recording", "_stream")
+    __slots__ = ("_calls", "_has_run", "_kept", "index", "launches", "stream")
 
     def __init__(self, frame: Frame, stream: int) -> None:
-        inputs, outputs = frame.inputs(), frame.outputs()
-        self._index, self._stream = _owner((*inputs, *outputs)), stream
+        self.index, self.stream = _owner((*frame.inputs(), *frame.outputs())), stream
+        self.launches = Launches()
         self._has_run = False
-        self._recording: Recording | None = None
-        with on_device(self._index), as_stream(stream):
-            arrays = ([_as_cupy(x, self._index) for x in xs] for xs in (inputs, outputs))
-            self._call = _prepare(frame.text(), *arrays)
+        self._calls: dict[tuple[int, ...], Callable[[], None]] = {}
+        self._kept: dict[tuple[int, ...], Recording] = {}
 
-    def run(self) -> None:
-        made = self._recording
-        if made is not None and made.is_whole:
-            enqueue_again(made, self._index, self._stream)
+    def run(self, frame: Frame, addresses: tuple[int, ...]) -> None:
+        kept = self._kept.get(addresses)
+        if kept is not None:
+            enqueue_again(kept, self.index, self.stream)
             return
-        with on_device(self._index), as_stream(self._stream):
-            if self._has_run and made is None:
-                with Recording() as made:
-                    self._call()
-                self._recording = made
-            else:
-                self._call()
+        with on_device(self.index), as_stream(self.stream):
+            call = self._calls.get(addresses)
+            if call is None:
+                buffers = frame.inputs(), frame.outputs()
+                arrays = ([_as_cupy(x, self.index) for x in xs] for xs in buffers)
+                call = _prepare(frame.text(), *arrays)
+            if not self._has_run:
+                call()
                 self._has_run = True
+                return
+            with Recording() as made:
+                this_thread.launch_buffer.clear()
+                call()
+        if not made.is_whole:
+            _keep(self._calls, addresses, call)
+            return
+        self.launches.learn(addresses, made)
+        if self.launches.is_hopeless:
+            _keep(self._kept, addresses, made)
 
 
-_MAX_CALLS = 4096
-_calls: dict[tuple[Any, ...], _GpuCall] = {}
+_MAX_SITES = 4096
+_MAX_KEPT = 512  # memories of a site
+_sites: dict[tuple[int, Any], _Site] = {}
+_T = TypeVar("_T")
+
+
+def _keep(kept: dict[tuple[int, ...], _T], addresses: tuple[int, ...], x: _T) -> None:
+    if len(kept) >= _MAX_KEPT:
+        kept.clear()
+    kept[addresses] = x
 
 
 def _owner(buffers: Sequence[Buffer]) -> int:

@@ -213,22 +213,22 @@ class Frame:
         text: bytes = _reader(f"{length}s")(_MEMORY, address)[0]
         return text
 
-    def signature(self) -> tuple[Any, ...]:
-        """What tells calls apart, read in a fraction of the time that the parts take: the text,
-        and the address of each buffer; dtypes and shapes too, unless the text ends with them."""
-        text, words = self.text(), self._words
-        found: list[Any] = [text]
-        is_known = not text.endswith(OPEN_END)
-        for at in (_ARGS, _RETS):
-            count = words[at]
-            places = _readers[count](_MEMORY, words[at + 2]) if count else ()
-            if is_known:
-                found += [_read_ptr(_MEMORY, place)[0] for place in places]
-                continue
-            for place in places:
-                code, ptr, rank, dims = _read_buffer(_MEMORY, place)
-                found += code, ptr, _EXTENTS[rank](_MEMORY, dims) if rank else ()
-        return tuple(found)
+    def kind(self) -> Any:
+        """What tells calls on the same memory apart: the text, and dtypes and shapes unless the
+        text ends with them."""
+        text = self.text()
+        if not text.endswith(OPEN_END):
+            return text
+        return text, tuple(x._replace(ptr=0) for x in (*self.inputs(), *self.outputs()))
+
+    def addresses(self) -> tuple[int, ...]:
+        """Those of all buffers."""
+        words = self._words
+        ins, outs = words[_ARGS], words[_RETS]
+        places = _readers[ins](_MEMORY, words[_ARGS + 2]) if ins else ()
+        if outs:
+            places += _readers[outs](_MEMORY, words[_RETS + 2])
+        return tuple([_read_ptr(_MEMORY, place)[0] for place in places])
 
     def stream(self) -> int:
         """XLA's CUDA stream."""

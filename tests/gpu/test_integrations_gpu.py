@@ -317,6 +317,44 @@ def test_programs_end_during_a_call() -> None:
         assert done.returncode == ("raise" in end), done.stderr[-500:]
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+@pytest.mark.parametrize("kind", ["prompts", "one prompt", "decode", "pages", "split", "fp8 pages"])
+def test_memory_that_moves(kind: str, head_dim: int) -> None:
+    """XLA places arrays anew; what was launched on other memory is launched there."""
+    jax = _jax_on_gpu()
+    import cupyattn.integrations.jax as door
+
+    jnp = jax.numpy
+    shapes = {
+        "prompts": ((2, 200, 8, head_dim), (2, 200, 2, head_dim)),
+        "one prompt": ((1, 700, 8, head_dim), (1, 700, 2, head_dim)),
+        "decode": ((3, 1, 8, head_dim), (3, 96, 2, head_dim)),
+        "split": ((1, 1, 8, head_dim), (1, 9000, 2, head_dim)),
+    }
+    q_shape, k_shape = shapes.get(kind, ((3, 1, 8, head_dim), (18, 16, 2, head_dim)))
+    table = jnp.arange(18, dtype="int32").reshape(3, 6)
+    lens = jnp.asarray([96, 40, 7], "int32")
+    pages = {"block_table": table, "kv_lens": lens} if "pages" in kind else {}
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        first = door.dot_product_attention(q, k, v, is_causal=True, **pages)
+        return first, door.dot_product_attention(first * 2, v, k, is_causal=True, **pages)
+
+    compiled, kept = jax.jit(attend), []
+    for step in range(8):
+        keys = jax.random.split(jax.random.key(step), 3)
+        kept.append(jnp.zeros(1000 * step + 300, "float16"))
+        q = jax.random.normal(keys[0], q_shape, "float16")
+        dtype = "float8_e4m3fn" if "fp8" in kind else "float16"
+        k, v = (jax.random.normal(key, k_shape, "float16").astype(dtype) for key in keys[1:])
+        kept.append((q, k, v))
+        got = compiled(q, k, v)
+        first = cupyattn.dot_product_attention(q, k, v, is_causal=True, **pages)
+        second = cupyattn.dot_product_attention(first * 2, v, k, is_causal=True, **pages)
+        for a, b in zip(got, (first, second), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def test_a_loop_on_xlas_stream() -> None:
     """Each step reads what the one before has written, with XLA's own kernels between."""
     jax = _jax_on_gpu()

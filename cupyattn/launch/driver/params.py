@@ -98,6 +98,10 @@ class LaunchBuffer:
         """A copy of the struct, with whatever is behind it."""
         return bytes(self.buffer[self.offset :][:_MAX_PARAMS_BYTES])
 
+    def clear(self) -> None:
+        """Leave nothing of earlier structs behind the next ones."""
+        self.buffer[self.offset :] = bytes(len(self.buffer) - self.offset)
+
     def write(self, struct: bytes) -> None:
         """Put a struct that another buffer had where the driver reads it."""
         self.buffer[self.offset : self.offset + len(struct)] = struct

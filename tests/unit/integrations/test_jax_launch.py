@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.Gpu:
     fake_gpu.forget()
     monkeypatch.setattr(door, "_owner", lambda buffers: 0)
     monkeypatch.setattr(door, "as_stream", lambda pointer: contextlib.nullcontext())
-    monkeypatch.setattr(door, "_calls", {})
+    monkeypatch.setattr(door, "_sites", {})
     # Tensor maps are made by libcuda, which need not be here.
     monkeypatch.setattr(latent, "_boxes", lambda pages: None)
     return made
@@ -133,18 +133,80 @@ def test_a_recorded_call_launches_what_its_first_run_did(
 ) -> None:
     call = XlaCall(*CALLS[name](make), fake_gpu.STREAM)
     _, second, third, fourth = (_launches(gpu, call) for _ in range(4))
-    (made,) = door._calls.values()
-    assert made._recording is not None and made._recording.is_whole
+    (site,) = door._sites.values()
+    assert site.launches._state is not None
     assert second and second == third == fourth
     assert all(launch.stream == fake_gpu.STREAM for launch in second)
 
 
-def test_other_memory_is_another_call(gpu: fake_gpu.Gpu, make: Make) -> None:
-    calls = [XlaCall(*_dense(make), fake_gpu.STREAM) for _ in "ab"]
-    for _ in range(4):
-        a, b = (_launches(gpu, call) for call in calls)
-        assert a != b
-    assert len(door._calls) == 2
+@pytest.mark.parametrize("name", CALLS)
+def test_other_memory_is_learnt(
+    name: str, gpu: fake_gpu.Gpu, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some calls, of which two arrays may have moved equally far, none is made anew."""
+    kept = [(CALLS[name](make), make(1 + 513 * at, 64)) for at in range(9)]
+    calls = [XlaCall(*given, fake_gpu.STREAM) for given, _ in kept]
+    for _ in range(3):
+        for call in calls:
+            _launches(gpu, call)
+    monkeypatch.setattr(door._Site, "run", None)
+    assert all(_launches(gpu, call) for call in calls)
+
+
+def _anew(gpu: fake_gpu.Gpu, call: XlaCall) -> list[fake_gpu.Launched]:
+    """What a call of full checks launches."""
+    inputs, outputs = ([door._as_cupy(x, 0) for x in xs]
+                       for xs in (call.frame().inputs(), call.frame().outputs()))  # fmt: skip
+    gpu.launches.clear()
+    door.this_thread.launch_buffer.clear()
+    door._prepare(call.frame().text(), inputs, outputs)()
+    return [*gpu.launches]
+
+
+# But "split", whose scratch memory is the first one's.
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "split"])
+def test_what_was_learnt_is_what_a_call_launches(name: str, gpu: fake_gpu.Gpu, make: Make) -> None:
+    calls = [XlaCall(*CALLS[name](make), fake_gpu.STREAM) for _ in range(6)]
+    for call in calls[:3]:
+        _launches(gpu, call)
+    for call in calls:
+        assert _launches(gpu, call) == _anew(gpu, call)
+
+
+def test_memory_that_stayed_may_move_later(gpu: fake_gpu.Gpu, make: Make) -> None:
+    """What has not moved yet is not known to: the call is made anew, and known then."""
+    name, arrays, outputs, constants = _paged(make)
+
+    def of(**other: Any) -> XlaCall:
+        return XlaCall(name, arrays | other, outputs, constants, fake_gpu.STREAM)
+
+    calls = [of(), *(of(query=make(4, 1, H, D)) for _ in range(3))]
+    calls += [of(key=make(64, 16, HK, D)) for _ in range(2)]
+    same = make(64, 16, HK, D)
+    calls += [of(key=same, value=same), of(block_table=make(4, 8, dtype="int32"))]
+    for _ in range(3):
+        for call in calls:
+            assert _launches(gpu, call) == _anew(gpu, call)
+
+
+def test_launches_that_addresses_do_not_explain_are_kept_by_addresses() -> None:
+    from cupyattn.integrations.xla_launches import Launches
+
+    def made(*words: int) -> recording.Recording:
+        found = recording.Recording()
+        found.launches.append(("kernel", b"".join(x.to_bytes(8, "little") for x in words)))
+        return found
+
+    launches = Launches()
+    for ticket in range(5):
+        launches.learn((4096 * ticket,), made(4096 * ticket + 16, ticket * ticket))
+    assert launches.is_hopeless
+    launches = Launches()
+    for ticket in range(9):
+        launches.learn((4096 * ticket, 7), made(4096 * ticket + 16, 5))
+    state = launches._state
+    assert not launches.is_hopeless and state is not None and state.moved == {0}
+    assert state.launches[0][2] == {0: (16, (0,))}
 
 
 @pytest.mark.parametrize("says_shapes", [False, True])
@@ -164,7 +226,7 @@ def test_other_streams_are_other_calls(gpu: fake_gpu.Gpu, make: Make) -> None:
     for stream in (fake_gpu.STREAM, fake_gpu.STREAM + 8):
         call = XlaCall(*given, stream)
         door._on_gpu(call.frame())
-    assert len(door._calls) == 2
+    assert len(door._sites) == 2
 
 
 def test_a_call_that_copies_is_made_anew(gpu: fake_gpu.Gpu, make: Make) -> None:
@@ -175,8 +237,8 @@ def test_a_call_that_copies_is_made_anew(gpu: fake_gpu.Gpu, make: Make) -> None:
     with contextlib.suppress(Exception):  # the copy itself needs a GPU
         for _ in range(3):
             door._on_gpu(call.frame())
-    (made,) = door._calls.values()
-    assert made._recording is None or not made._recording.is_whole
+    (site,) = door._sites.values()
+    assert site.launches._state is None
 
 
 def test_a_refused_call_is_refused_again(gpu: fake_gpu.Gpu, make: Make) -> None:
@@ -257,7 +319,8 @@ def test_scratch_memory_of_a_recording_is_kept(gpu: fake_gpu.Gpu, make: Make) ->
     call = XlaCall(*_paged(make), fake_gpu.STREAM)
     for _ in range(2):
         door._on_gpu(call.frame())
-    (made,) = door._calls.values()
-    assert made._recording is not None
+    (site,) = door._sites.values()
+    assert site.launches._state is not None
+    made = site.launches._state.made
     owners = [kept[2] for kept in scratch._kept.workspaces.values()]
-    assert owners and all(any(x is owner for x in made._recording.kept) for owner in owners)
+    assert owners and all(any(x is owner for x in made.kept) for owner in owners)
