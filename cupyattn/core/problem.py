@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 # Head dims of q and k, and of v, beyond that; and latent and rope columns of latent attention.
 # Those of heads that one warp cannot hold.
 WIDE_HEAD_DIMS = tuple(
-    (qk, vo) for vo in (512, 256) for qk in range(64, 513, 64) if max(qk, vo) > MAX_HEAD_DIM
+    (qk, vo) for vo in (512, 256) for qk in range(64, 577, 64) if max(qk, vo) > MAX_HEAD_DIM
 )
 # Scales of latent keys of fp8: one for all, one for each token, or four in rows of 656 bytes, whose
 # rope columns are bfloat16 (reference/latent_rows.py); as in attention/wide_sm90_traits.cuh.
@@ -156,7 +156,7 @@ class AttentionProblem:
                     f"{wanted}"
                 )
         elif dims not in WIDE_HEAD_DIMS:
-            wanted = "a multiple of 64 up to 512 and 512 or 256"
+            wanted = "a multiple of 64 up to 576 and 512 or 256"
             is_qk = dims[0] > MAX_HEAD_DIM and dims[0] not in {a for a, _ in WIDE_HEAD_DIMS}
             label, dim, other = ("qk", *dims) if is_qk else ("vo", *dims[::-1])
             raise UnsupportedError(

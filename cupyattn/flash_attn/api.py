@@ -66,7 +66,9 @@ def flash_attn_func(
     out     array to write instead of a new one.
     num_splits   1: keys are not split; any other number lets the plan on the GPU decide.
     deterministic, pack_gqa, sm_margin   accepted; answers are the same each time.
-    qv      must be None.
+    qv      [b, seqlen_q, num_heads, head_dim of v]: queries that are multiplied with v; the logits
+            are the sums of both products, and softmax_scale is 1 / sqrt(the sum of both head dims)
+            by default. q, k, v and qv are copied side by side first.
 
     Returns out [b, seqlen_q, num_heads, head_dim of v]; with return_softmax_lse (out, lse): lse
     float32 [b, num_heads, seqlen_q], natural logarithms; with return_attn_probs (out, lse, an empty
@@ -259,10 +261,9 @@ def flash_attn_with_kvcache(
             bfloat16 or fp8 there, and k too.
     cache_batch_idx   int32 or int64 [b]: the row of the caches, or of block_table, of each request.
     cache_leftpad   [b]: the first key of each request; those before it do not exist.
-    qv      [b, seqlen_q, num_heads, 512] beside q and k_cache of 64 columns: latent attention,
-            whose v_cache [num_pages, page_size, 1, 512] is multiplied with qv too. It takes no new
-            keys, rotation, windows, chunks, soft caps and slopes. softmax_scale: default
-            1 / sqrt(576).
+    qv      as in `flash_attn_func`, for the whole caches. Beside q and k_cache of 64 columns and
+            v_cache [num_pages, page_size, 1, 512], without new keys and options that change a logit
+            or hide a key, it is latent attention, which copies nothing.
     scheduler_metadata, fa_version, ver   accepted for compatibility.
     score_mod, aux_tensors   must be None.
     All other arguments as in `flash_attn_func`.

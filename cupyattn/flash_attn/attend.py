@@ -23,7 +23,7 @@ from ..planless.chunks import split_by_chunks
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
 from .caches import with_even_rows
-from .padding import narrowed, needs_padding, pad_columns
+from .padding import copy_into_kernel_dims, narrowed, needs_copies
 
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
@@ -84,8 +84,8 @@ def attend(batch: Batch, common: Common) -> Any:
     if vq.dtype.is_fp8:
         batch.is_fp8_q, batch.q = True, widened_queries(vq, batch.k, names)
         vq = array.view(batch.q, "q")
-    if needs_padding(batch, vq):
-        return _attend_padded(batch, common, vq)
+    if needs_copies(batch, vq):
+        return _attend_copies(batch, common, vq)
     if not is_ragged:
         batch.q, vq = with_even_rows(batch.q, vq)
     if batch.are_causal is not None:
@@ -99,13 +99,14 @@ def attend(batch: Batch, common: Common) -> Any:
     return _attend(batch, common, vq, q_len)
 
 
-def _attend_padded(batch: Batch, common: Common, vq: ArrayView) -> Any:
-    """The same of head dims that kernels do not have, by copies with columns of zeros."""
+def _attend_copies(batch: Batch, common: Common, vq: ArrayView) -> Any:
+    """The same of head dims that kernels do not have, by copies with columns of zeros, and of
+    queries that are multiplied with values."""
     scale, return_lse = common.softmax_scale, parse.flag(common.return_lse, "return_softmax_lse")
-    if scale is None:
-        scale = 1.0 / math.sqrt(vq.shape[-1])
     dim = array.view(batch.v, batch.names.v).shape[-1]
-    batch, target = pad_columns(batch, vq, common.out)
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(1, vq.shape[-1] + (0 if batch.qv is None else dim)))
+    batch, target = copy_into_kernel_dims(batch, vq, common.out)
     answer = attend(batch, replace(common, softmax_scale=scale, out=target))
     made, lse = answer if return_lse else (answer, None)
     made = narrowed(made, dim, vq, common.out)

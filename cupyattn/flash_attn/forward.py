@@ -28,7 +28,7 @@ from .caches import (
     vector,
     view_cache,
 )
-from .latent import attend_latent
+from .latent import attend_latent, is_latent
 from .rotary import Rotary
 
 # An array without a name of the caller's is one that the call makes. No two have one name.
@@ -84,7 +84,6 @@ def dense(
     s_aux: Any,
 ) -> Any:
     """Requests of one length: `flash_attn_func`."""
-    refuse_given(qv=qv)
     views = view_cache(k, v, _DENSE)
     count, seqlen_k = views[0].shape[:2]
     vq = array.view(q, "q")
@@ -104,7 +103,9 @@ def dense(
         return_lse,
     )
     answer = None
-    is_repeatable = q_descale is k_descale is v_descale is None and not common.attention_chunk
+    batch.qv = qv
+    is_repeatable = qv is q_descale is k_descale is v_descale is None
+    is_repeatable = is_repeatable and not common.attention_chunk
     if views[0].dtype.is_fp8:
         is_repeatable = is_repeatable and len(vq.shape) == 4 and vq.shape[1] <= _FEW_ROWS
     if rows is not None and is_repeatable and not return_lse:
@@ -184,7 +185,6 @@ def varlen(
         answer = attend_cached(names, given, options, has_kv_steps)
         if answer is not None:
             return answer
-    refuse_given(qv=qv)
     names, table = _VARLEN, _either(block_table=block_table, page_table=page_table)
     if cu_seqlens_q is None:
         raise ArgumentError("cu_seqlens_q: got None; wanted offsets of q's rows, [batch + 1]")
@@ -211,6 +211,7 @@ def varlen(
                 "dynamic_causal: says which requests of a causal call are; pass causal=True"
             )
         batch.are_causal = dynamic_causal
+    batch.qv = qv
     if table is not None:
         batch.table = page_table_of(table, "block_table", view_cache(k, v, names))
         batch.kv_offsets = None
@@ -285,18 +286,19 @@ def with_kvcache(
     if page_table is None:
         names = names._replace(block_tables="block_table")
     if qv is not None:
-        return attend_latent(
-            (q, qv, k_cache, v_cache), table, cache_seqlens, cu_seqlens_q,
-            _bound(max_seqlen_q, "max_seqlen_q"), softmax_scale, causal,
-            _either(sinks=sinks, s_aux=s_aux), out, return_lse,
-            {
-                "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-                "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
-                "window_size": window, "attention_chunk": attention_chunk,
-                "softcap": softcap, "q_descale": q_descale, "k_descale": k_descale,
-                "v_descale": v_descale, "alibi_slopes": alibi_slopes,
-            },
-        )  # fmt: skip
+        others = {
+            "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+            "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+            "window_size": window, "attention_chunk": attention_chunk, "softcap": softcap,
+            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+            "alibi_slopes": alibi_slopes,
+        }  # fmt: skip
+        if is_latent(q, qv, k_cache, v_cache, others):
+            return attend_latent(
+                (q, qv, k_cache, v_cache), table, cache_seqlens, cu_seqlens_q,
+                _bound(max_seqlen_q, "max_seqlen_q"), softmax_scale, causal,
+                _either(sinks=sinks, s_aux=s_aux), out, return_lse,
+            )  # fmt: skip
     common = Common(
         *(softmax_scale, causal, window, _chunk(attention_chunk), softcap, num_splits),
         *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
@@ -340,6 +342,7 @@ def with_kvcache(
         *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
         max_seqlen_q=most,
         max_seqlen_k=room,
+        qv=qv,
         is_fp8_q=is_fp8_q,
         append=append,
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 from .. import array
 from ..core import parse
-from ..errors import ArgumentError, UnsupportedError
+from ..core.problem import LATENT_HEAD_DIMS
+from ..errors import ArgumentError
 from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims
 from ..planless.latent import NAMES, Options, run
@@ -25,6 +26,19 @@ _NAMES = NAMES._replace(
 )
 
 
+def is_latent(q: Any, qv: Any, k_cache: Any, v_cache: Any, others: dict[str, Any]) -> bool:
+    """Whether kernels of latent attention serve the call: one head of keys, head dims of theirs,
+    and none of the other options. They read values once, and keys in place."""
+    if any(map(_is_given, others.values())):
+        return False
+    names = "v_cache", "k_cache", "qv", "q"
+    views = [array.view(x, n) for x, n in zip((v_cache, k_cache, qv, q), names, strict=True)]
+    if any(len(v.shape) < 2 for v in views) or views[0].shape[-2] != 1:
+        return False
+    dims = views[2].shape[-1], views[3].shape[-1]
+    return dims in LATENT_HEAD_DIMS and dims == tuple(v.shape[-1] for v in views[:2])
+
+
 def attend_latent(
     parts: tuple[Any, Any, Any, Any],
     table: Any,
@@ -36,12 +50,8 @@ def attend_latent(
     sinks: Any,
     out: Any,
     return_lse: bool,
-    refused: dict[str, Any],
 ) -> Any:
-    """out, or (out, lse); parts are q, qv, k_cache and v_cache. `refused` has no kernel here."""
-    for name, x in refused.items():
-        if _is_given(x):
-            raise UnsupportedError(f"{name}: is not supported with qv; leave it out")
+    """out, or (out, lse); parts are q, qv, k_cache and v_cache."""
     q, qv, k_cache, v_cache = parts
     vq, rope, vk = (array.view(x, n) for x, n in ((qv, "qv"), (q, "q"), (v_cache, "v_cache")))
     is_ragged = cu_seqlens_q is not None

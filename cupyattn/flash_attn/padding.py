@@ -1,4 +1,5 @@
-"""Head dims that no kernel has, 57 or 111: copies of q, k and v with columns of zeros behind."""
+"""Head dims that no kernel has, 57 or 111: copies of q, k and v with columns of zeros behind; and
+queries of values, which are columns of the queries' copy."""
 
 from __future__ import annotations
 
@@ -10,48 +11,101 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import match_output, require_contiguous_last
 from ..core import dtypes
-from ..core.problem import MAX_HEAD_DIM
+from ..core.problem import MAX_HEAD_DIM, WIDE_HEAD_DIMS
+from ..errors import ArgumentError, UnsupportedError
 from ..launch.ops import copy_rows
 from .batch import Batch
 
-# What kernels read at a time, in elements of 16 bits.
-_STEP = 8
+# What kernels read at a time, in elements of 16 bits; and what wide heads are multiples of.
+_STEP, _WIDE_STEP = 8, 64
+_WIDE_VALUES = 256, 512
 
 
-def needs_padding(batch: Batch, vq: ArrayView) -> bool:
-    """Whether head dims are none of the kernels', but could be with columns of zeros."""
-    dim_qk = vq.shape[-1]
-    dim_vo = array.view(batch.v, batch.names.v).shape[-1]
-    if not (dim_qk % _STEP or dim_vo % _STEP):
-        return False
-    fits = 0 < min(dim_qk, dim_vo) and max(dim_qk, dim_vo) <= MAX_HEAD_DIM
-    return fits and array.view(batch.k, batch.names.k).shape[-1] == dim_qk
+def needs_copies(batch: Batch, vq: ArrayView) -> bool:
+    """Whether head dims are none of the kernels', but could be with columns of zeros; or queries
+    are multiplied with values too, which are then columns of keys."""
+    if batch.qv is not None:
+        return True
+    dims = vq.shape[-1], array.view(batch.v, batch.names.v).shape[-1]
+    wanted = _kernel_dims(*dims)
+    has_keys = array.view(batch.k, batch.names.k).shape[-1] == dims[0]
+    return has_keys and wanted is not None and wanted != dims
 
 
-def pad_columns(batch: Batch, vq: ArrayView, out: Any) -> tuple[Batch, Any]:
-    """The batch with padded copies, and an array for their answer, or None.
+def _kernel_dims(dim_qk: int, dim_vo: int) -> tuple[int, int] | None:
+    """The least head dims of a kernel that has room for these; None where there is none."""
+    if min(dim_qk, dim_vo) < 1:
+        return None
+    if max(dim_qk, dim_vo) <= MAX_HEAD_DIM:
+        return _rounded(dim_qk, _STEP), _rounded(dim_vo, _STEP)
+    for values in _WIDE_VALUES:
+        wanted = _rounded(dim_qk, _WIDE_STEP), values
+        if dim_vo <= values and wanted in WIDE_HEAD_DIMS:
+            return wanted
+    return None
 
-    The copies are filled by `append`, once the call is checked and new keys are written.
+
+def copy_into_kernel_dims(batch: Batch, vq: ArrayView, out: Any) -> tuple[Batch, Any]:
+    """The batch with copies of q, k and v that a kernel has head dims for, and an array for their
+    answer, or None.
+
+    The copies are filled by `append`, once the call is checked and new keys are written. With `qv`
+    they are [q, qv] and [k, v], whose products are the sums of both.
     out: the caller's array, to which `narrowed` copies the answer.
     """
     names = batch.names
     views = [vq, array.view(batch.k, names.k), array.view(batch.v, names.v)]
     inputs = dict(zip(("q", names.k, names.v), views, strict=True))
+    dims = [v.shape[-1] for v in views]
+    if batch.qv is not None:
+        inputs["qv"] = _view_second(batch, *views)
+        dims[0], dims[1] = (dims[0] + dims[2],) * 2
     for name, v in inputs.items():
         require_contiguous_last(v, name)
-    target, dim = None, views[2].shape[-1]
+    # The checks of the call say that there is no such kernel.
+    wanted = _kernel_dims(dims[0], dims[2]) or (dims[0], dims[2])
+    target = None
     if out is not None:
         vout = array.view(out, "out")
-        match_output(vout, (*vq.shape[:-1], dim), vout.dtype, "out", **inputs)
-        target = array.empty((*vq.shape[:-1], _padded(dim)), vout.dtype, vq)
+        match_output(vout, (*vq.shape[:-1], dims[2]), vout.dtype, "out", **inputs)
+        target = array.empty((*vq.shape[:-1], wanted[1]), vout.dtype, vq)
     given, copies = [batch.q, batch.k, batch.v], []
-    for place, v in enumerate(views):
-        if v.shape[-1] % _STEP:
-            given[place] = made = _empty_padded(v)
-            copies.append((made, v))
+    for place, columns in enumerate((wanted[0], *wanted)):
+        v = views[place]
+        if v.shape[-1] == columns:
+            continue
+        given[place] = made = _empty_of(v, columns)
+        second = None
+        if batch.qv is not None and place < 2:
+            second = inputs["qv"] if place == 0 else views[2]
+        copies.append((array.view(made, "a copy"), v, second))
     append = _filling(copies, batch.append)
     q, k, v = given
-    return replace(batch, q=q, k=k, v=v, append=append), target
+    return replace(batch, q=q, k=k, v=v, qv=None, append=append), target
+
+
+def _view_second(batch: Batch, vq: ArrayView, vk: ArrayView, vv: ArrayView) -> ArrayView:
+    """qv, checked: [.., heads, head_dim of v], and k and v that can be columns of one array."""
+    names = batch.names
+    second = array.view(batch.qv, "qv")
+    if tuple(second.shape) != (*vq.shape[:-1], vv.shape[-1]):
+        raise ArgumentError(
+            f"qv: shape is {list(second.shape)}; wanted {[*vq.shape[:-1], vv.shape[-1]]}, that of "
+            f"q with {names.v}'s head_dim"
+        )
+    if tuple(vk.shape[:-1]) != tuple(vv.shape[:-1]) or vk.shape[-1] != vq.shape[-1]:
+        raise ArgumentError(
+            f"{names.k}, {names.v}: shapes are {list(vk.shape)} and {list(vv.shape)} beside q of "
+            f"{list(vq.shape)}; wanted the same but for head_dim, which {names.k} has of q"
+        )
+    found = {v.dtype for v in (vq, second, vk, vv)}
+    if len(found) > 1 or vk.dtype.is_fp8:
+        raise UnsupportedError(
+            f"qv: is of {second.dtype} beside q of {vq.dtype}, {names.k} of {vk.dtype} and "
+            f"{names.v} of {vv.dtype}; wanted float16 or bfloat16 of all four"
+        )
+    array.same_device(q=vq, qv=second, **{names.k: vk, names.v: vv})
+    return second
 
 
 def narrowed(made: Any, dim: int, like: ArrayView, out: Any) -> Any:
@@ -66,12 +120,12 @@ def narrowed(made: Any, dim: int, like: ArrayView, out: Any) -> Any:
     return array.deliver(array.row_major(made[..., :dim], "out"), like)
 
 
-def _padded(dim: int) -> int:
-    return -(-dim // _STEP) * _STEP
+def _rounded(dim: int, step: int) -> int:
+    return -(-dim // step) * step
 
 
-def _empty_padded(v: ArrayView) -> Any:
-    shape = (*v.shape[:-1], _padded(v.shape[-1]))
+def _empty_of(v: ArrayView, columns: int) -> Any:
+    shape = (*v.shape[:-1], columns)
     if not v.dtype.is_fp8 or v.framework == "torch" or v.device.kind == "cpu":
         return array.empty(shape, v.dtype, v)
     # CuPy makes no fp8 arrays: these lie in an array of bytes.
@@ -81,15 +135,30 @@ def _empty_padded(v: ArrayView) -> Any:
 
 
 def _filling(
-    copies: list[tuple[Any, ArrayView]], append: Callable[[], None] | None
+    copies: list[tuple[ArrayView, ArrayView, ArrayView | None]],
+    append: Callable[[], None] | None,
 ) -> Callable[[], None]:
+    """What fills copies with the columns of one or two arrays, and then zeros."""
+
     def fill() -> None:
         if append is not None:
             append()
-        for begin in range(0, len(copies), 2):
-            copy_columns([(v, array.view(x, "a copy")) for x, v in copies[begin : begin + 2]])
+        pairs = []
+        for made, first, second in copies:
+            if second is None:
+                pairs.append((first, made))
+                continue
+            dim, end = first.shape[-1], made.shape[-1]
+            pairs.append((first, _columns(made, 0, dim)))
+            pairs.append((second, _columns(made, dim, end)))
+        for begin in range(0, len(pairs), 2):
+            copy_columns(pairs[begin : begin + 2])
 
     return fill
+
+
+def _columns(v: ArrayView, begin: int, end: int) -> ArrayView:
+    return array.as_strided(v, (*v.shape[:-1], end - begin), v.strides, begin)
 
 
 def copy_columns(pairs: list[tuple[ArrayView, ArrayView]]) -> None:

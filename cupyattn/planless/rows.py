@@ -19,6 +19,7 @@ class Batch:
     has_kv_steps  kv_lens [b + 1] are offsets, whose steps are the lengths
     are_causal  [b], 0 for requests that see all their keys in a causal call; None: no such
     max_seqlen_q, max_seqlen_k   the most rows and keys of one, as far as the host knows
+    qv          like q: queries that are multiplied with values too; None: no such
     sharers     requests, one after another, that are one of the caller's
     is_fp8_q, is_fp8_k   whether those of the caller are fp8, if q, k and v are copies of 16 bits
     """
@@ -35,6 +36,7 @@ class Batch:
     kv_begin: Any = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    qv: Any = None
     is_fp8_q: bool = False
     is_fp8_k: bool = False
     has_kv_steps: bool = False

@@ -229,6 +229,34 @@ def test_head_dims_of_no_kernel(dims: tuple[int, int]) -> None:
         np.testing.assert_allclose(lse[b], want_lse, 1e-2, 1e-2)
 
 
+@pytest.mark.parametrize(("columns", "kv_heads"), [(512, 2), (256, 1), (57, 2)])
+def test_queries_of_values(columns: int, kv_heads: int) -> None:
+    """Dense, ragged and over a cache, to which new keys are added."""
+    rng = np.random.default_rng(columns)
+    q, qv = (rng.normal(0, 1, (2, 3, 4, d)).astype(np.float16) for d in (64, columns))
+    k, v = (rng.normal(0, 1, (2, 40, kv_heads, d)).astype(np.float16) for d in (64, columns))
+    scale = (64 + columns) ** -0.5
+    named = {"causal": True, "softcap": 9.0, "qv": qv}
+    lens, offsets = np.array([38, 38], np.int32), np.array([0, 1, 2], np.int32)
+    with gpu.plugged_in(num_sms=4) as emulated:
+        out, lse = flash_attn_func(q, k, v, return_softmax_lse=True, **named)
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+        named["qv"] = qv.reshape(-1, *qv.shape[2:])
+        rows = flash_attn_varlen_func(*flat, 3 * offsets, 40 * offsets, 3, 40, **named)
+        caches = [np.array(x) for x in (k, v)]
+        for x in caches:
+            x[:, 38:] = np.nan
+        new = k[:, 38:], v[:, 38:]
+        cached = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lens, **named | {"qv": qv})
+    assert emulated.has_launched("copy_rows")
+    for b in range(2):
+        joined = (np.concatenate(x, 2) for x in ((q[b], qv[b]), (k[b], v[b])))
+        want, want_lse = dense(*joined, v[b], scale=scale, causal=True, softcap=9.0)
+        for got in (out[b], rows[3 * b : 3 * b + 3], cached[b]):
+            np.testing.assert_allclose(got, want, 2e-2, 2e-2)
+        np.testing.assert_allclose(lse[b], want_lse, 1e-2, 1e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 400, 50))
 def test_many_random_calls(first: int) -> None:

@@ -1,4 +1,4 @@
-// Attention on mma.sync with an O that one warp cannot hold: head dims up to 512, and latent
+// Attention on mma.sync with an O that one warp cannot hold: head dims up to 576, and latent
 // attention. A block takes 16, 32 or 64 packed query rows of one KV head. Its warps share a tile of
 // keys twice, in two ways:
 //

@@ -238,9 +238,25 @@ def test_qv_over_rows() -> None:
         np.testing.assert_allclose(out[b], wanted, atol=1e-5)
 
 
+def test_qv_with_options_that_latent_attention_has_not() -> None:
+    """The copies of q and qv side by side, and of k and v, are plain attention."""
+    for options in ({"softcap": 3.0}, {"window_size": (4, 0)}, {"attention_chunk": 3}):
+        out, lse = qv(**options)
+        both = flash_attn.flash_attn_with_kvcache(
+            np.concatenate([Q[..., 512:], Q[..., :512]], 3),
+            np.concatenate([CACHE[..., 512:], CACHE[..., :512]], 3),
+            np.ascontiguousarray(CACHE[..., :512]),
+            cache_seqlens=LENS,
+            page_table=TABLE,
+            return_softmax_lse=True,
+            **options,
+        )
+        np.testing.assert_allclose(out, both[0], atol=1e-5)
+        np.testing.assert_allclose(lse, both[1], atol=1e-5)
+
+
 def test_what_qv_refuses() -> None:
-    for name, x in {"softcap": 3.0, "window_size": (4, 0), "rotary_cos": Q, "k": Q}.items():
-        with pytest.raises(UnsupportedError, match=f"{name}: is not supported with qv"):
-            qv(**{name: x})
-    with pytest.raises(ArgumentError, match="qv, q: shapes are"):
+    with pytest.raises(ArgumentError, match="q: shape is"):
         flash_attn.flash_attn_with_kvcache(Q[0], CACHE, CACHE, qv=Q)
+    with pytest.raises(ArgumentError, match="qv: shape is"):
+        flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, qv=Q[..., :100])
