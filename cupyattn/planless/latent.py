@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -131,6 +131,18 @@ class _Prepared:
         found = planned, attention
         self.bound[workspace, block_tables] = found
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _InParts(_Prepared):
+    """Of more requests than a block plans; see planless.prepared."""
+
+    parts: tuple[tuple[tuple[int, ...], _Prepared], ...] = ()
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        for shifts, part in self.parts:
+            of_part = [x and x + shift for x, shift in zip(addresses, shifts, strict=True)]
+            part.launch(of_part, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,6 +604,8 @@ def _prepare_within(call: Call, most_bytes: int) -> tuple[_Prepared, int]:
         if call.kv_lens is None:
             count, entries = call.table.shape
             call.kv_lens = array.view(progression(count, entries, 0, vq), options.names.kv_lens)
+        if _has_parts(call, launcher):
+            return _in_parts(call, launcher, most_bytes), 0
         lengths = call.lengths._replace(list_gap=call.gaps[2])
         plan = _plan(launcher, lengths, most_bytes)
         schedule, partials = plan.schedule, plan.partials
@@ -622,6 +636,59 @@ def _prepare_within(call: Call, most_bytes: int) -> tuple[_Prepared, int]:
         (options.sm_scale, options.output_scale, lse_scale, options.lse_form),
     )
     return prepared, size - of_plan
+
+
+def _has_parts(call: Call, launcher: BatchLauncher) -> bool:
+    """Whether there are more requests than a block plans, which can be taken apart."""
+    are_apart = call.options.request_tokens > 1 or any(call.gaps) or call.kv_offsets is not None
+    most = plan_batch.most_requests(launcher.device_index)
+    return call.lengths.num_requests > most and not are_apart
+
+
+def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> _Prepared:
+    """What a call of more requests than a block plans launches: one part after the other."""
+    count, tokens = call.lengths.num_requests, 0
+    if call.qo_offsets is None:
+        tokens = call.lengths.qo_len
+    size = -(-count // -(-count // plan_batch.most_requests(launcher.device_index)))
+    parts, vlse = [], call.lse
+    for begin in range(0, count, size):
+        number = min(size, count - begin)
+        if call.lse is not None and len(call.lse.shape) == 3:  # by request
+            shape = number, *call.lse.shape[1:]
+            vlse = array.as_strided(call.lse, shape, call.lse.strides)
+        lengths = call.lengths._replace(num_requests=number)
+        if tokens:
+            lengths = lengths._replace(num_rows=number * tokens)
+        part, _ = _prepare_within(replace(call, lengths=lengths, lse=vlse), most_bytes)
+        parts.append((tuple(begin * step for step in _steps(call, tokens)), part))
+    _, first = parts[0]
+    known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
+    known["num_bytes"] = max(part.num_bytes for _, part in parts)
+    return _InParts(**known, parts=tuple(parts))
+
+
+def _steps(call: Call, tokens: int) -> tuple[int, ...]:
+    """Bytes from a request of so many rows to the next one, in the order of Arrays; 0 for what all
+    share."""
+
+    def step(v: ArrayView | None, count: int = 1) -> int:
+        return 0 if v is None else count * v.strides[0] * v.dtype.itemsize
+
+    rows = {
+        "q": call.queries.latent,
+        "q_rope": call.queries.rope,
+        "out": call.out,
+        "lse": call.lse,
+        "max_logits": call.max_logits,
+    }
+    at = {name: step(v, tokens) for name, v in rows.items()}
+    if call.lse is not None and len(call.lse.shape) == 3:
+        at["lse"] = step(call.lse)
+    at["block_tables"] = step(call.table)
+    at["kv_lens"], at["qo_offsets"] = step(call.kv_lens), step(call.qo_offsets)
+    assert at.keys() <= set(Arrays._fields)
+    return tuple(at.get(name, 0) for name in Arrays._fields)
 
 
 def _schedule_lists(call: Call, launcher: BatchLauncher, most_bytes: int) -> BatchSchedule | None:

@@ -12,6 +12,7 @@ from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, portable, random_case,
 from helpers.share import one_of
 
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
+from cupyattn.launch.attention import plan_batch
 from cupyattn.reference.latent_rows import pack_rows
 
 from . import gpu, run, test_batch, test_cascade, test_planless
@@ -50,6 +51,21 @@ def test_random_calls(way: str, is_second: bool) -> None:
     index = list(WAYS).index(way)
     seed = index + is_second * len(WAYS) * (index % 2 + 1)
     emulate(random_case(seed), seed=seed % 3, num_sms=4)
+
+
+# Wrappers plan on the host, and lists of several tokens a request cannot be taken apart.
+WHOLE = "wrapper", "metadata", "list of tokens"
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in WHOLE])
+def test_random_calls_in_parts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more requests than a block plans, of which there is one here."""
+    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 1)
+    index, count = list(WAYS).index(way), 0
+    for seed in range(index, index + 3 * len(WAYS), len(WAYS)):
+        emulated = emulate(random_case(seed), seed=seed % 3, num_sms=4)
+        count = max(count, [x.name for x in emulated.launches].count("plan_batch"))
+    assert count > (2 if way == "flat list" else 4)
 
 
 # These seeds are calls of the wrappers, and one over lists; then rows of 656 bytes in lists and in
