@@ -36,8 +36,8 @@ HOPPER = (
     ),
     Mutation(
         "fast-warps-do-not-wait",
-        "if (!kOverlap)",
-        "if (!kOverlap && !is_fast)",
+        "take_output();",
+        "if (!is_fast) take_output();",
         "hopper parted warps",
     ),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),

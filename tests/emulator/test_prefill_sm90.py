@@ -624,7 +624,7 @@ def test_rope_of_batches(kind: str, split: tuple[int | None, bool]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"head_dim_qk": 80, "head_dim_vo": 80},
+        {"strides": ("unaligned",) * 4},
         {
             "mask_kind": "packed",
             "kv_dtype": "float8_e4m3fn",

@@ -143,16 +143,8 @@ class Maps:
         return made, (0, 1, 0, 0)
 
     def _gathered(self, strides: tuple[int, int, int], size: int) -> tuple[bytes, PageUnits]:
-        """No map, but where the rows of pages are. A ragged row is a page and a unit."""
+        """No map, but where the rows of pages are."""
         page_size, (row, _, page) = self._heads.page_size, strides
-        itemsize = self._heads.problem.dtype_kv.itemsize
-        if not page_size:
-            if row * itemsize >= 1 << 32:
-                raise UnsupportedError(
-                    f"k, v: a stride of {row} elements a row is {row * itemsize} bytes; wanted "
-                    "less than 4 GiB: make k and v contiguous"
-                )
-            return bytes(tensor_map.BYTES), (1, 0, 0, row * itemsize)
         page, row = page if size > 1 else 0, row if page_size > 1 else 0
         unit = math.gcd(page, row, _MOST_UNIT)
         last = max(0, size - 1) * page + (page_size - 1) * row
@@ -161,7 +153,8 @@ class Maps:
                 f"paged_kv_cache: strides of {page} elements a page and {row} a row, over {size} "
                 f"pages, are more units of {unit} than 32 bits count; use a contiguous cache"
             )
-        return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, unit * itemsize)
+        in_bytes = unit * self._heads.problem.dtype_kv.itemsize
+        return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)
 
     def _row_boxes(
         self,

@@ -17,9 +17,9 @@ _PATTERN_ROWS = 8
 PANEL = 64
 
 # cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8 and UINT16 (bits move as they are), INTERLEAVE_NONE,
-# L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE (zeros).
+# L2_PROMOTION_L2_128B and L2_256B, FLOAT_OOB_FILL_NONE (zeros).
 _UINTS = {1: 0, 2: 1}
-_NO_INTERLEAVE, _PROMOTION_256, _ZEROS = 0, 3, 0
+_NO_INTERLEAVE, _PROMOTION_128, _PROMOTION_256, _ZEROS = 0, 2, 3, 0
 # SWIZZLE_NONE and SWIZZLE_128B: bytes land row by row, elements of 16 bits as they are multiplied.
 _SWIZZLES = {1: 0, 2: 3}
 
@@ -128,7 +128,8 @@ def encode(
         (ctypes.c_uint32 * rank)(*(1,) * rank),
         _NO_INTERLEAVE,
         _SWIZZLES[itemsize],
-        _PROMOTION_256,
+        # Rows that end within 256 bytes would bring much of the next head's.
+        _PROMOTION_128 if dims[0] * itemsize % 128 else _PROMOTION_256,
         _ZEROS,
     )
     if status:

@@ -69,7 +69,7 @@ class _Shape(NamedTuple):
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
 _TWO = _Shape(2, 128)
 # Three panels of K and V, four of K and two of V, and four of each.
-_TALL = _Shape(2, 112, query_slots=1)
+_TALL = _Shape(2, 96, query_slots=1)
 _DEEP = _Shape(2, 96, query_slots=1)
 _WIDE = _Shape(2, 80, query_slots=1)
 _GATHERED = _Shape(2, 128, registers=(40, 216), overlaps=False, gatherers=4)
@@ -132,23 +132,16 @@ _DIMS = tuple((qk, vo) for kind, qk, vo in _TILES if kind == "paged")
 
 # With more keys registers spill at 80 columns.
 _SLIM = _THREE._replace(tile_kv=112)
-_SLIM_GATHERED = _SLIM._replace(gatherers=3, registers=(56, 152))
-# Tiles of plain attention over ragged keys that differ from those above. "odd": rows of heads of an
-# odd multiple of 8 columns begin off 32 bytes, and TMA copies them at half the rate or less
-# (measured), so three warps gather them.
-_PLAIN = {
-    ("ragged", 80, 80): _SLIM,
-    ("odd", 64, 64): _SLIM_GATHERED,
-    ("odd", 80, 80): _SLIM_GATHERED,
-    ("odd", 96, 96): _TWO._replace(gatherers=3),
-    ("odd", 128, 128): _TWO._replace(gatherers=3),
-    ("odd", 192, 128): _TWO._replace(query_slots=1, gatherers=3),
-    ("odd", 192, 192): _TALL._replace(gatherers=3),
-    ("odd", 256, 128): _DEEP._replace(gatherers=3),
-    ("odd", 256, 256): _WIDE._replace(gatherers=3),
+# Tiles of plain attention over ragged keys that differ from those above (measured). Rows of heads
+# of an odd multiple of 8 columns begin off 32 bytes, and TMA copies 12 to 14 bytes of them a cycle:
+# 192 rows take what it brings where 128 would wait.
+# By the larger head dim: up to the second number and beyond the first.
+_PLAIN = {(64, 80): _SLIM}
+_PLAIN_ODD = {
+    **_PLAIN,
+    (80, 96): _THREE._replace(tile_kv=96),
+    (128, 160): _THREE._replace(tile_kv=64, stages=3, query_slots=1),
 }
-# So many times as long a key tile of odd rows takes by TMA.
-_ODD_ROWS = 1.6
 
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
@@ -187,6 +180,7 @@ _OTHERS = {
     ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
     ("flat", "ragged", 96, 96): _FLAT,
     ("flat", "ragged", 128, 128): _FLAT,
+    ("tall", "ragged", 80, 80): _SLIM._replace(persistent=False),
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
     ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
     ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
@@ -226,6 +220,12 @@ _TIMES = {
     ("short", "ragged", 64, 64): TileTimes(7.85, 3.21, 1.06, 0.64, own_keys=1.06),
     ("lean", "ragged", 64, 64): TileTimes(4, 4.84, 1.22, 0.92, own_keys=1.15),
     ("flat", "ragged", 64, 64): TileTimes(5.06, 4.61, 1.14, 0.9, own_keys=1.09),
+    ("large", "ragged", 80, 80): TileTimes(9.0, 2.5, 1.36, 0.94),
+    ("tall", "ragged", 80, 80): TileTimes(6.0, 4.0, 1.36, 0.94),
+    ("middle", "ragged", 80, 80): TileTimes(5.3, 5.2, 1.3, 0.75),
+    ("short", "ragged", 80, 80): TileTimes(3.8, 4.9, 0.93, 0.66),
+    ("lean", "ragged", 80, 80): TileTimes(3.9, 4.2, 1.6, 0.95),
+    ("flat", "ragged", 80, 80): TileTimes(5.8, 3.2, 2.0, 0.92),
     ("large", "ragged", 96, 96): TileTimes(5.7, 5.3, 1.06, 0.85),
     ("middle", "ragged", 96, 96): TileTimes(5.27, 5.22, 1.15, 0.61),
     ("short", "ragged", 96, 96): TileTimes(3.75, 4.93, 0.8, 0.66),
@@ -251,8 +251,10 @@ def choose(
     """
     if name == "large":
         return _choose(problem, max_shared_bytes, page_size)
-    dims = tile_dims(problem)
-    shape = _OTHERS.get((name, _timed_kind(problem), *dims))
+    dims, kind = tile_dims(problem), _timed_kind(problem)
+    if kind == "ragged" and not problem.soft_cap and dims == (96, 96) and _is_slim(problem):
+        dims = 80, 80
+    shape = _OTHERS.get((name, kind, *dims)) or _OTHERS.get((name, kind, *tile_dims(problem)))
     if shape is None or not _is_timed(problem) or not problem.aligned:
         return None
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
@@ -264,10 +266,7 @@ def choose(
     is_deep = dims[0] >= 192 and dims != (256, 256)
     if problem.soft_cap and (name not in _CAPPED_TILES or is_deep or is_capped_queue):
         return None
-    times = _times(problem, name, _timed_kind(problem), dims, shape)
-    if times and _is_odd(problem):
-        times = times._replace(key_tile=_ODD_ROWS * times.key_tile)
-    tiles = make(problem, shape, times)
+    tiles = make(problem, shape, _times(problem, name, kind, dims, shape))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -293,9 +292,8 @@ def _timed_kind(problem: AttentionProblem) -> str:
     return _kind(problem).removesuffix(" capped")
 
 
-def _is_odd(problem: AttentionProblem) -> bool:
-    """Whether rows of heads, one behind another, begin off 32 bytes."""
-    return problem.dtype_kv.is_float16 and (problem.head_dim_qk | problem.head_dim_vo) % 16 != 0
+def _is_slim(problem: AttentionProblem) -> bool:
+    return max(problem.head_dim_qk, problem.head_dim_vo) <= 80
 
 
 def _times(
@@ -322,15 +320,16 @@ def _timed_as(
 ) -> TileTimes | None:
     """The times of the least dims that hold those of the tile. Half of what a key tile takes is in
     proportion to its columns, and all of it to its rows and keys."""
-    kinds = {"paged": ("paged", "ragged"), "odd": ("gathered",)}.get(kind, (kind,))
-    places = ((name, one, qk, vo) for qk, vo in _DIMS if _holds((qk, vo), dims) for one in kinds)
+    kinds = ("paged", "ragged") if kind == "paged" else (kind,)
+    larger = dict.fromkeys((dims, *(x for x in _DIMS if _holds(x, dims))))
+    places = ((name, one, qk, vo) for qk, vo in larger for one in kinds)
     place = next((x for x in places if x in _TIMES), None)
     if place is None:
         return None
     _, timed_kind, *timed = place
     columns = (problem.head_dim_qk + problem.head_dim_vo) / sum(timed)
     found = _TIMES[place]._replace(key_tile=(1 + columns) / 2 * _TIMES[place].key_tile)
-    if (*timed,) == dims and kind != "odd":
+    if (*timed,) == dims:
         return found
     of = _TILES[(timed_kind, *timed)] if name == "large" else _OTHERS[place]  # type: ignore[index]
     area = shape.consumers * shape.tile_kv / (of.consumers * of.tile_kv)
@@ -345,10 +344,9 @@ def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) ->
     kind, dims = _kind(problem), tile_dims(problem)
     shape = _shape(problem, kind)
     if kind == "ragged" and _is_timed(problem):
-        kind, dims, shape = _plain_shape(problem, dims, shape)
+        dims, shape = _plain_shape(problem, dims, shape)
     if shape and problem.paged:
-        is_slow = _is_odd(problem) and _is_timed(problem)
-        if is_slow or not tensor_map.box_rows(page_size, shape.tile_kv):
+        if not tensor_map.box_rows(page_size, shape.tile_kv):
             # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do
             # not gather besides; those that gather look up one page for a key and its value.
             has_wide_mask = problem.custom_mask and is_wide and not is_fp8
@@ -362,13 +360,14 @@ def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) ->
 
 def _plain_shape(
     problem: AttentionProblem, dims: tuple[int, int], shape: _Shape | None
-) -> tuple[str, tuple[int, int], _Shape | None]:
-    """The kind, the dims and the tile of plain attention over ragged keys; `dims`, `shape`: those
-    with options."""
-    own, kind = (problem.head_dim_qk, problem.head_dim_vo), "odd" if _is_odd(problem) else "ragged"
-    if dims == (96, 96) and _holds((80, 80), own):
-        dims = 80, 80
-    return kind, dims, _PLAIN.get((kind, *dims), shape)
+) -> tuple[tuple[int, int], _Shape | None]:
+    """The dims and the tile of plain attention over ragged keys; `dims`, `shape`: with options."""
+    own = problem.head_dim_qk, problem.head_dim_vo
+    is_odd = (own[0] | own[1]) % 16 != 0
+    for (beyond, most), plain in (_PLAIN_ODD if is_odd else _PLAIN).items():
+        if beyond < max(own) <= most:
+            return (most, most), plain
+    return dims, shape
 
 
 def _kind(problem: AttentionProblem) -> str:
@@ -419,10 +418,9 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
         return 80 if dim == 64 else 96
     if dim == 64 and has_positions:
         return 96 if problem.prescale_logits or problem.biases_logits else 112
-    is_half = problem.dtype_q is dtypes.float16
-    if problem.soft_cap and dim == 64 and not (is_half and kind == "gathered"):
+    if problem.soft_cap and problem.dtype_q is dtypes.bfloat16 and dim == 64:
         return 112
-    if problem.soft_cap and dim == 128 and is_half:
+    if problem.soft_cap and problem.dtype_q is dtypes.float16 and dim == 128:
         return 112
     if problem.biases_logits and (problem.prescale_logits or (dim > 128 and kind == "gathered")):
         return 112

@@ -176,15 +176,27 @@ struct PrefillSm90Consumer {
     const bool is_fast = softmax.takes_fast_path(key_tile, masked_key >= 0);
     await_scores<1>(s, key_tile.tile == last_tile);
     const Stage values = after(v);
-    // Warps differ in which way they take, and all of a warpgroup must wait for O at one place.
-    // mutate: fast-warps-do-not-wait
-    if (!kOverlap) await_output(item_stage.stage);
-    if (!is_fast || !softmax.fast_tile(probabilities, s)) {
-      softmax.next_tile(probabilities, s, o, item, key_tile, values);
-    }
-    if (kOverlap) {
-      await_output(item_stage.stage);
+    // Warps differ in which way they take, and all of a warpgroup must wait for O at one place: ahead
+    // of both ways without overlap, and behind them with it.
+    if constexpr (kOverlap) {
+      const bool is_made = is_fast && softmax.fast_tile(probabilities, s);
+      if (!is_made) softmax.next_tile(probabilities, s, o, item, key_tile, values);
+      const uint32_t nonfinite_keys = is_fast ? 0 : any_nonfinite_key();
+      take_output();
+      complete_output(item_stage.stage, nonfinite_keys);
       if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
+    } else {
+      take_output();  // mutate: fast-warps-do-not-wait
+      if (is_fast) {
+        release_values();
+        if (softmax.fast_tile(probabilities, s)) {
+          commit_probabilities(probabilities);
+          return key_tile.tile;
+        }
+      } else {
+        complete_output(item_stage.stage, any_nonfinite_key());
+      }
+      softmax.next_tile(probabilities, s, o, item, key_tile, values);
     }
     commit_probabilities(probabilities);
     return key_tile.tile;
@@ -306,15 +318,25 @@ struct PrefillSm90Consumer {
   // Waits for O. Other warps have set non-finite values of a masked tile to zero; rows that see
   // such a key get its values here. The marks are read while the product runs.
   __device__ __forceinline__ void await_output(int stage) {
-    uint32_t any_nonfinite_key = 0;
+    const uint32_t nonfinite_keys = any_nonfinite_key();
+    take_output();
+    complete_output(stage, nonfinite_keys);
+  }
+  // The marks of the product's tile, of all keys together.
+  __device__ __forceinline__ uint32_t any_nonfinite_key() const {
+    uint32_t any = 0;
     if (masked_key >= 0) {
       const Vector16 nonfinite_keys = shared.nonfinite_keys[v.stage];
 #pragma unroll
-      for (int word = 0; word < ceil_div(kTileKV, 32); ++word)
-        any_nonfinite_key |= nonfinite_keys.word[word];
+      for (int word = 0; word < ceil_div(kTileKV, 32); ++word) any |= nonfinite_keys.word[word];
     }
+    return any;
+  }
+  __device__ __forceinline__ void take_output() {
     ptx::wgmma_wait<0>();
     take_results(o);
+  }
+  __device__ __forceinline__ void complete_output(int stage, uint32_t any_nonfinite_key) {
     if (any_nonfinite_key != 0) {
       add_nonfinite_keys(shared.items[stage]);  // mutate: nonfinite-keys-not-added
       ptx::warp_sync();

@@ -1,5 +1,5 @@
 // The gatherer warps of prefill_sm90: copy keys and values row by row by cp.async, from pages that
-// no box of the copy engine fits, and from ragged rows that it copies slowly.
+// no box of the copy engine fits.
 #pragma once
 
 #include "cupyattn/attention/nonfinite_sm90.cuh"
@@ -21,8 +21,7 @@ struct PrefillSm90Gatherer {
   // Whether warps 2 and 3, which gather, also sweep masked tiles for non-finite values.
   static constexpr bool kChecksValues = kGatherers == 3 && !Traits::kConverts;
 
-  // The page of one row of the lane's group, for each batch, or the place of a ragged row; -1 is
-  // none.
+  // The page of one row of the lane's group, for each batch; -1 is none.
   struct Pages {
     int of[kBatches];
   };
@@ -102,9 +101,7 @@ struct PrefillSm90Gatherer {
       const int row = first_row(batch) + lane % 8, key = item.first_key(tile) + row;
       const bool exists = tile >= item.tiles.begin && row < kTileKV && key < item.range.end;
       pages.of[batch] = -1;
-      if constexpr (!Traits::kPaged) {
-        if (exists) pages.of[batch] = item.work.request.kv_start + key;
-      } else if (exists) {
+      if (exists) {
         pages.of[batch] =
             params.kv_indices[item.work.request.kv_start + PageSlot::of(params, key).page];
       }
@@ -131,10 +128,7 @@ struct PrefillSm90Gatherer {
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
       const int first = first_row(batch), page = pages.of[batch];
-      int slot = 0;
-      if constexpr (Traits::kPaged) {
-        slot = PageSlot::of(params, item.first_key(tile.tile) + first + lane % 8).slot;
-      }
+      const int slot = PageSlot::of(params, item.first_key(tile.tile) + first + lane % 8).slot;
       // mutate: rows-from-page-start
       const int own = page < 0 ? -1 : page * units.page + slot * units.row;
       const uint32_t to = ptx::shared_address(place.bytes) + Tile::offset(first, chunk);

@@ -147,15 +147,16 @@ struct LeanSm90Copier {
     const auto& params = block.all_params;
     const bool is_key = index % 2 == 0;
     constexpr bool kAreAlike = is_same<typename Traits::KTile, typename Traits::VTile>;
-    const Maps keys{params.k, params.k_tail}, values{params.v, params.v_tail};
     if constexpr (kAreAlike && !Traits::kPersistent) {  // by the same instructions
-      copy_boxes<typename Traits::KTile>(is_key ? keys : values,
-                                         is_key ? params.k_units : params.v_units, item, tile,
+      const Maps maps{is_key ? params.k : params.v, is_key ? params.k_tail : params.v_tail};
+      copy_boxes<typename Traits::KTile>(maps, is_key ? params.k_units : params.v_units, item, tile,
                                          is_key);
     } else if (is_key) {
-      copy_boxes<typename Traits::KTile>(keys, params.k_units, item, tile, true);
+      copy_boxes<typename Traits::KTile>({params.k, params.k_tail}, params.k_units, item, tile,
+                                         true);
     } else {
-      copy_boxes<typename Traits::VTile>(values, params.v_units, item, tile, false);
+      copy_boxes<typename Traits::VTile>({params.v, params.v_tail}, params.v_units, item, tile,
+                                         false);
     }
     ++copied;
     return true;

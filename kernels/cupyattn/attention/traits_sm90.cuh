@@ -170,6 +170,7 @@ struct PrefillSm90Traits : Config {
   static_assert(kTileKV % kBoxRows == 0 && (!kHasSmallBoxes || (64 % kBoxRows == 0 && !kGathers)),
                 "boxes fill a tile of keys, and the rows of a warpgroup");
   static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
+  static_assert(!kGathers || kPaged, "rows that are gathered are found by pages");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),
                 "one more warpgroup converts or gathers");

@@ -87,15 +87,17 @@ def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
         assert ratio == pytest.approx((1 + (qk + vo) / sum(dims)) / 2)
 
 
-def test_odd_rows_are_gathered_where_no_option_is_on() -> None:
+def test_plain_ragged_keys_have_tiles_of_their_own() -> None:
     kind = dtypes.bfloat16
-    for dims in ((8, 8), (72, 72), (80, 72), (104, 104), (120, 136), (248, 64), (200, 200)):
-        for page_size in (0, 16):
-            problem = AttentionProblem(kind, kind, kind, *dims, paged=page_size > 0)
-            tiles = sm90.choose(problem, MAX_SHARED, page_size)
-            assert tiles and tiles.config["kGatherers"] and tiles.times
-            masked = sm90.choose(replace(problem, custom_mask=True), MAX_SHARED, page_size)
-            assert masked and not masked.config["kGatherers"]
-    for dims in ((16, 16), (80, 80), (112, 96), (256, 128)):
-        tiles = sm90.choose(AttentionProblem(kind, kind, kind, *dims), MAX_SHARED, 0)
-        assert tiles and not tiles.config["kGatherers"]
+    for dims, area in {
+        **dict.fromkeys(((72, 72), (80, 80), (64, 72), (80, 16)), (192, 112)),
+        **dict.fromkeys(((88, 88), (96, 88)), (192, 96)),
+        (96, 96): (128, 128),
+        **dict.fromkeys(((136, 136), (152, 128)), (192, 64)),
+        (160, 160): (128, 96),
+    }.items():
+        problem = AttentionProblem(kind, kind, kind, *dims)
+        tiles = sm90.choose(problem, MAX_SHARED, 0)
+        assert tiles and (tiles.tile_q, tiles.tile_kv) == area and tiles.times
+        masked = sm90.choose(replace(problem, custom_mask=True), MAX_SHARED, 0)
+        assert masked and masked.tile_q == 128
