@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,10 +158,7 @@ def flash_mla_sparse_fwd(
     both without the sink. A row that sees no key gives 0, -inf and, as FlashMLA has it, +inf.
     Errors as flash_mla_with_kvcache. Semantics: FlashMLA's function of the same name.
     """
-    vq = array.view(q, "q")
-    if len(vq.shape) != 3:
-        raise ArgumentError(f"q: shape is {list(vq.shape)}; wanted [s_q, num_heads, columns]")
-    max_logits = full(vq.shape[:2], -math.inf, vq)
+    max_logits = _no_logits(q)
     given = (
         *(q, None, kv, None, None, indices, topk_length, out, None, None, attn_sink),
         *(None, None, None, max_logits),
@@ -168,12 +166,27 @@ def flash_mla_sparse_fwd(
     repeat = repeat_of("flash_mla sparse", d_v, scales=(sm_scale,))
     answer = run_repeat(given, repeat)
     if answer is None:
+        vq = array.view(q, "q")
         options = Options(
             _FLAT, _dims(vq.shape[-1], d_v, "d_v"), parse.finite(sm_scale, "sm_scale", 1.0),
             is_list=True, natural_lse=True, lse_form=_LSE_FORM, return_lse=True,
         )  # fmt: skip
         answer = run(given, options, repeat)
-    return answer[0], array.deliver(max_logits, vq), answer[1]
+    out, lse = answer
+    if type(max_logits) is not type(lse):
+        max_logits = array.deliver(max_logits, array.view(q, "q"))
+    return out, max_logits, lse
+
+
+def _no_logits(q: Any) -> Any:
+    """The largest logits of rows [s_q, num_heads] that have seen no key yet."""
+    make = getattr(q, "new_full", None)
+    if make is not None and q.dim() == 3:  # torch's, without a look at the tensor
+        return make(q.shape[:2], -math.inf, dtype=sys.modules["torch"].float32)
+    v = array.view(q, "q")
+    if len(v.shape) != 3:
+        raise ArgumentError(f"q: shape is {list(v.shape)}; wanted [s_q, num_heads, columns]")
+    return full(v.shape[:2], -math.inf, v)
 
 
 def _attend(

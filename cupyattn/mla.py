@@ -127,23 +127,24 @@ def trtllm_batch_decode_with_kv_cache_mla(
     enable_dcp, causal_seqlens_kv_global, return_lse_base   must be False and None; cp_world 1.
     All others are accepted for compatibility.
 
-    Returns out [B, q_len, num_heads, kv_lora_rank], of query's dtype, beside fp8 of the keys'
-    or, where both are, bfloat16; or
-    (out, lse) if `return_lse`. Raises ArgumentError, UnsupportedError or WorkspaceError before
-    anything is written. Semantics: FlashInfer's function of the same name, which runs on Blackwell
-    only.
+    Returns out [B, q_len, num_heads, kv_lora_rank], or (out, lse) if `return_lse`: of query's
+    dtype, for fp8 queries that of the keys, and bfloat16 where both are fp8. Raises ArgumentError,
+    UnsupportedError or WorkspaceError before anything is written. Semantics: FlashInfer's function
+    of the same name, which runs on Blackwell only.
     """
-    is_dense = type(sparse_mla_top_k) is int and sparse_mla_top_k == 0
-    is_plain = is_dense and sparse_mla_top_k_lens is causal_seqlens_kv_global is None
-    repeat = None
-    if is_plain:
+    repeat, has_counts = None, sparse_mla_top_k_lens is not None
+    # Lists of ragged rows have lengths that are made for the call.
+    is_plain = not has_counts if sparse_mla_top_k == 0 else cum_seq_lens_q is None
+    if is_plain and type(sparse_mla_top_k) is int and causal_seqlens_kv_global is None:
         repeat = repeat_of(
             *("trtllm", kv_lora_rank, qk_rope_head_dim, max_seq_len, backend, return_lse),
             *(uses_shared_paged_kv_idx, max_q_len, enable_dcp, cp_world, return_lse_base),
+            *(sparse_mla_top_k, has_counts),
             scales=(bmm1_scale, bmm2_scale),
         )
+    lens = sparse_mla_top_k_lens if has_counts else seq_lens
     arrays: tuple[Any, ...] = (
-        *(query, None, kv_cache, None, workspace_buffer, block_tables, seq_lens, out, lse),
+        *(query, None, kv_cache, None, workspace_buffer, block_tables, lens, out, lse),
         *(cum_seq_lens_q, sinks),
     )
     answer = run_repeat(arrays, repeat)
@@ -192,13 +193,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
     if top_k:
         _check_lists(block_tables, top_k, is_ragged)
-        lens, options = sparse_mla_top_k_lens, options._replace(causal=False)
-        if lens is not None:
+        options = options._replace(causal=False)
+        if has_counts:
             options = options._replace(names=NAMES._replace(kv_lens="sparse_mla_top_k_lens"))
         elif seq_lens is not None:
             lens, of_each = _lens_of_lists(seq_lens, cum_seq_lens_q, int(shape[0]), tokens)
             options = options._replace(request_tokens=of_each, counts_later=True)
         arrays = *arrays[:6], lens, *arrays[7:9], None, sinks
+    elif has_counts:
+        arrays = *arrays[:6], seq_lens, *arrays[7:]
     if not scale_q is scale_v is None:
         arrays += scale_q, scale_v
     return run(arrays, options, repeat)

@@ -53,6 +53,13 @@ def _flash_mla(x: Arrays, **given: Any) -> Any:
     return flash_mla.flash_mla_with_kvcache(x.q, x.kv_of_one_head, x.table, x.lens, 512, **options)
 
 
+def _trtllm_lists(x: Arrays, **given: Any) -> Any:
+    options = {"max_seq_len": 64, "bmm1_scale": 0.07, "sparse_mla_top_k": 20} | given
+    return mla.trtllm_batch_decode_with_kv_cache_mla(
+        x.q, x.kv, x.workspace, 128, 512, 64, x.lists, x.lens, **options
+    )
+
+
 def _flash_mla_lists(x: Arrays, **given: Any) -> Any:
     options = {"softmax_scale": 0.07, "indices": x.lists, "topk_length": x.lens} | given
     options |= {"attn_sink": x.sinks}
@@ -67,6 +74,7 @@ def _flash_mla_sparse(x: Arrays, **given: Any) -> Any:
 
 FACES = {
     "trtllm": _trtllm,
+    "trtllm lists": _trtllm_lists,
     "xqa_batch": _xqa_batch,
     "xqa": _xqa,
     "flash_mla": _flash_mla,
@@ -75,7 +83,7 @@ FACES = {
 }
 SCALES = {"trtllm": "bmm1_scale", "xqa_batch": "bmm1_scale", "xqa": "q_scale"}
 SCALES |= {"flash_mla": "softmax_scale", "flash_mla lists": "softmax_scale"}
-SCALES["flash_mla sparse"] = "sm_scale"
+SCALES |= {"flash_mla sparse": "sm_scale", "trtllm lists": "bmm1_scale"}
 
 
 @pytest.fixture
