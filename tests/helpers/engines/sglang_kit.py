@@ -22,6 +22,7 @@ def main(given: dict[str, Any]) -> dict[str, str]:
     device = given.get("device", "cpu")
     absent.install(*sglang_program.ABSENT)
     sglang_program.stand_in(device)
+    sglang_program.natively()
     import torch
     from sglang.srt.plugins import load_plugins
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as kit

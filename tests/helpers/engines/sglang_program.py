@@ -41,13 +41,13 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(HF_HUB_OFFLINE="1", SGLANG_USE_CPU_ENGINE="0")
     absent.install(*ABSENT)
     stand_in(options["device"])
+    natively()
     from sglang.benchmark import one_batch
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
-    _natively()
     one_batch.get_tokenizer = lambda *_, **__: None
     args = ServerArgs(
         model_path=options["model"],
@@ -161,12 +161,19 @@ def stand_in(device: str) -> None:
         target.backend = device
 
 
-def _natively() -> None:
-    """Operators and writes to pools by torch, for lack of SGLang's compiled kernels."""
+def natively() -> None:
+    """Operators and writes to pools by torch, for lack of SGLang's compiled kernels; ahead of the
+    modules that ask for either."""
+    import sglang.kernels.jit.utils as jit
     from sglang.kernels.fused_op import BaseFusedOp
+
+    def compile_nothing(*names: Any, **_: Any) -> Any:
+        raise NotImplementedError(f"{names}: a kernel of SGLang's that is compiled as it runs")
+
+    jit.load_jit = compile_nothing
+    BaseFusedOp._resolve_forward_method = lambda self: self.forward_native
     from sglang.srt.mem_cache import memory_pool
 
-    BaseFusedOp._resolve_forward_method = lambda self: self.forward_native
     memory_pool.can_use_store_cache = lambda *_: False
 
 

@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import time
+import types
 from typing import Any
 
 _ABSENT = (
     "aiohttp anthropic blake3 compressed_tensors cpuinfo cv2 depyf fastapi gguf httpcore "
     "httpcore2 httpx httpx2 lark llguidance mcp mistral_common numba openai openai_harmony orjson "
-    "outlines_core partial_json_parser prometheus_client pybase64 pynvml sentencepiece "
+    "outlines_core partial_json_parser prometheus_client pybase64 sentencepiece "
     "setproctitle starlette tiktoken torchaudio torchvision uvicorn uvloop xgrammar"
 ).split()
 _ENVIRONMENT = {
@@ -104,6 +105,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
 def _platform(device: str) -> None:
     """A platform of the CPU that takes the attention backend it is told, as that of CUDA does."""
     if device != "cpu":
+        _extensions()
         return
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
@@ -135,6 +137,23 @@ def _platform(device: str) -> None:
     # Ahead of the first question for it: plug-ins for platforms are loaded by that question.
     vllm.platforms.resolve_current_platform_cls_qualname()
     vllm.platforms._current_platform = Host()
+
+
+def _extensions() -> None:
+    """Modules of compiled extensions that are imported as a GPU is met. What is asked of the first
+    is defined below; FlashAttention's functions, which nothing here calls, are ours."""
+    from cupyattn import flash_attn
+
+    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    made: Any = types.ModuleType("vllm.vllm_flash_attn")
+    made.flash_attn_varlen_func = flash_attn.flash_attn_varlen_func
+    made.get_scheduler_metadata = flash_attn.get_scheduler_metadata
+    made.compile_flash_attn_varlen_func_from_specs = lambda *_, **__: None
+    made.is_fa_version_supported = lambda version, *_: version == 3
+    made.fa_version_unsupported_reason = lambda *_: None
+    made.FA2_AVAILABLE, made.FA3_AVAILABLE, made.__path__ = False, True, []
+    for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
+        sys.modules[name] = made
 
 
 def _operators(device: str) -> None:
@@ -170,6 +189,8 @@ def _operators(device: str) -> None:
         flat = cache.view(-1, cache.shape[-1])
         flat[where] = torch.where((slots >= 0)[:, None], rows.to(flat.dtype), flat[where])
 
+    for kind in ("fp4", "fp8", "block_fp8"):
+        define(f"_C::cutlass_scaled_mm_supports_{kind}", "(int x) -> bool", lambda x: False)
     define("_C::init_cpu_memory_env", "(int[] ids) -> ()", lambda ids: None)
     define("_C::greedy_argmax", "(Tensor x) -> Tensor", lambda x: x.argmax(-1))
     define(
