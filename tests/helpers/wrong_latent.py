@@ -18,6 +18,7 @@ from .wrong_entries import (
     HQ,
     IDS,
     INDPTR,
+    LAST,
     OF_HEADS,
     PAGE,
     ROWS,
@@ -176,6 +177,28 @@ def _caches(result: Any, arguments: Arguments) -> Any:
     return arguments["run.ckv_cache"], arguments["run.kpe_cache"]
 
 
+def _older_wrapper(rules: dict[str, Any]) -> Entry:
+    """FlashInfer's, for decode."""
+    rules = rules | dict.fromkeys(("indptr", "indices", "last_page_len"), indices)
+    rules |= {"head_dim_compressed_kv": whole(1), "sm_scale": number, "data_type": a_dtype}
+    rules |= {"window_left": whole(-1, -1), "logits_soft_cap": or_default(number, 0.0)}
+    rules |= dict.fromkeys(("rope_scale", "rope_theta"), ignored)
+    rules |= dict.fromkeys(("paged_ckv_cache", "paged_kpe_cache"), keys)
+    rules |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), one) | {"run.enable_pdl": ignored}
+    names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+    rules |= dict.fromkeys((f"make.{name}" for name in names), ignored)
+    cls: Any = cupyattn.BatchDecodeMlaWithPagedKVCacheWrapper
+    base = step("make", float_workspace_buffer=WORKSPACE)
+    base |= step("plan", indptr=INDPTR, indices=IDS, last_page_len=LAST, num_qo_heads=HQ)
+    base |= step("plan", head_dim_compressed_kv=RANK, page_size=PAGE, sm_scale=0.07)
+    base |= step("run", q_nope=values(3, HQ, RANK), q_pe=values(3, HQ, ROPE), return_lse=True)
+    base |= step("run", paged_ckv_cache=POOL[..., :RANK].copy())
+    base |= step("run", paged_kpe_cache=POOL[..., RANK:].copy())
+    samples = {"out": values(3, HQ, RANK) * 0, "lse": np.zeros((3, HQ), np.float32)}
+    steps = ("make", cls), ("plan", cls.plan), ("run", cls.run)
+    return Entry("latent decode", steps, base, rules, samples)
+
+
 def latent_entries() -> list[Entry]:
     rules = RULES | dict.fromkeys(("block_tables", "page_table"), indices)
     rules |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), indices)
@@ -208,7 +231,7 @@ def latent_entries() -> list[Entry]:
     samples = {"sinks": OF_HEADS, "out": out, "lse": lse, "ckv_scale_arr": np.ones((8, PAGE))}
     cls: Any = cupyattn.BatchMLAPagedAttentionWrapper
     steps = ("make", cls), ("plan", cls.plan), ("run", cls.run)
-    found = [Entry("latent batch", steps, base, rules, samples, batch)]
+    found = [Entry("latent batch", steps, base, rules, samples, batch), _older_wrapper(rules)]
 
     of_calls = {n: x for n, x in rules.items() if n not in ("page_table", "seq_lens")}
     of_calls |= {"page_table": indices, "seq_lens": lengths, "workspace_buffer": _room}
