@@ -335,7 +335,8 @@ def attention(
     query   [b, heads, q, head_dim]; key and value [b, kv_heads, kv, head_dim], in place. Where
             autocast is on, or their dtypes differ, they are cast as SDPA casts them.
     attention_mask   from the function of that name; or of the model's or the user's own, of axes
-            that broadcast to [b, heads, q, kv]: bool, or floats that are added to the logits.
+            that broadcast to [b, heads, q, kv]: bool, or floats that are added to the logits, of
+            which -1e9 and less (half the least of float16) hide a key.
     position_bias   floats [1 or b, heads, q, kv], added to the logits.
     s_aux   sinks [heads].
     cu_seq_lens_q, cu_seq_lens_k   offsets of sequences in one row of the batch.
@@ -584,8 +585,18 @@ def _masked(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
     return _dense(q, k, v, options, mask=mask[..., : k.shape[1]])
 
 
+# Masks of floats hide keys by the least number there is, or by this. In base 2 the one is no
+# number, and logits beside the other have no digits.
+_HIDES = -1e9
+
+
 def _biased(q: Any, k: Any, v: Any, bias: Any, options: dict[str, Any]) -> Any:
-    return _dense(q, k, v, options, bias=bias[..., : k.shape[1]].contiguous())
+    import torch
+
+    bias = bias[..., : k.shape[1]]
+    hidden = max(_HIDES, torch.finfo(bias.dtype).min / 2)
+    bias = bias.masked_fill(bias <= hidden, -torch.inf)
+    return _dense(q, k, v, options, bias=bias.contiguous())
 
 
 def _dense(q: Any, k: Any, v: Any, options: dict[str, Any], **named: Any) -> Any:
@@ -625,7 +636,7 @@ def _with_mask(bias: Any, mask: Any) -> Any:
     if mask is None:
         return bias
     if mask.dtype == torch.bool:
-        return torch.where(mask[..., : bias.shape[-1]], bias, torch.finfo(bias.dtype).min)
+        return torch.where(mask[..., : bias.shape[-1]], bias, -torch.inf)
     return bias + mask
 
 

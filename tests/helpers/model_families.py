@@ -102,7 +102,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family("GPT2Config", "GPT2LMHeadModel", _GPT2, writes=True),
     "gpt_neox": _text("GPTNeoX", _SIZES),
     "opt": _text("OPT", _SIZES, ffn_dim=96, word_embed_proj_dim=64),
-    "doge, computes with its mask": _text("Doge", keep_window_size=6),
+    "doge, computes with its mask": _text("Doge"),
     # Rows that see both sides.
     "bert": _seen("Bert"),
     "roberta": _seen("Roberta", type_vocab_size=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import types
 from typing import Any
 
@@ -109,6 +110,26 @@ def test_a_mask_of_the_users() -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4)
         with pytest.raises(UnsupportedError, match=r"attention_mask: dtype is torch\.int64"):
             models[1](input_ids=ids, attention_mask=seen.long())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("low", [None, -1e9, -math.inf])
+def test_rows_whose_keys_all_are_hidden_by_numbers(dtype: str, low: Any) -> None:
+    """Padding's own rows: 0, as beside a bool mask. Kernels have no digits for such logits."""
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    low = torch.finfo(kind).min if low is None else max(low, torch.finfo(kind).min)
+    q, k = torch.randn(2, 4, 5, 16).to(kind), torch.randn(2, 2, 5, 16).to(kind)
+    seen = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    seen[1, :, :, :2] = False
+    module = types.SimpleNamespace(is_causal=True)
+    added = torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, low)
+    want, _ = door.attention(module, q, k, k, seen)
+    got, _ = door.attention(module, q, k, k, added)
+    assert not want[1, :2].any()
+    torch.testing.assert_close(got, want)
+    biased, _ = door.attention(module, q, k, k, seen, position_bias=torch.zeros_like(added))
+    torch.testing.assert_close(biased, want)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
