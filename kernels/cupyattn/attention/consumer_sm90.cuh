@@ -186,6 +186,7 @@ struct PrefillSm90Consumer {
       complete_output(item_stage.stage, nonfinite_keys);
       if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
     } else {
+      const uint32_t nonfinite_keys = is_fast ? 0 : any_nonfinite_key();
       take_output();  // mutate: fast-warps-do-not-wait
       if (is_fast) {
         release_values();
@@ -194,7 +195,7 @@ struct PrefillSm90Consumer {
           return key_tile.tile;
         }
       } else {
-        complete_output(item_stage.stage, any_nonfinite_key());
+        complete_output(item_stage.stage, nonfinite_keys);
       }
       softmax.next_tile(probabilities, s, o, item, key_tile, values);
     }
