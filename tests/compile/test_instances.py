@@ -109,7 +109,7 @@ def _share(arch: str, name: str, config: jit.Config) -> int:
     """`make test` builds one instance of so many that are like this one."""
     if arch not in _MAIN:
         return 16
-    if "DTypeQ" not in config:
+    if "DTypeKV" not in config:
         return 24 if name == "merge_splits" else 6
     if name.startswith("wide_"):
         return 2 if _option(config) is None else 1
@@ -159,6 +159,8 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
         slow: dict[str, bool] = {}
         for name, config in instances(GATED, arch):
             q, kv = config.get("DTypeQ"), config.get("DTypeKV")
+            if kv is None:  # kernels of other operations know of queries too
+                q = None
             is_slow = q is not None and not _is_sampled(arch, name, config)
             if not is_slow and (share := _share(arch, name, config)) > 1:
                 kind = (arch, *_kind(name, config))
