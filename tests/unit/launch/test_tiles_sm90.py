@@ -70,8 +70,8 @@ def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
         (16, 16): (64, 64),
         (64, 96): (96, 96),
         (112, 48): (128, 128),
-        (144, 128): (192, 128),
-        (128, 144): (192, 192),
+        (176, 128): (192, 128),
+        (128, 176): (192, 192),
         (256, 64): (256, 128),
         (208, 208): (256, 256),
     }.items():
@@ -93,8 +93,8 @@ def test_plain_ragged_keys_have_tiles_of_their_own() -> None:
         **dict.fromkeys(((72, 72), (80, 80), (64, 72), (80, 16)), (192, 112)),
         **dict.fromkeys(((88, 88), (96, 88)), (192, 96)),
         (96, 96): (128, 128),
-        **dict.fromkeys(((136, 136), (152, 128)), (192, 64)),
-        (160, 160): (128, 96),
+        **dict.fromkeys(((136, 136), (152, 128), (144, 144), (160, 160)), (192, 64)),
+        (176, 176): (128, 96),
     }.items():
         problem = AttentionProblem(kind, kind, kind, *dims)
         tiles = sm90.choose(problem, MAX_SHARED, 0)
