@@ -9,7 +9,9 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_dtype
+from ..core import dtypes
 from ..errors import ArgumentError, UnsupportedError
+from ..inputs.widening import widened_pair
 from ..launch.attention.append_new_kv import ROTATED_DTYPES, TABLE_DTYPES, Rotation
 from ..launch.attention.plan_batch import INDEX_DTYPES
 from ..planless.views import merge_leading
@@ -39,6 +41,9 @@ class Rotary(NamedTuple):
                 "float16 or bfloat16 of both, or fp8, or rotate q and k before"
             )
         vc, vs = _view_tables(self.cos, self.sin, vk, "k")
+        if vc.dtype.is_fp8 and vs.dtype is vc.dtype:
+            tables = widened_pair((vc, vs), dtypes.float16, "rotary_cos")
+            vc, vs = (array.view(x, "rotary_cos") for x in tables)
         require_dtype(vc, TABLE_DTYPES, "rotary_cos")
         require_dtype(start, INDEX_DTYPES, "rotary_seqlens")
         for v, name in ((vq, "q"), (vc, "rotary_cos"), (vs, "rotary_sin")):

@@ -89,7 +89,7 @@ def test_new_keys(first: int) -> None:
         with gpu.plugged_in(seed=seed % 3) as emulated:
             random_new_keys(seed).run()
         names |= {launch.name for launch in emulated.launches}
-    assert names == {"append_new_kv"}
+    assert names == {"append_new_kv", "copy_rows"}  # tables of fp8 are widened
 
 
 @pytest.mark.parametrize("arch", [800, 900])
@@ -163,6 +163,7 @@ def test_slopes_and_scales_of_requests(rows: int, is_portable: bool) -> None:
 def test_fp8_keys_converted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """With scales of requests and fp8 queries; keys of few rows, and pages, stay as they are."""
     monkeypatch.setattr(attend, "WIDENING_ROWS", 140)
+    monkeypatch.setattr(attend, "WIDENING_LOGITS", 0)
     rng = np.random.default_rng(0)
     fp8 = dtypes.float8_e4m3fn.numpy
     q = rng.normal(0, 1, (2, 70, 4, 64)).astype(dtypes.bfloat16.numpy)

@@ -66,7 +66,8 @@ class NewKeysCase:
         k, v = (rng.normal(0, 1, (tokens, heads, d)).astype(kind) for d in (dim, 24))
         q = rng.normal(0, 1, (int(rows.sum()) + spare, self.num_qo_heads, dim)).astype(kind_q)
         angles = rng.uniform(-3, 3, (30, max(8, self.half)))
-        cos, sin = (f(angles).astype(self.dtype_table) for f in (np.cos, np.sin))
+        of_tables = dtypes.parse(self.dtype_table, "dtype").numpy
+        cos, sin = (f(angles).astype(of_tables) for f in (np.cos, np.sin))
         shapes = [(num_pages, size, heads, d) for d in (dim, 24)]
         caches = [poison.blank(s, kind, poison.gaps(self.strides, s), **where) for s in shapes]
         inputs = [embed(x, self.strides) for x in (k, v, q)]
@@ -151,7 +152,7 @@ def random_new_keys(seed: int) -> NewKeysCase:
         seed=seed,
         dtype=pick("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         dtype_q=pick("float16", "bfloat16"),
-        dtype_table=pick("float32", "float16"),
+        dtype_table=pick("float32", "float16", "float8_e4m3fn"),
         head_dim=pick(64, 48, 128, 300),
         half=half,
         is_interleaved=bool(pick(0, 1)),
