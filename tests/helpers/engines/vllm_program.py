@@ -15,7 +15,7 @@ import types
 from typing import Any
 
 _ABSENT = (
-    "aiohttp anthropic blake3 compressed_tensors cpuinfo cv2 depyf fastapi gguf httpcore "
+    "PIL aiohttp anthropic blake3 compressed_tensors cpuinfo cv2 depyf fastapi gguf httpcore "
     "httpcore2 httpx httpx2 lark llguidance mcp mistral_common numba openai openai_harmony orjson "
     "outlines_core partial_json_parser prometheus_client pybase64 sentencepiece "
     "setproctitle starlette tiktoken torchaudio torchvision uvicorn uvloop xgrammar"
@@ -39,6 +39,7 @@ _DEFAULTS = {
     "chunk": 64,
     "prefixes": True,
     "memory": 0.9,
+    "runner": 1,
     "max_tokens": 12,
 }
 
@@ -51,8 +52,9 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     options: Any = _DEFAULTS | given
     os.environ.update(_ENVIRONMENT)
     absent.install(*_ABSENT)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(options["runner"] - 1)
     if options["device"] == "cpu":
-        os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_CI_ENV="1")
+        os.environ["VLLM_CPU_CI_ENV"] = "1"
     # The kernels' stand-ins are made after the module that decides on extensions was imported.
     _platform(options["device"])
     _operators(options["device"])
@@ -242,6 +244,15 @@ def _operators_of_cuda(define: Any) -> None:
         plain = merge_attn_states._merge_attn_states_torch
         plain(output, prefix, prefix_lse, suffix, suffix_lse, lse, count, scale)
 
+    def view(x: Any) -> Any:
+        """Pinned memory as the GPU sees it."""
+        if not x.numel():
+            return torch.empty(x.shape, dtype=x.dtype, device="cuda")
+        facts = dict(x.numpy().__array_interface__, version=2)
+        shown = types.SimpleNamespace(__cuda_array_interface__=facts)
+        return torch.as_tensor(shown, device="cuda")
+
+    define("_C::get_cuda_view_from_cpu_tensor", "(Tensor x) -> Tensor", view)
     operators.gather_and_maybe_dequant_cache = gather
     operators.merge_attn_states = merge
 
