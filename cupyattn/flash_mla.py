@@ -40,8 +40,6 @@ _DENSE = NAMES._replace(
     sm_scale="softmax_scale",
 )  # fmt: skip
 _SPARSE = _DENSE._replace(block_tables="indices", kv_lens="topk_length")
-# Of lists in one call: the planner's block counts the tokens of a launch.
-_MOST_TOKENS = 12_000
 _LSE_FORM = params.LSE_WITHOUT_SINKS | params.LSE_OF_NO_KEYS_IS_INFINITE
 _FLAT = _SPARSE._replace(k="kv", sm_scale="sm_scale")
 
@@ -160,8 +158,6 @@ def flash_mla_sparse_fwd(
     both without the sink. A row that sees no key gives 0, -inf and, as FlashMLA has it, +inf.
     Errors as flash_mla_with_kvcache. Semantics: FlashMLA's function of the same name.
     """
-    if getattr(q, "shape", (0,))[0] > _MOST_TOKENS:
-        return _attend_parts((q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out))
     max_logits = _no_logits(q)
     given = (
         *(q, None, kv, None, None, indices, topk_length, out, None, None, attn_sink),
@@ -180,28 +176,6 @@ def flash_mla_sparse_fwd(
     if type(max_logits) is not type(lse):
         max_logits = array.deliver(max_logits, array.view(q, "q"))
     return out, max_logits, lse
-
-
-def _attend_parts(given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """flash_mla_sparse_fwd of more tokens than one launch plans, in parts."""
-    q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out = given
-    vq = array.view(q, "q")
-    if len(vq.shape) != 3:
-        raise ArgumentError(f"q: shape is {list(vq.shape)}; wanted [s_q, num_heads, columns]")
-    count, heads, columns = vq.shape
-    made = array.empty((count, heads, _dims(columns, d_v, "d_v").latent), vq.dtype, vq)
-    whole = made if out is None else out
-    found = [array.empty((count, heads), dtypes.float32, vq) for _ in range(2)]
-    for begin in range(0, count, _MOST_TOKENS):
-        part = slice(begin, begin + _MOST_TOKENS)
-        lens = None if topk_length is None else topk_length[part]
-        answers = flash_mla_sparse_fwd(
-            q[part], kv, indices[part], sm_scale, d_v, attn_sink, lens, whole[part]
-        )
-        for target, answer in zip(found, answers[1:], strict=True):
-            target[part] = answer
-    max_logits, lse = (array.deliver(x, vq) for x in found)
-    return array.deliver(made, vq) if out is None else out, max_logits, lse
 
 
 def _no_logits(q: Any) -> Any:

@@ -348,6 +348,18 @@ def test_128_mb_serve_any_call_without_a_plan(seed: int, monkeypatch: pytest.Mon
     assert call(workspace_buffer=WORKSPACE) == "fits"
 
 
+def test_more_lists_than_a_block_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of FlashMLA's tests have 70,000 tokens."""
+    n, lists = 70_000, np.zeros((70_000, 1, 8), np.int32)
+    q, pool = np.zeros((n, 1, 1, 576), np.float16), np.zeros((2, 64, 576), np.float16)
+    monkeypatch.setattr(latent_reference, "answer", lambda *given: "fits")
+    for counts in (None, np.zeros(n, np.int32)):
+        call = mla.trtllm_batch_decode_with_kv_cache_mla(
+            q, pool, WORKSPACE, 128, 512, 64, lists, None, 8, 8, sparse_mla_top_k_lens=counts
+        )
+        assert call == "fits"
+
+
 def test_a_workspace_that_is_too_small() -> None:
     """As on a GPU, for a call without a plan too."""
     q, pool = np.zeros((4, 1, 16, 576), np.float16), np.zeros((2, 64, 576), np.float16)

@@ -94,19 +94,6 @@ def test_the_answers_of_sparse_fwd() -> None:
     assert np.isneginf(max_logits[1]).all() and np.isposinf(lse[1]).all() and not out[1].any()
 
 
-@pytest.mark.parametrize("has_out", [False, True])
-def test_more_tokens_than_one_launch_plans(has_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, rows = Q.reshape(6, 4, 576), CACHE.reshape(-1, 1, 576)
-    lists, lens = RNG.integers(-1, 22, (6, 1, 5)).astype(np.int32), np.arange(6, dtype=np.int32)
-    wanted = flash_mla.flash_mla_sparse_fwd(q, rows, lists, 0.05, topk_length=lens)
-    monkeypatch.setattr(flash_mla, "_MOST_TOKENS", 4)
-    out = np.zeros((6, 4, 512), np.float32) if has_out else None
-    got = flash_mla.flash_mla_sparse_fwd(q, rows, lists, 0.05, topk_length=lens, out=out)
-    assert out is None or got[0] is out
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_requests_that_lie_further_apart_than_their_tokens() -> None:
     """Of q and of lists, as slices of larger arrays."""
     indices = RNG.integers(-1, 20, (2, 3, 7)).astype(np.int32)
