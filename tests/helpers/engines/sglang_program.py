@@ -14,10 +14,11 @@ from array import array
 from typing import Any
 
 ABSENT = (
-    "IPython PIL aiohttp anthropic blake3 compressed_tensors cv2 deep_gemm fastapi flashinfer gguf "
-    "httpcore httpcore2 httpx httpx2 lark llguidance mistral_common numba openai openai_harmony orjson "
-    "outlines partial_json_parser prometheus_client pybase64 pynvml sentencepiece setproctitle "
-    "sgl_kernel starlette tiktoken torchaudio torchvision triton tvm_ffi uvicorn uvloop xgrammar"
+    "IPython PIL aiohttp anthropic blake3 compressed_tensors cv2 deep_gemm fastapi flashinfer "
+    "gguf httpcore httpcore2 httpx httpx2 lark llguidance mistral_common numba openai "
+    "openai_harmony orjson outlines partial_json_parser prometheus_client pybase64 pynvml "
+    "sentencepiece setproctitle sgl_kernel starlette tiktoken torchaudio torchvision triton "
+    "tvm_ffi uvicorn uvloop xgrammar"
 ).split()
 _DEFAULTS = {
     "backend": "cupyattn",
