@@ -61,6 +61,7 @@ _VARLEN_BY_OFFSETS = _VARLEN._replace(kv_lens="cu_seqlens_k")
 _CACHE = _VARLEN._replace(
     k="k_cache", v="v_cache", block_tables="page_table", kv_lens="cache_seqlens"
 )
+_BLOCKS = _CACHE._replace(block_tables="block_table")  # FlashAttention-2's name of the table
 
 
 def dense(
@@ -277,14 +278,14 @@ def with_kvcache(
             given += None, cu_seqlens_q, None, None, None, sinks, *(None,) * 5, alibi_slopes
         form = "with_kvcache"
         options = form, max_seqlen_q, None, softmax_scale, causal, window, softcap, num_splits
-        answer = attend_cached(_CACHE, given, options)
+        names = _BLOCKS if page_table is None else _CACHE
+        answer = attend_cached(names, given, options)
         if answer is not None:
             return answer
     if rotary_interleaved is not True:
         parse.flag(rotary_interleaved, "rotary_interleaved")
-    names, table = _CACHE, _either(page_table=page_table, block_table=block_table)
-    if page_table is None:
-        names = names._replace(block_tables="block_table")
+    table = _either(page_table=page_table, block_table=block_table)
+    names = _BLOCKS if page_table is None else _CACHE
     if qv is not None:
         others = {
             "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
