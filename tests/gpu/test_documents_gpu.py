@@ -51,6 +51,8 @@ def test_examples_of_cpu_arrays_run_with_those_of_a_gpu(
     name: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever framework a block names, the calls get CuPy's arrays."""
+    if "float8" in source:
+        pytest.skip("CuPy has no arrays of 8-bit floating point numbers")
     if "import torch" in source:
         torch = pytest.importorskip("torch")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
