@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import array
 from ..batch.requests import host_integers, on_host, read_indptr
+from ..batch.wrapper import planning
 from ..core import dtypes, parse
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
@@ -61,6 +62,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         """As it was given."""
         return self._use_tensor_cores
 
+    @planning
     def plan(  # type: ignore[override]
         self,
         indptr: Array,

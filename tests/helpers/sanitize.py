@@ -49,6 +49,7 @@ PARTS = {
     "integrations": 1,
     "serve": 1,
     "trtllm": 1,
+    "workspace": 1,
     "clusters": 1,
     "documents": 1,
     "engines": 1,

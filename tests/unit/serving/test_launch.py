@@ -192,9 +192,9 @@ def test_plans_are_bounded_by_a_request_not_the_pool(
     found: list[Any] = []
     real = prepared.plan_batch.prepare
 
-    def plan(launcher: Any, lengths: Any) -> Any:
+    def plan(launcher: Any, lengths: Any, most_bytes: int) -> Any:
         found.append(lengths)
-        return real(launcher, lengths)
+        return real(launcher, lengths, most_bytes)
 
     monkeypatch.setattr(prepared.plan_batch, "prepare", plan)
     for changes, layer, longest in (
