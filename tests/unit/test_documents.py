@@ -144,6 +144,17 @@ def test_tables_and_charts_are_those_of_the_results() -> None:
         assert path.read_text("utf-8") == text, f"{name(path)}: run python -m benchmarks.documents"
 
 
+def test_the_readme_names_the_card_date_and_commit_of_its_rows() -> None:
+    text = README.read_text("utf-8")
+    folders = set(re.findall(r"^(20\d\d-\S+)$", text, re.M))
+    (folder,) = folders
+    data = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))
+    header = data["header"]
+    card = header["device"]["name"].split()[1]
+    said = re.search(r"One (\w+) \(80 GB\), (\d{4}-\d\d-\d\d), commit (\w+);", text)
+    assert said and said.groups() == (card, header["date"][:10], header["commit"])
+
+
 def test_the_table_of_the_small_benchmark_is_that_of_its_file() -> None:
     rows = json.loads((RESULTS / "2026-11-25-h200-bench" / "bench.json").read_text())["rows"]
     text = (ROOT / "docs" / "results.md").read_text("utf-8")
