@@ -249,7 +249,7 @@ def _is_first(causal_alignment: Any) -> bool:
 
 
 def _placement(q: Any, k: Any, options: dict[str, Any], is_first: bool) -> Placement:
-    """Of dense requests, with a batch axis or without one."""
+    """Where rows stand among keys in dense requests, with a batch axis or without one."""
     shapes = [array.view(x, name).shape for x, name in ((q, "q"), (k, "k"))]
     if any(len(shape) not in (3, 4) for shape in shapes):
         raise ArgumentError(

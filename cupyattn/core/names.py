@@ -18,10 +18,16 @@ _OTHERS = {
     **{
         name: f"flash_attn.{name}"
         for name in (
-            *("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
-            *("flash_attn_qkvpacked_func", "flash_attn_kvpacked_func", "flash_attn_combine"),
-            *("flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
-            *("get_scheduler_metadata", "merge_state_v2"),
+            "flash_attn_func",
+            "flash_attn_varlen_func",
+            "flash_attn_with_kvcache",
+            "flash_attn_qkvpacked_func",
+            "flash_attn_kvpacked_func",
+            "flash_attn_varlen_qkvpacked_func",
+            "flash_attn_varlen_kvpacked_func",
+            "flash_attn_combine",
+            "get_scheduler_metadata",
+            "merge_state_v2",
         )
     },
     **{

@@ -18,7 +18,7 @@ POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 MASK_FORMS = ("whole", "rows", "runs", "expression")
 MAX_HEAD_DIM = 256
 # Head dims of q and k, and of v, beyond that; and latent and rope columns of latent attention.
-# Those of heads that one warp cannot hold.
+# One warp cannot hold the output of such heads, so the wide kernels serve them.
 WIDE_HEAD_DIMS = tuple(
     (qk, vo) for vo in (512, 256) for qk in range(64, 577, 64) if max(qk, vo) > MAX_HEAD_DIM
 )

@@ -125,7 +125,7 @@ def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
 
 
 def _view(x: Any, name: str) -> ArrayView:
-    """Of an array whose gradient its own framework's indexing will keep."""
+    """A view of x. Its framework's own indexing, not the view, carries the gradient."""
     return array.view(x.detach() if getattr(x, "requires_grad", False) else x, name)
 
 
@@ -167,7 +167,7 @@ def _int32(x: Any) -> Any:
 
 
 def _zeros(shape: tuple[int, ...], like: Any, v: ArrayView) -> Any:
-    """Of like's framework, dtype and device."""
+    """An array of zeros of like's framework, dtype and device."""
     if v.framework == "torch":
         return like.new_zeros(shape)
     if v.device.kind == "cpu":

@@ -398,7 +398,7 @@ def window_of(window_size: Any) -> Any:
 
 
 def _is_fp8(x: Any) -> bool:
-    """Of an array or what is none, in a fraction of a microsecond."""
+    """Whether elements have one byte. x may be no array; the look costs under a microsecond."""
     return getattr(getattr(x, "dtype", None), "itemsize", 0) == 1
 
 

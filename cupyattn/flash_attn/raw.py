@@ -27,8 +27,19 @@ def _flash_attn_forward(
 ) -> tuple[Any, Any, Any, None]:
     """(out, lse, an empty array, None for the state of a generator) of `flash_attn_func`."""
     window = window_size_left, window_size_right
-    options = causal, window, softcap, alibi_slopes, False, True
-    return *flash_attn_func(q, k, v, dropout_p, softmax_scale, *options), None
+    answer = flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=True,
+    )
+    return *answer, None
 
 
 @untraced
@@ -64,8 +75,21 @@ def _flash_attn_varlen_forward(
         )
     window = window_size_left, window_size_right
     answer = flash_attn_varlen_func(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p),
-        *(softmax_scale, causal, window, softcap, alibi_slopes, False, True, block_table),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=True,
+        block_table=block_table,
         seqused_k=seqused_k,
         num_splits=num_splits,
     )

@@ -17,7 +17,7 @@ class MLAHeadDimensions:
 
 @dataclass(frozen=True)
 class MLALayerDimensions:
-    """Of so many heads; here any number is served."""
+    """Dimensions of a layer with a number of heads; every number of heads is served here."""
 
     head_dimensions: MLAHeadDimensions
     num_heads: int

@@ -22,8 +22,9 @@ _ROWS, _KEYS = "query_seq_lengths", "key_value_seq_lengths"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Of `tokens` rows and `keys` keys: what a row sees, from `left` keys ahead of its own place to
-    `right` keys behind it, -1 for all. is_first: row i is at key i, else the last ones are one."""
+    """Which of `keys` keys each of `tokens` rows sees: from `left` keys ahead of its own place to
+    `right` keys behind it, -1 for all. Row i stands at key i if `is_first`; else the last row
+    stands at the last key."""
 
     tokens: int
     keys: int

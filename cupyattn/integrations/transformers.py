@@ -119,7 +119,7 @@ _INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 # Classes by the name of the implementation, of models older than the interface.
 _CLASSES = re.compile(r"_ATTENTION_CLASSES\[")
 _READS_MASKS = re.compile(r"attention_mask(\.dtype == torch\.bool|\[:, [0:])")
-# Of models that compute with the mask before attention gets it.
+# Configurations of models that compute with the mask before attention gets it.
 _configs_with_plain_masks: set[type] = set()
 
 
