@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -402,8 +403,9 @@ def _on_gpu(frame: Frame) -> None:
         if len(_sites) >= _MAX_SITES:
             _sites.clear()
         site = _sites[key] = _Site(frame, key[0])
-    if not site.launches.again(addresses, site.index, key[0]):
-        site.run(frame, addresses)
+    with site.lock:
+        if not site.launches.again(addresses, site.index, key[0]):
+            site.run(frame, addresses)
 
 
 class _Site:
@@ -413,13 +415,17 @@ class _Site:
     launch is recorded, until that is known on any memory; later ones do no more than launch it.
     Calls that do more than launch, or whose launches follow from more than addresses, are kept by
     their addresses.
+
+    lock    held while a call is launched. Launches of one call hand on what they know in scratch
+            memory that calls of other threads on the stream have too: theirs must not come between.
     """
 
-    __slots__ = ("_calls", "_has_run", "_kept", "index", "launches", "stream")
+    __slots__ = ("_calls", "_has_run", "_kept", "index", "launches", "lock", "stream")
 
     def __init__(self, frame: Frame, stream: int) -> None:
         self.index, self.stream = _owner((*frame.inputs(), *frame.outputs())), stream
         self.launches = Launches()
+        self.lock = _locks.setdefault((self.index, stream), threading.RLock())
         self._has_run = False
         self._calls: dict[tuple[int, ...], Callable[[], None]] = {}
         self._kept: dict[tuple[int, ...], Recording] = {}
@@ -453,6 +459,7 @@ class _Site:
 _MAX_SITES = 4096
 _MAX_KEPT = 512  # memories of a site
 _sites: dict[tuple[int, Any], _Site] = {}
+_locks: dict[tuple[int, int], threading.RLock] = {}  # of a device's streams
 _T = TypeVar("_T")
 
 

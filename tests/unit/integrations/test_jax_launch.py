@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -229,6 +231,34 @@ def test_other_streams_are_other_calls(gpu: fake_gpu.Gpu, make: Make) -> None:
     assert len(door._sites) == 2
 
 
+def test_launches_of_a_call_are_not_parted_by_another_threads(
+    gpu: fake_gpu.Gpu, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share scratch memory: a plan that one launch writes is read by the next one."""
+    calls = [XlaCall(*_paged(make), fake_gpu.STREAM) for _ in range(4)]
+    for call in calls:
+        assert len(_launches(gpu, call)) == 2
+    order = []
+
+    def launch(*_: Any) -> None:
+        order.append(threading.get_ident())
+        time.sleep(2e-3)  # as the driver does, without the GIL
+
+    for name in ("launch_kernel", "launch_early", "launch_clusters"):
+        monkeypatch.setattr(gpu.api, name, launch)
+
+    def run(call: XlaCall) -> None:
+        for _ in range(5):
+            door._on_gpu(call.frame())
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls[:3]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(order) == 30 and order[::2] == order[1::2]
+
+
 def test_a_call_that_copies_is_made_anew(gpu: fake_gpu.Gpu, make: Make) -> None:
     """The LSE of attention is brought to XLA's array by a copy, which no launch repeats."""
     name, arrays, outputs, constants = _paged(make)
@@ -295,8 +325,6 @@ def test_threads_keep_their_state() -> None:
 
 
 def test_a_recording_is_spoiled_by_its_own_thread_only() -> None:
-    import threading
-
     with recording.Recording() as made:
         recording.add_launch("a", b"1")
         other = threading.Thread(target=lambda: (recording.spoil(), recording.add_launch("b", b"")))
