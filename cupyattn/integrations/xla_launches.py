@@ -7,7 +7,7 @@ what equal calls launched on different memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,22 +20,46 @@ _MAX_FAILURES = 4
 _ALIGNMENT = 16  # what kernels are chosen by
 _WORD = 8
 _MASK = 2**64 - 1
-_write_word = struct.Struct("<Q").pack_into
 # Offset of a word in its struct -> its value in the first recording, and the places of the
 # addresses that it may follow.
 _Rules = dict[int, tuple[int, tuple[int, ...]]]
 
 
+class _Launch(NamedTuple):
+    """A launch of the first recording, and how its struct is written on other memory.
+
+    params  the struct itself
+    write   struct's pack_into of all that is in it, words that follow an address for themselves
+    parts   what is written, in its order; calls of a site change it one after another
+    follows   (which part, place of the address that it follows, how far it is from there)
+    """
+
+    launch: Any
+    params: bytes
+    rules: _Rules
+    write: Callable[..., None]
+    parts: list[Any]
+    follows: list[tuple[int, int, int]]
+
+
 class _State(NamedTuple):
-    """What is known: the first call's addresses and recording, which of its addresses have moved
-    since, its launches with the rules of their structs, and which pairs of addresses must have
-    moved equally far, since it is not known which of them a word follows."""
+    """What is known.
+
+    base    the first call's addresses
+    made    its recording
+    moved   which of its addresses have moved since
+    launches  its launches
+    alike   which pairs of addresses must have moved equally far, since it is not known which of
+            them a word follows
+    steady  (place, address) of those that have not moved
+    """
 
     base: tuple[int, ...]
     made: Recording
     moved: frozenset[int]
-    launches: list[tuple[Any, bytes, _Rules]]
-    alike: frozenset[tuple[int, int]] = frozenset()
+    launches: list[_Launch]
+    alike: frozenset[tuple[int, int]]
+    steady: list[tuple[int, int]]
 
 
 class Launches:
@@ -61,48 +85,71 @@ class Launches:
                 return
             self._failures += 1
             self.is_hopeless = self._failures >= _MAX_FAILURES
-        launches = [(launch, params, _Rules()) for launch, params in made.launches]
-        self._state = _State(addresses, made, frozenset(), launches)
+        self._state = _known(addresses, made, frozenset(), [_Rules() for _ in made.launches])
 
     def again(self, addresses: tuple[int, ...], device_index: int, stream: int) -> bool:
         """Launch it on this memory; False, and nothing is done, where that was not learnt yet."""
         state = self._state
         if state is None:
             return False
-        base, _, moved, launches, alike = state
-        arguments = this_thread.launch_buffer
-        if addresses == base:
-            for launch, params, _ in launches:
-                arguments.write(params)
-                enqueue(launch, arguments, device_index, stream)
-            return True
-        steps = [new - old for new, old in zip(addresses, base, strict=True)]
-        for place, step in enumerate(steps):
-            if step and (place not in moved or step % _ALIGNMENT):
+        base, _, moved, launches, alike, steady = state
+        for place, address in steady:
+            if addresses[place] != address:
                 return False
+        steps = 0
+        for place in moved:
+            steps |= addresses[place] - base[place]
+        if steps % _ALIGNMENT:
+            return False
         for place, other in alike:
-            if steps[place] != steps[other]:
+            if addresses[place] - base[place] != addresses[other] - base[other]:
                 return False
+        arguments = this_thread.launch_buffer
         buffer, begin = arguments.buffer, arguments.offset
-        for launch, params, rules in launches:
-            arguments.write(params)
-            for offset, (word, places) in rules.items():
-                _write_word(buffer, begin + offset, (word + steps[places[0]]) & _MASK)
+        for launch, _, _, write, parts, follows in launches:
+            for part, place, distance in follows:
+                parts[part] = addresses[place] + distance & _MASK
+            write(buffer, begin, *parts)
             enqueue(launch, arguments, device_index, stream)
         return True
+
+
+def _known(
+    base: tuple[int, ...], made: Recording, moved: frozenset[int], rules_of: Sequence[_Rules]
+) -> _State:
+    launches = []
+    for (launch, params), rules in zip(made.launches, rules_of, strict=True):
+        parts: list[Any] = []
+        fields, follows, end = "<", [], 0
+        for offset, (word, places) in sorted(rules.items()):
+            if offset > end:
+                fields += f"{offset - end}s"
+                parts.append(params[end:offset])
+            follows.append((len(parts), places[0], word - base[places[0]]))
+            fields += "Q"
+            parts.append(word)
+            end = offset + _WORD
+        fields += f"{len(params) - end}s"
+        parts.append(params[end:])
+        write = struct.Struct(fields).pack_into
+        launches.append(_Launch(launch, params, rules, write, parts, follows))
+    follows_of = [places for rules in rules_of for _, places in rules.values()]
+    alike = frozenset((places[0], x) for places in follows_of for x in places[1:])
+    steady = [(place, address) for place, address in enumerate(base) if place not in moved]
+    return _State(base, made, moved, launches, alike, steady)
 
 
 def _compare(state: _State, addresses: tuple[int, ...], made: Recording) -> _State | None:
     """What is known with one more call; None if addresses do not explain in what it differs from
     the first one."""
-    base, first, had_moved, known, _ = state
+    base, first, had_moved, known = state[:4]
     if [x for x, _ in made.launches] != [x for x, _ in first.launches]:
         return None
     steps, owned = _steps(base, addresses), _steps(_owned(first), _owned(made))
     if steps is None or owned is None:
         return None
-    launches = []
-    for (launch, params, rules), (_, other) in zip(known, made.launches, strict=True):
+    rules_of = []
+    for (_, params, rules, *_), (_, other) in zip(known, made.launches, strict=True):
         old, new = (np.frombuffer(x, "<u8", len(x) // _WORD) for x in (params, other))
         change = new - old
         found: _Rules = {}
@@ -116,11 +163,9 @@ def _compare(state: _State, addresses: tuple[int, ...], made: Recording) -> _Sta
                 found[at * _WORD] = int(old[at]), tuple(sorted(follows))
             elif at * _WORD in rules or not (owned == change[at]).any():
                 return None
-        launches.append((launch, params, found))
+        rules_of.append(found)
     moved = had_moved | set(map(int, np.flatnonzero(steps)))
-    follows_of = [places for _, _, rules in launches for _, places in rules.values()]
-    alike = frozenset((places[0], x) for places in follows_of for x in places[1:])
-    return _State(base, first, moved, launches, alike)
+    return _known(base, first, moved, rules_of)
 
 
 def _owned(made: Recording) -> tuple[int, ...]:

@@ -208,7 +208,7 @@ def test_launches_that_addresses_do_not_explain_are_kept_by_addresses() -> None:
         launches.learn((4096 * ticket, 7), made(4096 * ticket + 16, 5))
     state = launches._state
     assert not launches.is_hopeless and state is not None and state.moved == {0}
-    assert state.launches[0][2] == {0: (16, (0,))}
+    assert state.launches[0].rules == {0: (16, (0,))}
 
 
 @pytest.mark.parametrize("says_shapes", [False, True])
