@@ -25,18 +25,26 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 BLOCK = 50
+# Cases that each have a kernel of their own, which one process compiles one after another.
+BLOCK_OF_KERNELS = 10
 
 
-def blocks(count: int) -> Any:
+def blocks(count: int, size: int = BLOCK) -> Any:
     """Coarse tests: a thousand small ones would take longer to report than to run."""
-    return pytest.mark.parametrize("first", range(0, count, BLOCK))
+    return pytest.mark.parametrize("first", range(0, count, size))
 
 
-def try_all(first: int, count: int, make: Callable[[int], Case], is_decode: bool = False) -> None:
+def try_all(
+    first: int,
+    count: int,
+    make: Callable[[int], Case],
+    is_decode: bool = False,
+    size: int = BLOCK,
+) -> None:
     def prepare(seed: int, xp: ModuleType) -> Call:
         return Call(make(seed), xp, is_decode=is_decode)
 
-    try_random(first, min(BLOCK, count - first), prepare)
+    try_random(first, min(size, count - first), prepare)
 
 
 # --- random calls, poisoned, twice each ---
@@ -47,9 +55,9 @@ def test_random_options_of_few_kernels(first: int) -> None:
     try_all(first, gpu_cases.NUM_CLASSED, gpu_cases.classed)
 
 
-@blocks(gpu_cases.NUM_FREE)
+@blocks(gpu_cases.NUM_FREE, BLOCK_OF_KERNELS)
 def test_random_everything(first: int) -> None:
-    try_all(first, gpu_cases.NUM_FREE, gpu_cases.free)
+    try_all(first, gpu_cases.NUM_FREE, gpu_cases.free, size=BLOCK_OF_KERNELS)
 
 
 @blocks(gpu_cases.NUM_DECODE)
