@@ -217,8 +217,9 @@ def _check(
     """The run, its arrays checked against the plan and each other."""
     q, q_rope, k, k_rope, out, lse, sinks = arrays
     spec, dims = plan.geometry.spec, dims_of(plan.geometry)
-    queries = latent.view_parts(q, q_rope, dims, names[0])
-    pages = latent.as_pages(latent.view_parts(k, k_rope, dims, names[1]), spec.page_size)
+    queries = latent.view_parts(q, q_rope, dims, names[0], (spec.dtype_q, "q_data_type"))
+    keys = latent.view_parts(k, k_rope, dims, names[1], (spec.dtype_kv, "kv_data_type"))
+    pages = latent.as_pages(keys, spec.page_size)
     _check_arrays(plan, queries, pages)
     vout, vlse, vsinks = (
         None if x is None else array.view(x, name)
@@ -399,15 +400,6 @@ def _check_arrays(plan: Plan, queries: Parts, pages: Parts) -> None:
             f"{name}: shape is {list(vq.shape)}; wanted [{batch.num_rows}, {spec.num_qo_heads}, "
             "columns], the rows and heads of the plan"
         )
-    for x, label, wanted, argument in (
-        (vq, name, spec.dtype_q, "q_data_type"),
-        (vk, pages.names[0], spec.dtype_kv, "kv_data_type"),
-    ):
-        if x.dtype is not wanted:
-            raise ArgumentError(
-                f"{label}: dtype is {x.dtype}, but the plan says {wanted}; cast it, or plan with "
-                f"{argument}='{x.dtype}'"
-            )
     if batch.max_page >= vk.shape[0]:
         raise ArgumentError(
             f"{pages.names[0]}: holds {vk.shape[0]} pages, but kv_indices of the plan name page "

@@ -15,7 +15,7 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_same_dtype
 from ..core.device import device_props
-from ..core.dtypes import float8_e4m3fn, float16
+from ..core.dtypes import DType, float8_e4m3fn, float16
 from ..errors import ArgumentError
 from ..launch.attention import tma_wide
 from ..launch.driver import params
@@ -61,10 +61,19 @@ def _split(v: ArrayView, dims: Dims) -> tuple[ArrayView, ArrayView | None]:
     return latent, array.as_strided(v, (*shape, dims.rope), v.strides, dims.latent)
 
 
-def view_parts(first: Any, second: Any, dims: Dims, names: tuple[str, str]) -> Parts:
+def view_parts(
+    first: Any,
+    second: Any,
+    dims: Dims,
+    names: tuple[str, str],
+    planned: tuple[DType, str] | None = None,
+) -> Parts:
     """The parts of rows of any leading axes, checked; `second` None: `first` holds both.
 
-    Raises ArgumentError for last dimensions that are others, or strided, and two dtypes.
+    planned   the dtype that a plan says, and its argument of plan()
+
+    Raises ArgumentError for last dimensions that are others, or strided, and for two dtypes or
+    others than planned.
     """
     v = array.view(first, names[0])
     if not v.shape:
@@ -78,6 +87,8 @@ def view_parts(first: Any, second: Any, dims: Dims, names: tuple[str, str]) -> P
                 f"{names[0]}: rows have {v.shape[-1]} columns; wanted {dims.both}, {dims.latent} "
                 f"latent and {dims.rope} rope{hint}"
             )
+        if planned is not None:
+            _require_planned(v, names[0], *planned)
         offset = dims.latent * v.dtype.itemsize if dims.rope else 0
         return Parts(*_split(v, dims), names, offset)
     require_contiguous_last(other, names[1])
@@ -89,8 +100,19 @@ def view_parts(first: Any, second: Any, dims: Dims, names: tuple[str, str]) -> P
             f"{names[1]}: shape is {list(other.shape)}; wanted {[*v.shape[:-1], dims.rope]}, with "
             f"the rows of {names[0]}"
         )
+    if planned is not None:
+        _require_planned(v, names[0], *planned)
+        _require_planned(other, names[1], *planned)
     require_same_dtype(other, names[1], v, names[0])
     return Parts(v, other, names, -1)
+
+
+def _require_planned(v: ArrayView, name: str, wanted: DType, argument: str) -> None:
+    if v.dtype is not wanted:
+        raise ArgumentError(
+            f"{name}: dtype is {v.dtype}, but the plan says {wanted}; cast it, or plan with "
+            f"{argument}={name}.dtype"
+        )
 
 
 def view_scaled_rows(x: Any, dims: Dims, name: str) -> Parts:

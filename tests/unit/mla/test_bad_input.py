@@ -131,7 +131,12 @@ ROWS = [
     run("three parts", "query: got 3 arrays", **NONE, query=(Q, Q, Q)),
     run("q dtype", "q_nope: dtype is float16, but the plan says float32",
         q_nope=of("float16", B, H, 512), q_pe=of("float16", B, H, 64)),
-    run("two dtypes", "q_pe", q_pe=of("float16", B, H, 64)),
+    run("q_nope's dtype", "q_nope: dtype is float16, but the plan says float32; cast it, or plan "
+        "with q_data_type=q_nope.dtype", q_nope=of("float16", B, H, 512)),
+    run("q_pe's dtype", "q_pe: dtype is float16, but the plan says float32; cast it, or plan "
+        "with q_data_type=q_pe.dtype", q_pe=of("float16", B, H, 64)),
+    run("kpe_cache's dtype", "kv_data_type=kpe_cache.dtype",
+        kpe_cache=of("float16", PAGES, PAGE, 64)),
     run("cache dtype", "ckv_cache: dtype is", ckv_cache=FP8,
         kpe_cache=of("float8_e4m3fn", PAGES, PAGE, 64)),
     run("page size", "ckv_cache: pages hold 5 tokens", ckv_cache=of("float32", 8, 5, 512),
