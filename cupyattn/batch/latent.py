@@ -427,6 +427,12 @@ def _view_token_scales(x: Any, pages: Parts) -> ArrayView | None:
     if x is None:
         return None
     v = array.view(x, "ckv_scale_arr")
+    if len(v.shape) == 3 and v.shape[:2] == pages.latent.shape[:2]:
+        raise UnsupportedError(
+            f"ckv_scale_arr: shape {list(v.shape)} has scales of groups of columns; only one scale "
+            "of each token is supported, [num_pages, page_size], or FlashMLA's rows of 656 bytes "
+            "(cupyattn.flash_mla), which hold four"
+        )
     extents = dict(zip(("num_pages", "page_size"), pages.latent.shape, strict=False))
     match_array(v, "num_pages page_size", dtypes.float32, "ckv_scale_arr", extents)
     return v

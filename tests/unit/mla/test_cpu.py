@@ -19,7 +19,7 @@ from helpers.share import one_of
 import cupyattn
 from cupyattn import mla, reference
 from cupyattn.core import dtypes
-from cupyattn.errors import ArgumentError, WorkspaceError
+from cupyattn.errors import ArgumentError, UnsupportedError, WorkspaceError
 from cupyattn.inputs.geometry import Variant
 from cupyattn.launch.attention.layout import ANY_BATCH_BYTES
 from cupyattn.planless import latent_reference
@@ -130,6 +130,8 @@ def test_scales_of_fp8() -> None:
     k = k[[1, 0]].reshape(-1, 1, 576)[:7]
     wanted, _ = reference.attention(q, k, k[..., :512], causal=True, sm_scale=SCALE)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="scales of groups of columns; only one scale of"):
+        w.run(query=q, kv_cache=cache, ckv_scale_arr=np.ones((2, 4, 4), np.float32))
     got = w.run(query=q, kv_cache=cache, ckv_scale=0.3, kpe_scale=0.7, bmm1_scale=0.1, bmm2_scale=2)
     k = cache.astype(np.float64)[[1, 0]].reshape(-1, 1, 576)[:7]
     k[..., :512] *= 0.3
