@@ -19,6 +19,7 @@ from ..decode import single_decode_with_kv_cache
 from ..dot_product import dot_product_attention, single_call
 from ..errors import UnsupportedError
 from ..flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from ..single.run import find_step, keep_step, step_scalars
 
 NAME = "cupyattn"
 # transformers takes its own flash path, with block tables and CUDA graphs, by this in a name.
@@ -346,10 +347,16 @@ def attention(
     Returns (out [b, q, heads, head_dim of value], None): there are no weights to return. Raises
     UnsupportedError for dropout and weights.
     """
+    is_plain = attention_mask is s_aux is None and not dropout
+    if is_plain and query.shape[2] == 1 and _is_known(kwargs):
+        window = _window(sliding_window, _is_causal(module, is_causal))
+        made = find_step(query, key, value, step_scalars(window[0], scaling, softcap))
+        if made is not None:
+            return made, None
     _refuse(dropout, kwargs)
     if query.dtype != value.dtype or query.dtype != key.dtype or query.dtype.itemsize == 4:
         query, key, value = _cast(query, key, value)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = _is_causal(module, is_causal)
     offsets, bias = kwargs.get("cu_seq_lens_q"), kwargs.get("position_bias")
     is_whole = attention_mask is None and offsets is None and bias is None
     if is_whole and query.shape[2] == 1:
@@ -385,6 +392,27 @@ def attention(
     if attention_mask is None or has_ranges:
         return _unmasked(q, k, v, attention_mask, options), None
     return _masked(q, k, v, attention_mask, options), None
+
+
+# Arguments by which a call without a mask is more than rows, keys and options.
+_MORE = frozenset(
+    ("block_indices", "cu_seq_lens_q", "indices", "output_attentions", "position_bias")
+)
+
+
+def _is_known(kwargs: dict[str, Any]) -> bool:
+    """Whether a call may be one of those that `find_step` knows."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return False  # no look-up is part of a graph
+    if _MORE.isdisjoint(kwargs):
+        return True
+    return all(kwargs.get(name) is None or kwargs[name] is False for name in _MORE)
+
+
+def _is_causal(module: Any, given: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if given is None else given
 
 
 def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
@@ -455,7 +483,9 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
     """A step of decoding over keys of one length, as one row of b * heads heads: nothing is to be
     planned. None where the heads of all requests are not equally far apart."""
     count, heads, _, head_dim = q.shape
-    if not (k.is_contiguous() and v.is_contiguous()):
+    given = q, k, v
+    is_in_place = k.is_contiguous() and v.is_contiguous()
+    if not is_in_place:
         k, v = _with_columns(k), _with_columns(v)
         for x in (k, v):
             if count > 1 and x.stride(0) != x.shape[1] * x.stride(1):
@@ -468,8 +498,9 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
     if s_aux is not None:
         sinks = s_aux.detach().float()
         sinks = sinks if count == 1 else sinks.repeat(count)
+    rows = q.reshape(-1, head_dim).contiguous()
     made = single_decode_with_kv_cache(
-        q.reshape(-1, head_dim).contiguous(),
+        rows,
         k,
         v,
         "HND",
@@ -478,6 +509,8 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
         sm_scale=scale,
         sinks=sinks,
     )
+    if is_in_place and sinks is None and _is_known({}) and rows.data_ptr() == q.data_ptr():
+        keep_step(given, (rows, k, v), step_scalars(window_left, scale, softcap))
     return made.view(count, 1, heads, -1)
 
 

@@ -9,7 +9,7 @@ signature pays for reading its arrays, comparing their lengths, and the launch.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,7 +93,9 @@ _entries: dict[tuple[object, ...], Entry] = {}
 class _Checked:
     """What calls of one signature launch, and the limits of their lengths.
 
+    row_shape         extents of the output behind its rows; of a step all of them
     are_keys_aligned  rows of k and v are a multiple of 16 bytes apart
+    kv_heads          extents of k and v in front of their tokens, where these are free
     """
 
     launcher: AttentionLauncher
@@ -102,6 +104,7 @@ class _Checked:
     row_shape: tuple[int, ...]
     allocate: scratch.Allocate
     are_keys_aligned: bool
+    kv_heads: tuple[int, ...]
 
 
 # By what decides about one, with the plans of lengths that it has seen.
@@ -129,6 +132,8 @@ _CALLS = {
 # Decodes of a cache of heads before tokens that is made anew for each step, one token longer: its
 # heads are another number of elements apart each time.
 _GROWING = _call_cache(None, None)
+# The same of several requests, see `find_step`.
+_STEPS = _call_cache(None, None)
 _HEADS_FIRST = _CALLS[True, "HND"]
 _K, _V, _OUT = 1, 2, 3
 _OF_SINKS = functools.partial(params.OPTIONAL.pack, 0, 0)  # no LSE, no mask
@@ -247,7 +252,7 @@ def _run_cached(
     call = found.call
     checked = call.checked
     strides, optional = checked.strides, params.NO_OPTIONAL
-    is_growing = calls is _GROWING
+    is_growing = calls is _GROWING or calls is _STEPS
     if is_growing:
         if found.prepared is None:
             found.prepared = _keys_of(found)
@@ -305,11 +310,17 @@ def _keys_of(found: Found[_Checked]) -> tuple[int, int, bytes]:
     checked = found.call.checked
     spec = checked.launcher.spec
     k_strides, v_strides = found.strides(_K), found.strides(_V)
-    lengths = []
-    for place, head_dim in ((_K, spec.head_dim_qk), (_V, spec.head_dim_vo)):
-        heads, length, columns = found.shapes[place]
-        fits = heads == spec.num_kv_heads and columns == head_dim
+    lengths: list[int] = []
+    pairs: list[int] = []
+    for place, given, head_dim in (
+        (_K, k_strides, spec.head_dim_qk),
+        (_V, v_strides, spec.head_dim_vo),
+    ):
+        *heads, length, columns = found.shapes[place]
+        step = _step_of_heads(heads, given)
+        fits = (*heads,) == checked.kv_heads and columns == head_dim and step is not None
         lengths.append(length if fits else 0)
+        pairs += given[-2], step or 0
     rows = [(strides[:-1], spec.dtype_kv) for strides in (k_strides, v_strides)]
     steps = *k_strides, *v_strides
     if (
@@ -320,8 +331,53 @@ def _keys_of(found: Found[_Checked]) -> tuple[int, int, bytes]:
     ):
         return 0, 0, b""
     strides = [*params.STRIDES.unpack(checked.strides)]
-    strides[2:6] = k_strides[1], k_strides[0], v_strides[1], v_strides[0]
+    strides[2:6] = pairs
     return lengths[0], lengths[1], params.STRIDES.pack(*strides)
+
+
+def _step_of_heads(shape: list[int], strides: tuple[int, ...]) -> int | None:
+    """Elements between heads that one axis has, or two of [requests, heads]; None where they are
+    not equally far apart."""
+    if len(shape) == 1 or shape[1] == 1:
+        return strides[0]
+    is_even = shape[0] == 1 or strides[0] == shape[1] * strides[1]
+    return strides[1] if is_even else None
+
+
+# --- steps of several requests ---
+
+
+def step_scalars(window_left: int, scale: float | None, soft_cap: float | None) -> tuple[Any, ...]:
+    """The scalars of a step, which is a decode whose keys have heads before tokens."""
+    return "HND", False, "NONE", window_left, soft_cap, scale, *[None] * 6
+
+
+def find_step(q: Any, k: Any, v: Any, scalars: tuple[Any, ...]) -> Any:
+    """A row of each of several requests over equally many keys, of heads that are equally far
+    apart, is one row of all these heads.
+
+    q [b, heads, 1, head_dim], k and v [b, kv_heads, kv_len, head_dim]. Returns out [b, 1, heads,
+    head_dim of v], None for a call that `keep_step` did not get.
+    """
+    return _run_cached(_STEPS, (q, k, v, None), scalars, is_decode=True, workspace=None)
+
+
+@after_launch
+def keep_step(
+    arrays: tuple[Any, Any, Any], flat: tuple[Any, Any, Any], scalars: tuple[Any, ...]
+) -> None:
+    """Let `find_step` find a call that was answered by `run` as one row: of `flat`, which are q, k
+    and v of `arrays` in place."""
+    answer = _GROWING.lookup((*flat, None), scalars)
+    if answer is None:
+        return
+    q, k, _ = arrays
+    checked = answer[0].call.checked
+    spec = checked.launcher.spec
+    shape = q.shape[0], 1, q.shape[1], spec.head_dim_vo
+    checked = replace(checked, row_shape=shape, kv_heads=(*k.shape[:2],))
+    like = array.view(q, "q")
+    _STEPS.insert((*arrays, None), scalars, checked, like, spec.dtype_o, shape, None)
 
 
 @after_launch
@@ -339,7 +395,10 @@ def _insert(
     allocate = scratch.allocator(call.q)
     rows = [(v.strides[:-1], v.dtype) for v in (call.k, call.v)]
     are_aligned = are_rows_aligned(0, rows)
-    checked = _Checked(entry.launcher, max_qo_len, strides, out_shape[-2:], allocate, are_aligned)
+    kv_heads = (entry.spec.num_kv_heads,)
+    checked = _Checked(
+        entry.launcher, max_qo_len, strides, out_shape[-2:], allocate, are_aligned, kv_heads
+    )
     made_shape = out_shape if arrays[_OUT] is None else None
     found = calls.insert(arrays, scalars, checked, call.q, entry.spec.dtype_o, made_shape, None)
     if found is not None and calls is _GROWING:

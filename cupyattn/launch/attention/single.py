@@ -297,7 +297,9 @@ class AttentionLauncher:
         if plan.rotates_keys and kv_len:
             k, strides, _rotated = self._rotate_keys(k, strides, kv_len, stream, allocate)
         if plan.partial_bytes:
-            partial_o, _partials = allocate(plan.partial_bytes)
+            partial_o, _partials = scratch.workspace(
+                plan.partial_bytes, self.device_index, stream, allocate
+            )
             partial_lse = partial_o + plan.partial_o_bytes
         if plan.mask_bytes:
             mask_maps, _mask_maps = allocate(plan.mask_bytes)
