@@ -27,5 +27,6 @@ from .views import CPU as CPU
 from .views import LOWEST_ADDRESS as LOWEST_ADDRESS
 from .views import ArrayView as ArrayView
 from .views import Device as Device
+from .views import has_storage as has_storage
 from .views import refuse_gpus as refuse_gpus
 from .views import view as view

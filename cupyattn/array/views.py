@@ -141,7 +141,8 @@ _USUAL_DTYPES = (
     (re.compile("sink|scale|lse|slopes|^s(_|$)"), "float32"),
 )
 
-# Below this no allocator hands out memory: a smaller torch pointer is null, or null plus an offset.
+# A smaller torch pointer may be null, or null plus an offset: torch is asked. Most memory is above,
+# but for that of pools which the driver maps.
 LOWEST_ADDRESS = 1 << 40
 
 # PyArrayInterface.data, what `__array_struct__` points to (numpy's array interface, C side).
@@ -262,7 +263,7 @@ def _check_torch(x: Any, name: str, misaligned: int) -> None:
         )
     if x.is_neg():
         raise ArgumentError(f"{name}: is a lazily negated view; pass {name}.resolve_neg()")
-    if x.numel() and not _has_storage(x):
+    if x.numel() and not has_storage(x):
         raise ArgumentError(
             f"{name}: the tensor has no memory: its storage was freed or never allocated; pass it "
             "before it is resized away"
@@ -271,7 +272,8 @@ def _check_torch(x: Any, name: str, misaligned: int) -> None:
         raise _misaligned(name, x.element_size())
 
 
-def _has_storage(x: Any) -> bool:
+def has_storage(x: Any) -> bool:
+    """Whether a tensor has memory."""
     try:
         return x.untyped_storage().data_ptr() != 0
     except RuntimeError:  # torch's lazy zeros: a tensor without even an empty storage

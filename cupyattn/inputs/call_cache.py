@@ -66,10 +66,16 @@ def _read_torch(arrays: Sequence[Any]) -> _Seen:
                     x.stride(),
                     x.get_device(),
                     x.requires_grad or x.is_neg(),
-                    address & 15 if address >= LOWEST_ADDRESS else None,
+                    address & 15 if address >= LOWEST_ADDRESS else _low_offset(x, address),
                 )
             )
     return addresses, shapes, facts
+
+
+def _low_offset(x: Any, address: int) -> int | None:
+    """The address modulo 16 of a tensor, None for no memory. Memory of pools that the driver maps
+    (cudaMallocAsync, torch's expandable segments) has low addresses too."""
+    return address & 15 if address and array.has_storage(x) else None
 
 
 def _read_cupy(arrays: Sequence[Any]) -> _Seen:
@@ -86,7 +92,7 @@ def _read_cupy(arrays: Sequence[Any]) -> _Seen:
             address = data.ptr
             addresses.append(address)
             shapes.append(x.shape)
-            offset = address & 15 if address >= LOWEST_ADDRESS else None
+            offset = address & 15 if address else None
             is_freed = not data.mem.ptr
             facts.append((type(x), x.dtype, x.strides, data.device_id, is_freed, offset))
     return addresses, shapes, facts
@@ -139,6 +145,12 @@ def _comparer_torch(
             return None
         addresses = [0 if x is None else x.data_ptr() for x in arrays[:end]]
         found = [address & 15 if address >= lowest else None for address in addresses]
+        if found == offsets:
+            return addresses
+        if not any(0 < address < lowest for address in addresses):
+            return None
+        given = zip(arrays, addresses, strict=False)
+        found = [None if x is None else _low_offset(x, address) for x, address in given]
         return addresses if found == offsets else None
 
     return compare

@@ -3,6 +3,9 @@ compares them."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +42,19 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def rows(n: int = 4, dtype: Any = torch.float32, columns: int = 6) -> Any:
     return torch.zeros(n, columns, dtype=dtype)
+
+
+def low_rows(n: int, columns: int = 6) -> Any:
+    """Rows at an address such as those of pools that the driver maps (cudaMallocAsync, XLA's)."""
+    size, flags = 1 << 16, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+    map_at = ctypes.CDLL(None, use_errno=True).mmap
+    map_at.restype = ctypes.c_void_p
+    map_at.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    for wanted in range(0x302000000, 0x402000000, 1 << 24):
+        if map_at(wanted, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == wanted:
+            memory = (ctypes.c_float * (n * columns)).from_address(wanted)
+            return torch.frombuffer(memory, dtype=torch.float32).view(n, columns)
+    pytest.skip("there is no memory at low addresses")
 
 
 def insert(cache: CallCache[str], *arrays: Any) -> None:
@@ -214,3 +230,31 @@ def test_several_rows_say_what_one_does(cache: CallCache[str]) -> None:
     insert(cache, rows(4), SCALE, None, TABLE, rows(4))
     for n in (1, 4, 1, 3):
         assert is_known(cache, rows(n), SCALE, None, TABLE, rows(n))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped as on Linux")
+def test_memory_at_low_addresses_is_memory(cache: CallCache[str]) -> None:
+    """Calls on it were never found, and made anew each time; freed memory still is none."""
+    first = low_rows(4)
+    assert 0 < first.data_ptr() < array.LOWEST_ADDRESS
+    insert(cache, first, None, None, None, rows())
+    assert is_known(cache, low_rows(4), None, None, None, rows())
+    assert is_known(cache, rows(4), None, None, None, low_rows(4))
+    freed = rows(8)
+    parts = freed[:4], freed[4:]
+    freed.untyped_storage().resize_(0)
+    for gone in parts:
+        assert cache.lookup((gone, None, None, None, low_rows(4)), ()) is None
+        assert cache.lookup((low_rows(4), None, None, None, gone), ()) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped as on Linux")
+def test_memory_of_cupys_at_low_addresses_is_memory() -> None:
+    cupy = pytest.importorskip("cupy")
+    low = low_rows(4)
+    memory = cupy.cuda.UnownedMemory(low.data_ptr(), 96, low, device_id=0)
+    x = cupy.ndarray((4, 6), "float32", cupy.cuda.MemoryPointer(memory, 0))
+    made: CallCache[str] = CallCache(Argument("rows", 0))
+    made.insert((x,), (), "checked", array.view(x, "rows"), dtypes.float32, None, None)
+    assert made.lookup((x,), ()) is not None
+    call_cache._caches.remove(made)
