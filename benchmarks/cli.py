@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .sweep import cli as sweep
 
         return sweep.main(given)
+    if given[:1] == ["plans"]:
+        from . import plan_times
+
+        return plan_times.main(given[1:])
     args = parse(given)
     if args.list:
         for case in args.cases:

@@ -136,7 +136,7 @@ def _check_and_time(
 
     progress.note("time", case.name, "*")
     clock.preheat(args.preheat)
-    calls = [item.candidate.call for item in checked]
+    calls = [item.candidate.timed or item.candidate.call for item in checked]
     if case.is_host:
         timings = measure_host(calls, clock.wait, clock.check_alive, args.rounds)
     else:

@@ -96,10 +96,15 @@ def _host(api: str, group: tuple[int, int, int], **more: object) -> dict[str, ob
 def _host_plan(api: str, count: int, arrays: str) -> BatchCase:
     """1,024 keys a request; a row a request of decode and latent attention, or 16 new rows."""
     group = (count, 1 if api in ("decode", "mla") else 16, 1024)
-    goals = ((_FA2, 1.5 if arrays == "device" else 1.1 if count == 1 else 1.0),)
+    return _host_plan_of(f"{api}_{count}", api, arrays, group)
+
+
+def _host_plan_of(label: str, api: str, arrays: str, *groups: tuple[int, int, int]) -> BatchCase:
+    """plan() for lengths that change at every call, around these (steps.py)."""
+    goals = ((_FA2, 1.5 if arrays == "device" else 1.0),)
     return BatchCase(
-        f"plan_{api}_{count}_{arrays}", "host_batch", api, timed="plan", arrays=arrays,
-        **_host(api, group, goals=goals),
+        f"plan_{label}_{arrays}", "host_batch", api, timed="plan", arrays=arrays,
+        **_host(api, groups[0], goals=goals, requests=groups),
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -186,6 +191,12 @@ BATCH_CASES: tuple[BatchCase, ...] = (
       for count in (1, 64, 256, 1024) for arrays in ("numpy", "torch_cpu", "device")),
     *(_host_plan(api, 256, arrays)
       for api in ("paged", "ragged") for arrays in ("numpy", "torch_cpu", "device")),
+    *(_host_plan_of(f"prompts_{count}", "paged", arrays, (count, rows, keys))
+      for count, rows, keys in ((8, 512, 2048), (32, 256, 1024))
+      for arrays in ("numpy", "torch_cpu", "device")),
+    *(_host_plan_of("mixed_64_2", "paged", arrays, (2, 512, 1024), (64, 1, 1024))
+      for arrays in ("numpy", "torch_cpu", "device")),
+    _host_plan("mla", 128, "torch_cpu"),
     *(_host_plan("decode", count, "device") for count in (16, 128)),
     *(_host_plan(api, count, "device") for api in ("paged", "mla") for count in (1, 16, 128)),
     *(_host_run(api, framework, out)

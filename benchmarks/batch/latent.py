@@ -17,7 +17,7 @@ from ..peers.fa3 import NAME as FA3
 from ..peers.fa3 import forward
 from .case import BatchCase
 from .inputs import BatchInputs
-from .wrappers import Calls, empty_output, workspace
+from .wrappers import Calls, as_array, empty_output, next_plan, workspace
 
 
 def candidates(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
@@ -58,18 +58,21 @@ def _wrapper(
     wrapper = library.BatchMLAPagedAttentionWrapper(workspace(name, str(device)), **constructor)
     out = empty_output(case, inputs)
     arrays = [
-        torch.from_numpy(x).to(device)
+        as_array(x, case, inputs, lambda x: x)
         for x in (inputs.qo_indptr, tables.indptr, tables.indices, tables.kv_lens)
     ]
     sizes = case.num_qo_heads, case.head_dim_vo, case.head_dim_qk - case.head_dim_vo
     kv_dtype = getattr(torch, case.kv_dtype)
-    plan = functools.partial(
-        wrapper.plan, *arrays, *sizes, case.page_size, case.causal, _scale(case), torch.bfloat16,
-        kv_dtype,
-    )  # fmt: skip
+
+    def make_plan(*tables: Any) -> Any:
+        options = case.causal, _scale(case), torch.bfloat16, kv_dtype
+        return wrapper.plan(*tables, *sizes, case.page_size, *options)
+
+    plan = functools.partial(make_plan, *arrays)
+    steps = next_plan(make_plan, case, inputs, lambda x: x) if case.timed == "plan" else None
     scales = {} if case.kv_dtype == "bfloat16" else {"ckv_scale": 1.0, "kpe_scale": 1.0}
     run = functools.partial(wrapper.run, *_parts(case, inputs), out=out, **scales)
-    return Calls(plan, run).candidate(name, "mla", case, lambda answer: answer[None], out)
+    return Calls(plan, run, steps).candidate(name, "mla", case, lambda answer: answer[None], out)
 
 
 def _planless(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from ..candidate import Candidate
 from .case import BatchCase
 from .inputs import BatchInputs
+from .steps import NUM_STEPS, Step, draw_steps
 
 _CLASSES = {
     "decode": "BatchDecodeWithPagedKVCacheWrapper",
@@ -24,17 +27,21 @@ Wrap = Callable[[Any], Any]  # a torch tensor as an array of the caller's framew
 
 @dataclass
 class Calls:
-    """A wrapper's two steps, bound to a case."""
+    """A wrapper's two steps, bound to a case. `next_plan` plans for other lengths at each call."""
 
     plan: Callable[[], Any]
     run: Callable[[], Any]
+    next_plan: Callable[[], Any] | None = None
 
     def candidate(
         self, peer: str, variant: str, case: BatchCase, output: Wrap, buffer: Any = None
     ) -> Candidate:
-        """What is timed: plan() where the case says so, else run() after a plan() made here."""
+        """What is timed: plan() where the case says so, for lengths that change from call to call,
+        else run() after a plan() made here."""
         if case.timed == "plan":
-            return Candidate(peer, variant, self.plan, lambda _: output(self.run()), buffer)
+            checked = Candidate(peer, variant, self.plan, lambda _: output(self.run()), buffer)
+            checked.timed = self.next_plan
+            return checked
         self.plan()
         return Candidate(peer, variant, self.run, output, buffer)
 
@@ -56,10 +63,13 @@ def bind(
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk)
     tables = plan_tables(case, inputs, wrap)
     if case.is_paged:
-        plan = functools.partial(wrapper.plan, *tables, *heads, case.page_size, **options)
+        heads = (*heads, case.page_size)
     else:
-        shape = {"head_dim_vo": case.head_dim_vo}
-        plan = functools.partial(wrapper.plan, *tables, *heads, **shape, **options)
+        options["head_dim_vo"] = case.head_dim_vo
+
+    def make_plan(*tables: Any) -> Any:
+        return wrapper.plan(*tables, *heads, **options)
+
     q, k, v = wrap(inputs.q), wrap(inputs.k), wrap(inputs.v)
     keys = ((k, v),) if case.is_paged else (k, v)
     named = {} if out is None else {"out": wrap(out)}
@@ -67,7 +77,9 @@ def bind(
         named["mask"] = wrap(inputs.tree)
     if inputs.sinks is not None:
         named["sinks"] = wrap(inputs.sinks)
-    return Calls(plan, functools.partial(wrapper.run, q, *keys, **named))
+    steps = next_plan(make_plan, case, inputs, wrap) if case.timed == "plan" else None
+    plan = functools.partial(make_plan, *tables)
+    return Calls(plan, functools.partial(wrapper.run, q, *keys, **named), steps)
 
 
 def empty_output(case: BatchCase, inputs: BatchInputs) -> Any:
@@ -104,6 +116,36 @@ def plan_tables(case: BatchCase, inputs: BatchInputs, wrap: Wrap) -> list[Any]:
         if case.api not in ("decode", "verify"):
             given.insert(0, inputs.qo_indptr)
     return [as_array(table, case, inputs, wrap) for table in given]
+
+
+def next_plan(
+    make_plan: Callable[..., Any], case: BatchCase, inputs: BatchInputs, wrap: Wrap
+) -> Callable[[], Any]:
+    """A call that plans for other lengths each time, the same ones in the same order for all."""
+    seed = zlib.crc32(case.name.encode())
+    drawn = draw_steps(case.requests, case.page_size, NUM_STEPS, seed)
+    ids = drawn[0].table
+    table = None if ids is None else as_array(ids, case, inputs, wrap)
+    steps = [_tables_of(step, table, case, inputs, wrap) for step in drawn]
+    turns = itertools.cycle(steps)
+
+    def plan_next() -> Any:
+        return make_plan(*next(turns))
+
+    return plan_next
+
+
+def _tables_of(
+    step: Step, table: Any, case: BatchCase, inputs: BatchInputs, wrap: Wrap
+) -> list[Any]:
+    """The tables of a step, in the order of `plan_tables`."""
+    given = [step.kv_indptr] if case.api == "decode" else [step.qo_indptr, step.kv_indptr]
+    arrays = [as_array(x, case, inputs, wrap) for x in given]
+    if table is None:
+        return arrays
+    lengths = step.kv_lens if case.api == "mla" else step.last_page_len
+    ids = table[: int(step.kv_indptr[-1])]
+    return [*arrays, ids, as_array(lengths, case, inputs, wrap)]
 
 
 def _options(case: BatchCase) -> dict[str, Any]:

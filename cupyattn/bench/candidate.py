@@ -22,7 +22,8 @@ class Candidate:
     `call()` enqueues the whole case (all requests) and returns the library's own answer;
     `output(answer)` views that as an array [batch, q_len, Hq, head_dim_vo] or, where requests
     differ in length, [1, rows of all requests, Hq, head_dim_vo]. `buffer`, if any, is the array
-    that `call` writes into: it is poisoned before the check.
+    that `call` writes into: it is poisoned before the check. `timed`, if any, is what is timed in
+    place of `call`, which then serves the check alone.
     """
 
     peer: str
@@ -31,6 +32,7 @@ class Candidate:
     output: Callable[[Any], Any]
     buffer: Any = None
     note: str = ""
+    timed: Callable[[], Any] | None = None
 
     @property
     def label(self) -> str:
