@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,9 @@ class Costs(NamedTuple):
     least_share: float = 1.0
 
 
-class Work(NamedTuple):
+# Not frozen, because every plan makes some and a frozen one is slow to make. No field changes.
+@dataclass(slots=True)
+class Work:
     """Key tiles that each tile of rows visits: None if all visit `longest`.
 
     num_read     those that all requests have, each once; 0 where nobody asks
@@ -49,9 +52,20 @@ class Work(NamedTuple):
     num_tiles: int
     num_read: int = 0
     shares_keys: bool = False
+    _sorted: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     def array(self) -> np.ndarray:
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
+
+    def descending(self) -> np.ndarray:
+        """The same as float64, the most first; sorted once for all estimates."""
+        found = self._sorted
+        if found is None:
+            found = self.array().astype(np.float64)
+            if self.key_tiles is not None:
+                found.sort()
+            found = self._sorted = found[::-1]
+        return found
 
 
 class Chunk(NamedTuple):
@@ -109,19 +123,27 @@ def _times_of_uneven(
     work: Work, chunks: list[int], items_per_wave: int, block: float
 ) -> list[tuple[float, float]]:
     """The same for several sizes at once. Float, for integers divide slowly."""
-    key_tiles = work.array()
+    key_tiles = work.array().astype(np.float64)
     sizes = np.array(chunks, np.float64)[:, None]
-    parts = np.maximum(np.ceil(key_tiles * (1.0 / sizes)), 1.0)
-    num_items = np.add.reduce(parts, axis=1)
-    # The short ones fill gaps, but long ones come in whole waves.
-    is_long = key_tiles > 0.5 * sizes
-    num_long = np.add.reduce(parts * is_long, axis=1)
-    mean = np.add.reduce(key_tiles * is_long, axis=1) / num_long
-    waves = np.ceil(num_long / items_per_wave)
-    busy = (work.total + num_items * block) / items_per_wave
-    longest = np.maximum.reduce(key_tiles / parts, axis=1)
-    done = np.maximum(np.maximum(busy, waves * (mean + block)), longest + block)
-    return list(zip(done.tolist(), num_items.tolist(), strict=True))
+    parts = key_tiles * (1.0 / sizes)
+    np.ceil(parts, out=parts)
+    np.maximum(parts, 1.0, out=parts)
+    # The short ones fill gaps, but long ones come in whole waves. (Sums of whole numbers are exact
+    # in any order, and products with ones faster than sums.)
+    is_long = (key_tiles > 0.5 * sizes).astype(np.float64)
+    all_items = parts.dot(np.ones(key_tiles.size)).tolist()
+    tiles_of_long = is_long.dot(key_tiles).tolist()
+    is_long *= parts
+    all_long = is_long.dot(np.ones(key_tiles.size)).tolist()
+    lengths = np.maximum.reduce(np.divide(key_tiles, parts, out=parts), axis=1).tolist()
+    found = []
+    for num_items, num_long, tiles, longest in zip(
+        all_items, all_long, tiles_of_long, lengths, strict=True
+    ):
+        mean, waves = tiles / num_long, float(-(-num_long // items_per_wave))
+        busy = (work.total + num_items * block) / items_per_wave
+        found.append((max(busy, waves * (mean + block), longest + block), num_items))
+    return found
 
 
 def _candidates(

@@ -4,6 +4,7 @@ first, in microseconds. By it prompts get their tiles, and splits of their keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,8 @@ from .balance import Work
 _MANY_WAVES = 8
 # A split must end within this share of the time without it.
 WORTHWHILE = 0.95
+# Of a bound: estimates are sums, whose last digits depend on the order.
+_ROUNDED = 1.0 - 1e-9
 # Launches whose tiles share keys take so many times what memory takes for them, at least.
 _SHARED_READING = 1.125
 # Splits are tried where the last block ends later than this many times the mean of all.
@@ -60,9 +63,15 @@ class TileTimes(NamedTuple):
         """What all items take, one after another."""
         return (work.total * self.key_tile + work.num_tiles * self.item) * num_kv_heads
 
-    def least(self, work: Work, num_kv_heads: int, num_slots: int) -> float:
-        """What a launch on so many slots takes at least."""
-        return self.launch + self.alone * self.busy(work, num_kv_heads) / num_slots
+    def least(self, total: float, num_tiles: int, num_kv_heads: int, slots: Slots) -> float:
+        """What a launch of so many tiles, or more, takes at least that visit so many key tiles.
+
+        Splits make more items than tiles, so that where tiles are more than SMs no block is alone.
+        """
+        busy = (total * self.key_tile + num_tiles * self.item) * num_kv_heads / slots.blocks
+        if num_tiles * num_kv_heads <= slots.num_sms:
+            busy *= self.alone
+        return _ROUNDED * (self.launch + busy)
 
 
 class Slots(NamedTuple):
@@ -111,10 +120,11 @@ def makespan(times: np.ndarray, slots: int, reading: float = 0.0) -> float:
     if times.size <= slots:
         ends = times
     else:
-        ends = times[:slots].copy()
+        ends = times[slots - 1 :: -1].copy()
         for begin in range(slots, times.size, slots):
             wave = times[begin : begin + slots]
-            ends.sort()
+            if begin > slots:  # the first wave ends in order
+                ends.sort()
             ends[: wave.size] += wave
     return _end_with_memory(ends, reading) if reading else float(np.maximum.reduce(ends))
 
@@ -137,11 +147,18 @@ def launch_time(
     """When a launch is done whose items visit so many key tiles, each for all key heads."""
     sizes = sizes.copy()
     sizes.sort()
-    sizes = sizes[::-1]
+    return _sorted_time(sizes[::-1], num_kv_heads, slots, times, reading)
+
+
+def _sorted_time(
+    sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes, reading: float
+) -> float:
+    """launch_time of sizes that are sorted, the largest first."""
+    items = times.key_tile * sizes
+    items += times.item
     if num_kv_heads > 1:
-        sizes = sizes.repeat(num_kv_heads)
-    share = times.alone if sizes.size <= slots.num_sms else 1.0
-    items = times.item + times.key_tile * sizes
+        items = items.repeat(num_kv_heads)
+    share = times.alone if items.size <= slots.num_sms else 1.0
     return times.launch + share * makespan(items, slots.blocks, reading / share)
 
 
@@ -153,22 +170,22 @@ def best_split(
     may_split: bool = True,
 ) -> Split:
     """The split of keys after which a launch, and the merge that a split needs, end soonest."""
-    sizes = work.array()
     reading, least = times.read * work.num_read * num_kv_heads, 0.0
     if work.shares_keys:  # blocks do not ask memory for all that they read
         least, reading = times.launch + _SHARED_READING * reading, 0.0
-    whole = Split(0, max(least, launch_time(sizes, num_kv_heads, slots, times, reading)))
+    launch = num_kv_heads, slots, times, reading
+    whole = Split(0, max(least, _sorted_time(work.descending(), *launch)))
     if not may_split or work.longest <= 1:
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
         return whole
     best, limit = whole, WORTHWHILE * whole.time
-    for chunk in _chunks(work, num_kv_heads, slots.blocks):
-        parts = np.maximum(-(-sizes // chunk), 1)
-        num_states = int(np.add.reduce(parts, where=parts > 1)) * num_kv_heads
-        num_items = int(np.add.reduce(parts)) * num_kv_heads
-        merge, lengths = times.merge + times.state * num_states, sizes / parts
-        longest = times.item + times.key_tile * float(np.maximum.reduce(lengths))
+    if times.least(work.total, work.num_tiles, num_kv_heads, slots) + times.merge >= limit:
+        return whole
+    for chunk, parts, lengths, num_parts, num_whole, longest in _parts(work, num_kv_heads, slots):
+        merge = times.merge + times.state * (num_parts - num_whole) * num_kv_heads
+        num_items = num_parts * num_kv_heads
+        longest = times.item + times.key_tile * longest
         busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
         share = times.alone if num_items <= slots.num_sms else 1.0
         is_one_wave = num_items <= slots.blocks
@@ -178,11 +195,34 @@ def best_split(
             soonest = times.launch + max(busy / slots.blocks, longest, reading)
             if not is_one_wave and soonest + merge >= limit:
                 continue
-            time = launch_time(lengths.repeat(parts), num_kv_heads, slots, times, reading)
+            items = lengths.repeat(parts.astype(np.int64))
+            items.sort()
+            time = _sorted_time(items[::-1], *launch)
         time = max(time, least) + merge
         if time < limit:
             best, limit = Split(chunk, time), time
     return best
+
+
+def _parts(
+    work: Work, num_kv_heads: int, slots: Slots
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, int, int, float]]:
+    """Of each split that is tried: key tiles of a part, the parts of each tile and how long they
+    are, how many parts there are, how many of them are a whole tile, and the longest."""
+    chunks = _chunks(work, num_kv_heads, slots.blocks)
+    if not chunks:
+        return
+    sizes = work.descending()
+    parts = sizes / np.array(chunks, np.float64)[:, None]
+    np.ceil(parts, out=parts)
+    np.maximum(parts, 1.0, out=parts)
+    lengths = sizes / parts
+    num_parts = parts.dot(np.ones(sizes.size)).tolist()
+    num_whole = np.count_nonzero(parts == 1.0, axis=1).tolist()
+    longest = np.maximum.reduce(lengths, axis=1).tolist()
+    for index, chunk in enumerate(chunks):
+        counts = int(num_parts[index]), num_whole[index]
+        yield chunk, parts[index], lengths[index], *counts, longest[index]
 
 
 def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:

@@ -189,7 +189,7 @@ def time_together(
     sizes, of_many = np.concatenate((few, work.array())), few.size
     longest = int(np.maximum.reduce(few))
     both = Work(sizes, max(work.longest, longest), work.total + int(np.add.reduce(few)), sizes.size)
-    if times.least(both, num_kv_heads, shape.num_slots) >= limit:
+    if times.least(both.total, both.num_tiles, num_kv_heads, slots) >= limit:
         return math.inf
     chunk, time = best_split(both, num_kv_heads, slots, times)
     if time >= limit:
@@ -229,7 +229,8 @@ def best_partition(
     """
     times = shape.times
     assert times is not None
-    soonest = times.least(work, num_kv_heads, shape.num_slots)
+    slots = Slots(shape.num_slots, shape.num_sms)
+    soonest = times.least(work.total, work.num_tiles, num_kv_heads, slots)
     soonest = max(soonest, streams.time())
     if soonest >= limit:
         return Partition(shape.num_slots, math.inf)

@@ -54,9 +54,10 @@ def choose_tiles(
         is_ahead = shape.most_keys and shape.is_persistent
         if is_ahead and work.num_tiles * num_kv_heads <= shape.num_slots:
             continue
-        if index and shape.times.least(work, num_kv_heads, shape.num_slots) >= limit:
-            continue
         slots = Slots(shape.num_slots, shape.num_sms)
+        least = shape.times.least(work.total, work.num_tiles, num_kv_heads, slots)
+        if index and least >= limit:
+            continue
         time = best_split(work, num_kv_heads, slots, shape.times, may_split).time
         if index == 0 or time < limit:
             best, limit = TileChoice(index, time), _WORTHWHILE * time
