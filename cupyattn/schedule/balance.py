@@ -44,6 +44,7 @@ class Work:
 
     num_read     those that all requests have, each once; 0 where nobody asks
     shares_keys  several tiles of rows visit the same
+    splits       what estimates have found for this work (makespan.best_split)
     """
 
     key_tiles: np.ndarray | None
@@ -52,6 +53,7 @@ class Work:
     num_tiles: int
     num_read: int = 0
     shares_keys: bool = False
+    splits: dict[object, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sorted: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     def array(self) -> np.ndarray:
@@ -72,6 +74,14 @@ class Chunk(NamedTuple):
     """Keys are split after so many key tiles, and when the last block is done then."""
 
     size: int
+    time: float
+
+
+class Split(NamedTuple):
+    """Keys are split after so many key tiles (0: they are not), and when all is done then, in
+    microseconds."""
+
+    chunk: int
     time: float
 
 

@@ -133,12 +133,19 @@ def plan_batch(
     splitting: Splitting,
 ) -> BatchPlan:
     """Plan the requests of a batch that share a kernel. Those without query rows get no work."""
-    tiles = make_tiles(requests, group_size, shape, masking)
+    return plan_tiles(TileWork(requests, group_size, masking), num_kv_heads, shape, splitting)
+
+
+def plan_tiles(
+    works: TileWork, num_kv_heads: int, shape: TileShape, splitting: Splitting
+) -> BatchPlan:
+    """The same of requests whose tiles may have been counted before, to choose the kernel."""
+    requests, tiles = works.requests, works.tiles(shape)
     is_in_order = tiles.first_row is None and not splitting.may_split
     if is_in_order or not len(requests.qo_len):
         return build(requests, tiles, None)
-    work = count_work(requests, tiles, group_size, shape, masking)
-    most_rows = requests.qo_range()[1] * group_size
+    work = works.of(shape)
+    most_rows = works.most_rows
     splits = None
     if splitting.may_split:
         splits = _splits(work, num_kv_heads, most_rows, shape, splitting)
@@ -147,39 +154,99 @@ def plan_batch(
 
 
 def make_tiles(
-    requests: BatchRequests,
-    group_size: int,
-    shape: TileShape,
-    masking: Masking,
-    is_in_order: bool = True,
+    requests: BatchRequests, group_size: int, shape: TileShape, masking: Masking
 ) -> Tiles:
-    """The tiles of query rows of all requests; of those as they come if not `is_in_order`."""
+    """The tiles of query rows of all requests."""
+    return _make_tiles(requests, _longest_first(requests, masking), group_size, shape.tile_q)
+
+
+def _make_tiles(
+    requests: BatchRequests, order: np.ndarray | None, group_size: int, tile_q: int
+) -> Tiles:
+    """Of requests with rows, the last tile, which sees the most keys, comes first."""
     least, most = requests.qo_range()
-    order = _longest_first(requests, masking) if is_in_order else None
-    if least > 0 and most * group_size <= shape.tile_q:
+    if least > 0 and most * group_size <= tile_q:
         return Tiles(order, None)
-    num_tiles = -(-(requests.qo_len * group_size) // shape.tile_q)
-    return _tiles(num_tiles, order, shape.tile_q)
+    counts = (requests.qo_len * group_size + (tile_q - 1)) // tile_q
+    if order is None:
+        order = np.arange(counts.size)
+    else:
+        counts = counts[order]
+    if counts.size == 0:
+        return Tiles(order, None)
+    if least <= 0:
+        order, counts = order[counts > 0], counts[counts > 0]
+    ends = counts.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    if total == counts.size:
+        return Tiles(order, None)
+    first_row = ends.repeat(counts)
+    first_row -= np.arange(1, total + 1)
+    first_row *= tile_q
+    return Tiles(order.repeat(counts), first_row)
 
 
 class TileWork:
-    """The work of all tiles of some requests in any order, for estimates of several shapes."""
+    """The tiles of some requests and their work, for estimates of several shapes and for the plan.
+
+    What shapes whose tiles have one size share is made once.
+    """
 
     def __init__(self, requests: BatchRequests, group_size: int, masking: Masking) -> None:
-        self._requests, self._group_size, self._masking = requests, group_size, masking
+        self.requests, self._group_size, self._masking = requests, group_size, masking
+        self.most_rows = requests.qo_range()[1] * group_size
+        self._order: tuple[np.ndarray | None] | None = None
         self._tiles: dict[int, Tiles] = {}
         self._works: dict[tuple[int, int], Work] = {}
+        self._rows_and_pairs: tuple[int, float] | None = None
+
+    @property
+    def longest(self) -> int:
+        """The keys of the request that has the most."""
+        return int(_most(self.requests.kv_len, initial=0))
+
+    @property
+    def num_keys(self) -> int:
+        """The keys of all requests."""
+        return int(np.add.reduce(self.requests.kv_len))
+
+    def tiles(self, shape: TileShape) -> Tiles:
+        """The tiles of this shape, requests with the longest keys first."""
+        found = self._tiles.get(shape.tile_q)
+        if found is None:
+            if self._order is None:
+                self._order = (_longest_first(self.requests, self._masking),)
+            given = self.requests, *self._order, self._group_size
+            found = self._tiles[shape.tile_q] = _make_tiles(*given, shape.tile_q)
+        return found
 
     def of(self, shape: TileShape) -> Work:
-        """The work of this shape's tiles. Shapes whose tiles have one size share a count."""
+        """The work of this shape's tiles."""
         size = shape.tile_q, shape.tile_kv
-        if size not in self._works:
-            given = self._requests, self._group_size, shape, self._masking
-            if shape.tile_q not in self._tiles:
-                self._tiles[shape.tile_q] = make_tiles(*given, is_in_order=False)
-            tiles = self._tiles[shape.tile_q]
-            self._works[size] = count_work(given[0], tiles, *given[1:])
-        return self._works[size]
+        found = self._works.get(size)
+        if found is None:
+            given = self.requests, self.tiles(shape), self._group_size, shape, self._masking
+            found = self._works[size] = count_work(*given)
+        return found
+
+    def at_least(self, shape: TileShape) -> tuple[float, int]:
+        """Key tiles that all tiles of this shape visit at least, and how many tiles there are at
+        least, without a count."""
+        if self._rows_and_pairs is None:
+            self._rows_and_pairs = self._count_pairs()
+        rows, pairs = self._rows_and_pairs
+        return max(0.0, pairs / (shape.tile_q * shape.tile_kv)), -(-rows // shape.tile_q)
+
+    def _count_pairs(self) -> tuple[int, float]:
+        """All rows of all requests and the keys that they see, but for a window's."""
+        qo_len = self.requests.qo_len.astype(np.float64)
+        rows = float(np.add.reduce(qo_len))
+        pairs = 0.0
+        if self._masking.window_left < 0:
+            pairs = float(qo_len.dot(self.requests.kv_len.astype(np.float64)))
+        if pairs and self._masking.window_right >= 0:
+            pairs -= 0.5 * (float(qo_len.dot(qo_len)) - rows)
+        return int(rows) * self._group_size, pairs * self._group_size
 
 
 class Tiles(NamedTuple):
@@ -214,23 +281,6 @@ def are_equal(numbers: np.ndarray) -> bool:
     return bool(numbers[0] == numbers[-1] and _least(numbers) == _most(numbers))
 
 
-def _tiles(num_tiles: np.ndarray, order: np.ndarray | None, tile_q: int) -> Tiles:
-    """Of requests with rows, the last tile, which sees the most keys, comes first."""
-    if order is None:
-        order = np.arange(num_tiles.size)
-    counts = num_tiles[order]
-    if counts.size == 0:
-        return Tiles(order, None)
-    if _least(counts) == 0:
-        order, counts = order[counts > 0], counts[counts > 0]
-    ends = counts.cumsum()
-    total = int(ends[-1]) if ends.size else 0
-    if total == counts.size:
-        return Tiles(order, None)
-    index = ends.repeat(counts) - np.arange(1, total + 1)
-    return Tiles(order.repeat(counts), index * tile_q)
-
-
 def count_work(
     requests: BatchRequests,
     tiles: Tiles,
@@ -248,6 +298,15 @@ def count_work(
             total = longest * kv_len.size
             return Work(None, longest, total, kv_len.size, total)
         spans = kv_len
+    elif masking.window_left < 0 <= masking.window_right and requests.is_shared is None:
+        # To the last key that the last row of a tile sees.
+        behind = requests.kv_len - requests.qo_len
+        whole, rest = divmod(shape.tile_q - 1, group_size)
+        behind += whole + 1 + masking.window_right
+        assert first_row is not None
+        spans = (first_row + rest) // group_size
+        spans += behind if request is None else behind[request]
+        spans = np.maximum(np.minimum(spans, kv_len), 0)
     else:
         spans = _spans(requests, tiles, kv_len, group_size, shape, masking)
     key_tiles = (spans + (shape.tile_kv - 1)) // shape.tile_kv
@@ -331,16 +390,14 @@ def short_last(
     if work.key_tiles is None or tiles.first_row is None:
         return tiles, splits
     sizes = work.key_tiles if splits is None else -(-work.key_tiles // splits)
-    if not (sizes[1:] > sizes[:-1]).any():
+    if not np.count_nonzero(sizes[1:] > sizes[:-1]):
         return tiles, splits
     costs = sizes + BLOCK_OVERHEAD
     work_up_to = np.bincount(sizes, costs if splits is None else costs * splits).cumsum()
     longest = work_up_to.size - 1 + BLOCK_OVERHEAD
-    end = work_up_to.searchsorted(_SHORT_WAVES * items_per_wave * longest)
-    is_short = sizes < end
-    (short,) = is_short.nonzero()
-    short = short[(-sizes[short]).argsort(kind="stable")]
-    order = np.concatenate((*(~is_short).nonzero(), short))
+    end = int(work_up_to.searchsorted(_SHORT_WAVES * items_per_wave * longest))
+    # All that are no short ones are alike here, so that they stay in order.
+    order = np.maximum(-sizes, -end).argsort(kind="stable")
     request = None if tiles.request is None else tiles.request[order]
     return Tiles(request, tiles.first_row[order]), None if splits is None else splits[order]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import Work
+from .balance import Split, Work
 
 # A launch of this many waves takes as long as its slots are busy, and half its shortest block.
 _MANY_WAVES = 8
@@ -95,13 +95,6 @@ def read_time(keys: int, row_bytes: int) -> float:
     return keys * row_bytes / _READ_BYTES
 
 
-class Split(NamedTuple):
-    """Keys are split after so many key tiles (0: they are not), and when all is done then."""
-
-    chunk: int
-    time: float
-
-
 def makespan(times: np.ndarray, slots: int, reading: float = 0.0) -> float:
     """When blocks that take so long are done, the longest first, each in the first free slot.
 
@@ -169,7 +162,20 @@ def best_split(
     times: TileTimes,
     may_split: bool = True,
 ) -> Split:
-    """The split of keys after which a launch, and the merge that a split needs, end soonest."""
+    """The split of keys after which a launch, and the merge that a split needs, end soonest.
+
+    It is remembered with the work, for a plan asks again what the choice of its tiles has asked.
+    """
+    key = num_kv_heads, slots, times, may_split
+    found = work.splits.get(key)
+    if found is None:
+        found = work.splits[key] = _best_split(work, *key)
+    return found
+
+
+def _best_split(
+    work: Work, num_kv_heads: int, slots: Slots, times: TileTimes, may_split: bool
+) -> Split:
     reading, least = times.read * work.num_read * num_kv_heads, 0.0
     if work.shares_keys:  # blocks do not ask memory for all that they read
         least, reading = times.launch + _SHARED_READING * reading, 0.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -55,10 +56,12 @@ _WORTHWHILE, _AS_SOON = 0.97, 1.06
 _LONG = 3
 
 
-class Streams(NamedTuple):
+# Not frozen, because every plan makes one and a frozen one is slow to make. No field changes.
+@dataclass(slots=True)
+class Streams:
     """Launches of decode's kernels that follow one of prefill.
 
-    keys       that each request sees
+    keys       that each request sees; the longest has `longest`, and all have `num_keys`
     num_bytes  of keys and values that they read
     num_items  of all KV heads
     num_launches
@@ -72,6 +75,12 @@ class Streams(NamedTuple):
     num_launches: int = 1
     has_tiny_pages: bool = False
     is_capped: bool = False
+    longest: int = field(init=False)
+    num_keys: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.longest = int(np.maximum.reduce(self.keys, initial=0))
+        self.num_keys = int(np.add.reduce(self.keys))
 
     def busy(self) -> float:
         """For how long one SM would be busy with them."""
@@ -82,9 +91,8 @@ class Streams(NamedTuple):
 
     def latency(self) -> float:
         """What they take as soon as SMs are free, but for memory's rate."""
-        longest = int(np.maximum.reduce(self.keys, initial=0))
         further = _FURTHER * (self.num_launches - 1)
-        return self._slowly(_LATENCY + further + _LONGEST * math.sqrt(longest / _KEYS))
+        return self._slowly(_LATENCY + further + _LONGEST * math.sqrt(self.longest / _KEYS))
 
     def reading(self) -> float:
         """What all SMs take for their keys."""
@@ -124,7 +132,9 @@ def streams_of(
     is_capped: bool = False,
 ) -> Streams:
     """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
-    keys = np.concatenate([requests.kv_len for requests in few])
+    keys = few[0].kv_len
+    if len(few) > 1:
+        keys = np.concatenate([requests.kv_len for requests in few])
     if masking.window_left >= 0:
         rows = np.concatenate([requests.qo_len for requests in few])
         keys = np.minimum(keys, rows + masking.window_left)
@@ -134,34 +144,37 @@ def streams_of(
 
 
 def choose_launches(
-    many: BatchRequests,
-    streams: Streams,
-    group_size: int,
-    num_kv_heads: int,
-    shapes: Sequence[TileShape],
-    masking: Masking,
+    works: TileWork, streams: Streams, num_kv_heads: int, shapes: Sequence[TileShape]
 ) -> LaunchChoice:
-    """The launches by which requests of many rows and those of few are done soonest: one of prefill
-    that serves all, or one for the many which leaves SMs to the streams, or all SMs to one after
-    the other.
+    """The launches by which requests of many rows (`works`) and those of few are done soonest: one
+    of prefill that serves all, or one for the many which leaves SMs to the streams, or all SMs to
+    one after the other.
 
     All shapes have times. The first is that of persistent blocks, which can leave SMs; those for
     few keys serve all requests or none; the others' blocks have an item each.
     """
     best = LaunchChoice(0, 0, math.inf, False)
     together, soonest, is_settled = best, streams.time(), False
-    longest = max(int(keys.max(initial=0)) for keys in (many.kv_len, streams.keys))
-    works = TileWork(many, group_size, masking)
+    longest = max(works.longest, streams.longest)
+    # Shapes whose tiles need a count only to say whether later ones are looked at.
+    passed: list[TileShape] = []
     for index, shape in enumerate(shapes):
         if longest > shape.most_keys if shape.most_keys else is_settled:
             continue
-        times, limit = shape.times, _WORTHWHILE * best.time
-        assert times is not None
+        limit = _WORTHWHILE * best.time
+        limits = limit, min(_AS_SOON * best.time, _WORTHWHILE * together.time)
+        if index and _is_slower(works, streams, num_kv_heads, shape, *limits):
+            passed.append(shape)
+            is_settled = is_settled or _WORTHWHILE * best.time <= soonest
+            continue
+        if passed and not shape.most_keys:
+            is_settled = is_settled or any(_is_long(works.of(x), num_kv_heads, x) for x in passed)
+            passed.clear()
+            if is_settled:
+                continue
         work = works.of(shape)
         if not shape.most_keys:
-            followed = shape
-            if shape.is_persistent:
-                followed = replace(shape, times=times._replace(launch=times.launch + _FOLLOWED))
+            followed = _followed(shape) if shape.is_persistent else shape
             num_slots, time = best_partition(
                 work, num_kv_heads, followed, streams, index == 0, limit
             )
@@ -171,9 +184,63 @@ def choose_launches(
         time = time_together(work, num_kv_heads, shape, streams, limit)
         if time < limit:
             together = LaunchChoice(index, shape.num_slots, time, True)
-        is_long = work.total * num_kv_heads > _LONG * work.longest * shape.num_slots
+        is_long = _is_long(work, num_kv_heads, shape)
         is_settled = is_settled or is_long or _WORTHWHILE * best.time <= soonest
     return together if together.time <= _AS_SOON * best.time else best
+
+
+@lru_cache(maxsize=256)
+def _followed(shape: TileShape) -> TileShape:
+    """Persistent blocks that launches follow."""
+    times = shape.times
+    assert times is not None
+    return replace(shape, times=times._replace(launch=times.launch + _FOLLOWED))
+
+
+def _is_long(work: Work, num_kv_heads: int, shape: TileShape) -> bool:
+    """Whether the slots are busy for some of the longest items."""
+    return work.total * num_kv_heads > _LONG * work.longest * shape.num_slots
+
+
+def _is_slower(
+    works: TileWork,
+    streams: Streams,
+    num_kv_heads: int,
+    shape: TileShape,
+    limit_apart: float,
+    limit_together: float,
+) -> bool:
+    """Whether blocks of this shape, with the streams behind them or one launch for all, cannot end
+    within these limits, whatever a count of their tiles says."""
+    total, num_tiles = works.at_least(shape)
+    if not shape.most_keys:
+        if _least_apart(total, num_tiles, num_kv_heads, shape, streams) < limit_apart:
+            return False
+    return _least_together(total, num_tiles, num_kv_heads, shape, streams) >= limit_together
+
+
+def _least_apart(
+    total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
+) -> float:
+    """When blocks of one item each, and the streams behind them, are done at least."""
+    times = shape.times
+    assert times is not None
+    least = times.least(total, num_tiles, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
+    if num_tiles * num_kv_heads >= shape.num_sms and not shape.is_persistent:
+        # No SM is left to the streams.
+        return max(least + streams.latency() + streams.reading(), streams.time())
+    return max(least, streams.time())
+
+
+def _least_together(
+    total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
+) -> float:
+    """When one launch that serves all is done at least."""
+    times = shape.times
+    assert times is not None
+    both = total + streams.num_keys / shape.tile_kv, num_tiles + streams.keys.size
+    least = times.least(*both, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
+    return max(least, times.launch + streams.num_bytes / _BYTES_BY_PREFILL)
 
 
 def time_together(
@@ -182,11 +249,11 @@ def time_together(
     """When one launch that serves all is done; infinite if that cannot be within the limit."""
     times, slots = shape.times, Slots(shape.num_slots, shape.num_sms)
     assert times is not None
-    if times.launch + streams.num_bytes / _BYTES_BY_PREFILL >= limit:
+    if _least_together(work.total, work.num_tiles, num_kv_heads, shape, streams) >= limit:
         return math.inf
     # Few rows are one tile.
     few = (streams.keys + (shape.tile_kv - 1)) // shape.tile_kv
-    sizes, of_many = np.concatenate((few, work.array())), few.size
+    sizes = np.concatenate((few, work.array()))
     longest = int(np.maximum.reduce(few))
     both = Work(sizes, max(work.longest, longest), work.total + int(np.add.reduce(few)), sizes.size)
     if times.least(both.total, both.num_tiles, num_kv_heads, slots) >= limit:
@@ -194,7 +261,7 @@ def time_together(
     chunk, time = best_split(both, num_kv_heads, slots, times)
     if time >= limit:
         return math.inf
-    merge, is_few = 0.0, np.arange(sizes.size) < of_many
+    merge, is_few = 0.0, np.arange(sizes.size) < few.size
     if chunk:
         parts = np.maximum(-(-sizes // chunk), 1)  # of no keys, too
         merge, longest = times.merge, min(longest, chunk)
@@ -204,8 +271,7 @@ def time_together(
     order = (-sizes).argsort(kind="stable")
     sizes, is_few = sizes[order], is_few[order]
     waves = np.arange(0, sizes.size, max(1, shape.num_slots // num_kv_heads))
-    num_keys = max(1.0, float(np.add.reduce(streams.keys)))
-    tile_bytes = streams.num_bytes / num_keys * shape.tile_kv
+    tile_bytes = streams.num_bytes / max(1.0, float(streams.num_keys)) * shape.tile_kv
     reading = np.add.reduceat(sizes * is_few, waves) * (tile_bytes / _BYTES_BY_PREFILL)
     busy = np.add.reduceat(times.item + times.key_tile * sizes, waves) * num_kv_heads
     all_waves = float(np.add.reduce(np.maximum(reading, busy / shape.num_slots)))
@@ -229,15 +295,15 @@ def best_partition(
     """
     times = shape.times
     assert times is not None
-    slots = Slots(shape.num_slots, shape.num_sms)
-    soonest = times.least(work.total, work.num_tiles, num_kv_heads, slots)
+    facts = work.total, work.num_tiles, num_kv_heads
+    soonest = times.least(*facts, Slots(shape.num_slots, shape.num_sms))
     soonest = max(soonest, streams.time())
-    if soonest >= limit:
+    if soonest >= limit or (not is_persistent and _least_apart(*facts, shape, streams) >= limit):
         return Partition(shape.num_slots, math.inf)
     num_items, busy = work.num_tiles * num_kv_heads, times.busy(work, num_kv_heads)
     best, tried = Partition(shape.num_slots, math.inf), [shape.num_slots]
     # Tiny pages change whether a launch of their own is worth it, but not which SMs it should have.
-    usual = streams._replace(has_tiny_pages=False)
+    usual = replace(streams, has_tiny_pages=False) if streams.has_tiny_pages else streams
     for num_slots in tried:
         time, is_split = _partition_time(work, num_kv_heads, shape, usual, num_slots)
         is_full = num_slots == shape.num_slots

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .batch import BatchRequests, TileWork
+from .batch import TileWork
 from .makespan import Slots, best_split
-from .masking import Masking
 from .tile_shape import TileShape
 
 # Where the slots are busy for so many of its longest items, blocks of one item are never faster
@@ -26,12 +25,10 @@ class TileChoice(NamedTuple):
 
 
 def choose_tiles(
-    requests: BatchRequests,
-    group_size: int,
+    works: TileWork,
     num_kv_heads: int,
     shapes: Sequence[TileShape],
-    masking: Masking,
-    may_split: bool,
+    may_split: bool = True,
 ) -> TileChoice:
     """The shape whose launch is done soonest; all have times.
 
@@ -40,21 +37,21 @@ def choose_tiles(
     """
     best, limit = TileChoice(0, 0.0), 0.0
     is_long = False
-    works = TileWork(requests, group_size, masking)
-    longest = int(requests.kv_len.max(initial=0))
     for index, shape in enumerate(shapes):
         if shape.most_keys:
-            if longest > shape.most_keys:
+            if works.longest > shape.most_keys:
                 continue
         elif index and is_long and not shape.is_persistent:
             continue
-        work = works.of(shape)
         assert shape.times is not None
+        slots = Slots(shape.num_slots, shape.num_sms)
+        if index and shape.times.least(*works.at_least(shape), num_kv_heads, slots) >= limit:
+            continue
+        work = works.of(shape)
         # Persistent blocks for few keys win by what they do ahead of their next item.
         is_ahead = shape.most_keys and shape.is_persistent
         if is_ahead and work.num_tiles * num_kv_heads <= shape.num_slots:
             continue
-        slots = Slots(shape.num_slots, shape.num_sms)
         least = shape.times.least(work.total, work.num_tiles, num_kv_heads, slots)
         if index and least >= limit:
             continue

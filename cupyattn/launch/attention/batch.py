@@ -23,8 +23,9 @@ from ...schedule.batch import (
     BatchPlan,
     BatchRequests,
     Splitting,
+    TileWork,
     equal_splits,
-    plan_batch,
+    plan_tiles,
 )
 from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
 from ...schedule.limits import Limits, check_limits, limits
@@ -178,13 +179,14 @@ class BatchLauncher:
         if capacity is not None:
             keys = Keys.equal(capacity.num_requests, UNKNOWN_LENGTH)
             rows, shape = self.choose(keys, capacity.max_qo_len, splitting)
-            plan = self._plan(requests, shape, splitting)
+            plan = self._plan(self._works(requests), shape, splitting)
             most = self._limits(shape, splitting, capacity)
             check_limits(plan, most)
             return self._of_requests(
                 [self._kernel_work(rows, shape, plan, most, splitting)], requests, capacity
             )
-        found, slots = group_by_row_class(requests, self.group_size), -1
+        classes = group_by_row_class(requests, self.group_size)
+        found, slots = [(rows, self._works(x)) for rows, x in classes], -1
         if not splitting.is_given:
             found, slots = self._choose_launches(found, requests)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
@@ -216,8 +218,8 @@ class BatchLauncher:
         return schedule
 
     def _choose_launches(
-        self, found: list[tuple[str, BatchRequests]], requests: BatchRequests
-    ) -> tuple[list[tuple[str, BatchRequests]], int]:
+        self, found: list[tuple[str, TileWork]], requests: BatchRequests
+    ) -> tuple[list[tuple[str, TileWork]], int]:
         """The requests of each kernel, with tiles of prefill_sm90 chosen by when all launches are
         done, and the blocks of the first launch that run at a time; 0: as many as it has, -1: that
         is not chosen. One launch serves all, or those of few rows have launches that follow."""
@@ -229,32 +231,40 @@ class BatchLauncher:
             many = found[0][1]
             if len(few) + 1 < len(found):
                 rows = requests.qo_len * self.group_size
-                many = requests.select(np.flatnonzero(rows > MOST_ROWS[VERIFY]))
-            kinds = [x for _, x in few]
-            choice = self._kernels.choose_launches(requests, many, kinds, self.masking)
+                many = self._works(requests.select(np.flatnonzero(rows > MOST_ROWS[VERIFY])))
+            kinds = [x.requests for _, x in few]
+            works = self._works_of_all(found, requests)
+            choice = self._kernels.choose_launches(works, many, kinds, self.masking)
             if choice.time == math.inf and len(found) > 1:
                 return found, -1
             if choice.is_alone:
-                return [(choice.name, requests)], 0
+                return [(choice.name, works)], 0
             return [(choice.name, many), *few], choice.slots
-        tiles = None
+        tiles, works = None, self._works_of_all(found, requests)
         if len(found) == 1 or not self.problem.paged:
-            tiles = self._kernels.tiles_of_few(found[0][0], requests, self.masking)
+            tiles = self._kernels.tiles_of_few(found[0][0], works)
         if found[0][0] == SMALL and self.problem.paged:
-            longest = int(np.maximum.reduce(requests.kv_len))
-            if not tiles or longest <= sm90.MOST_KEYS_OF_SHORT_ITEMS:
-                together = self._kernels.choose_tiles(requests, self.masking)
+            if not tiles or works.longest <= sm90.MOST_KEYS_OF_SHORT_ITEMS:
+                together = self._kernels.choose_tiles(works)
                 if together.time < _LAUNCH * len(found) + _OF_FEW:
-                    return [(together.name, requests)], 0
-        return ([(tiles, requests)], 0) if tiles else (found, -1)
+                    return [(together.name, works)], 0
+        return ([(tiles, works)], 0) if tiles else (found, -1)
 
-    def _slots_of_first(self, found: list[tuple[str, BatchRequests]]) -> int:
+    def _works(self, requests: BatchRequests) -> TileWork:
+        return TileWork(requests, self.group_size, self.masking)
+
+    def _works_of_all(
+        self, found: list[tuple[str, TileWork]], requests: BatchRequests
+    ) -> TileWork:
+        return found[0][1] if len(found) == 1 else self._works(requests)
+
+    def _slots_of_first(self, found: list[tuple[str, TileWork]]) -> int:
         """Blocks of the first of several launches that run at a time, if its kernel has not been
         timed; 0: as many as it has."""
         if len(found) < 2:
             return 0
         kernels = [self._kernels.get(rows) for rows, _ in found]
-        kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
+        kinds = [[(x.requests, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
         return self._blocks_of_first(kernels, kinds)
 
     def _of_requests(
@@ -455,12 +465,10 @@ class BatchLauncher:
         itemsize = self.problem.dtype_kv.itemsize
         return persistent_grid_size(kinds, self.group_size, self.masking, head_dims, itemsize)
 
-    def _plan(self, requests: BatchRequests, shape: TileShape, splitting: Splitting) -> BatchPlan:
-        plan = plan_batch(
-            requests, self.group_size, self.num_kv_heads, shape, self.masking, splitting
-        )
+    def _plan(self, works: TileWork, shape: TileShape, splitting: Splitting) -> BatchPlan:
+        plan = plan_tiles(works, self.num_kv_heads, shape, splitting)
         if self._is_debugging():
-            validate_plan(plan, requests, self.group_size, shape.tile_q)
+            validate_plan(plan, works.requests, self.group_size, shape.tile_q)
         return plan
 
     def _plan_group(

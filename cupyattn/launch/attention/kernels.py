@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
+from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests, TileWork
 from ...schedule.levels import Served
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import choose_launches, streams_of
@@ -54,8 +54,6 @@ _SHORT, _MOST_DIM_OF_CAPPED_FEW = "short", 128
 _FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
-# Choices of tiles that are remembered, by the lengths of a batch.
-_MAX_CHOICES = 4096
 
 
 class Choice(NamedTuple):
@@ -143,7 +141,6 @@ class Kernels:
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
-        self._choices: dict[tuple[object, ...], Choice] = {}
         self._large: dict[str, TileShape] | None = None
         self._few: dict[str, list[tuple[str, TileShape]]] = {}
 
@@ -176,23 +173,19 @@ class Kernels:
         """The kernels that plans have asked for so far."""
         return [kernel for kernel in self._known.values() if kernel is not None]
 
-    def choose_tiles(self, requests: BatchRequests, masking: Masking) -> Choice:
+    def choose_tiles(self, works: TileWork) -> Choice:
         """The tiles of the last row class by which one launch of all these requests is done
         soonest."""
         shapes = self._timed_shapes()
         if not shapes:
             return Choice(LARGE, math.inf)
-        key = requests.qo_len.tobytes(), requests.kv_len.tobytes()
-        found = self._choices.get(key)
-        if found is None:
-            index, time = choose_tiles(requests, *self._heads, [*shapes.values()], masking, True)
-            found = self._remember(key, Choice([*shapes][index], time))
-        return found
+        index, time = choose_tiles(works, self._num_kv_heads, [*shapes.values()])
+        return Choice([*shapes][index], time)
 
     def choose_launches(
         self,
-        requests: BatchRequests,
-        many: BatchRequests,
+        works: TileWork,
+        many: TileWork,
         few: Sequence[BatchRequests],
         masking: Masking,
     ) -> Choice:
@@ -202,31 +195,25 @@ class Kernels:
         if len(shapes) == 1 and not few:
             return Choice(next(iter(shapes)), 0.0)
         if not shapes or not few:
-            return self.choose_tiles(requests, masking)
-        key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
-        found = self._choices.get(key)
-        if found is None:
-            # Only the first persistent tiles were timed with launches behind them.
-            first = next(iter(shapes))
-            names = [
-                x
-                for x, shape in shapes.items()
-                if x == first or shape.most_keys or not shape.is_persistent
-            ]
-            timed = [shapes[name] for name in names]
-            head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
-            key_bytes = head_dims * self._problem.dtype_kv.itemsize
-            has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
-            of_problem = has_tiny_pages, self._problem.soft_cap
-            streams = streams_of(few, self._num_kv_heads, key_bytes, masking, *of_problem)
-            facts = *self._heads, timed, masking
-            index, slots, time, is_alone = choose_launches(many, streams, *facts)
-            slots = 0 if is_alone or slots == timed[index].num_slots else slots
-            made = Choice(names[index], time, is_alone, slots)
-            found = self._remember(key, made)
-        return found
+            return self.choose_tiles(works)
+        # Only the first persistent tiles were timed with launches behind them.
+        first = next(iter(shapes))
+        names = [
+            x
+            for x, shape in shapes.items()
+            if x == first or shape.most_keys or not shape.is_persistent
+        ]
+        timed = [shapes[name] for name in names]
+        head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
+        key_bytes = head_dims * self._problem.dtype_kv.itemsize
+        has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
+        of_problem = has_tiny_pages, self._problem.soft_cap
+        streams = streams_of(few, self._num_kv_heads, key_bytes, masking, *of_problem)
+        index, slots, time, is_alone = choose_launches(many, streams, self._num_kv_heads, timed)
+        slots = 0 if is_alone or slots == timed[index].num_slots else slots
+        return Choice(names[index], time, is_alone, slots)
 
-    def tiles_of_few(self, rows: str, requests: BatchRequests, masking: Masking) -> str | None:
+    def tiles_of_few(self, rows: str, works: TileWork) -> str | None:
         """Tiles of prefill_sm90 for requests of up to 64 rows, and of 17 at least over pages; None
         if blocks of the portable kernels are as fast: those of decode where memory decides, and
         for few rows of long requests, whose parts they merge themselves."""
@@ -236,13 +223,13 @@ class Kernels:
         )
         if shape is None or is_slow:
             return None
-        longest = int(np.maximum.reduce(requests.kv_len))
+        longest = works.longest
         if rows == DECODE and longest > MOST_KEYS_OF_SHORT_ITEMS:
             return None
-        key_tiles = int(np.add.reduce(requests.kv_len)) // shape.tile_kv * self._num_kv_heads
+        key_tiles = works.num_keys // shape.tile_kv * self._num_kv_heads
         if rows != SMALL and key_tiles > _MOST_TILES_OF_SMALL * shape.num_slots:
             return None
-        return _SHORT if problem.paged else self.choose_tiles(requests, masking).name
+        return _SHORT if problem.paged else self.choose_tiles(works).name
 
     def _timed_shapes(self) -> dict[str, TileShape]:
         if self._large is None:
@@ -251,12 +238,6 @@ class Kernels:
             facts = *self._heads, props.num_sms
             self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
         return self._large
-
-    def _remember(self, key: tuple[object, ...], choice: Choice) -> Choice:
-        if len(self._choices) >= _MAX_CHOICES:
-            self._choices.clear()
-        self._choices[key] = choice
-        return choice
 
     def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
         """The kernel for a row class, a tile of rows each request, and what a plan must know of its

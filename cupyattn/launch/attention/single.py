@@ -13,7 +13,7 @@ from ...core.device import NO_GPU, DeviceProps, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
-from ...schedule.batch import BatchRequests
+from ...schedule.batch import BatchRequests, TileWork
 from ...schedule.tile_choice import choose_tiles
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
@@ -246,8 +246,8 @@ class AttentionLauncher:
         requests = BatchRequests(zero + qo_len, zero + kv_len, zero, zero)
         facts = self.group_size, self.num_kv_heads, props.num_sms
         shapes = [shape_of(tiles, *facts) for tiles in made.values()]
-        heads = self.group_size, self.num_kv_heads
-        return list(made)[choose_tiles(requests, *heads, shapes, masking, True).chosen]
+        works = TileWork(requests, self.group_size, masking)
+        return list(made)[choose_tiles(works, self.num_kv_heads, shapes).chosen]
 
     def _part(
         self, kernel: LoadedKernel[TileConfig], plan: SinglePlan, first_q_tile: int

@@ -9,7 +9,7 @@ from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.instances import SHARED_BYTES
 from cupyattn.launch.tiles import select
-from cupyattn.schedule.batch import BatchRequests
+from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.masking import Masking
 from cupyattn.schedule.tile_choice import choose_tiles
 
@@ -37,7 +37,7 @@ def chosen(
     lengths, starts = np.full(count, length), np.arange(count) * length
     requests = BatchRequests(lengths, lengths, starts, starts)
     masking = Masking(-1, 0 if causal else -1)
-    return [*made][choose_tiles(requests, group, heads[1], shapes, masking, True).chosen]
+    return [*made][choose_tiles(TileWork(requests, group, masking), heads[1], shapes).chosen]
 
 
 # Tiles within 4 % of the fastest of an H200 or an H100 (docs/ladder.md).

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.schedule.balance import Work
-from cupyattn.schedule.batch import BatchRequests
+from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.makespan import (
     Slots,
     TileTimes,
@@ -205,9 +205,10 @@ SHORT = TileShape(64, 64, 264, times=TileTimes(6.0, 2.2, 0.68, 0.6), num_sms=132
 def test_short_tiles_are_for_work_that_does_not_fill_the_card(
     count: int, length: int, chosen: int
 ) -> None:
-    requests = prompts(count, length)
-    assert choose_tiles(requests, 4, 8, [TALL, SHORT], CAUSAL, True).chosen == chosen
+    works = TileWork(prompts(count, length), 4, CAUSAL)
+    assert choose_tiles(works, 8, [TALL, SHORT]).chosen == chosen
 
 
 def test_the_first_shape_stays_if_another_gains_nothing() -> None:
-    assert choose_tiles(prompts(1, 2048), 4, 8, [TALL, TALL], CAUSAL, True).chosen == 0
+    works = TileWork(prompts(1, 2048), 4, CAUSAL)
+    assert choose_tiles(works, 8, [TALL, TALL]).chosen == 0

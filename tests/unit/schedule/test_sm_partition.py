@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.schedule import Masking
-from cupyattn.schedule.batch import BatchRequests, count_work, make_tiles
+from cupyattn.schedule.batch import BatchRequests, TileWork, count_work, make_tiles
 from cupyattn.schedule.makespan import TileTimes
 from cupyattn.schedule.mixed import Kinds
 from cupyattn.schedule.sm_partition import (
@@ -77,13 +78,17 @@ def requests_of(lengths: Lengths) -> BatchRequests:
     return BatchRequests(rows, keys, np.cumsum(rows) - rows, np.cumsum(keys) - keys)
 
 
+def works_of(lengths: Lengths, group_size: int = 4) -> TileWork:
+    return TileWork(requests_of(lengths), group_size, CAUSAL)
+
+
 def streams(decodes: Lengths, heads: int = 8) -> Streams:
     return streams_of([requests_of(decodes)], heads, 512, CAUSAL)
 
 
 def choose(chunks: Lengths, decodes: Lengths, heads: int = 8) -> LaunchChoice:
     few = streams(decodes, heads)
-    return choose_launches(requests_of(chunks), few, 4, heads, SHAPES, CAUSAL)
+    return choose_launches(works_of(chunks), few, heads, SHAPES)
 
 
 def test_streams_are_what_each_request_sees() -> None:
@@ -96,11 +101,11 @@ def test_streams_are_what_each_request_sees() -> None:
 
 def test_keys_of_tiny_pages_stream_slowly_beside_others() -> None:
     streams = Streams(np.full(63, 4096), 1e9, 63 * 8)
-    tiny = streams._replace(has_tiny_pages=True)
+    tiny = replace(streams, has_tiny_pages=True)
     assert tiny.busy() > 1.5 * streams.busy()
     # Few requests are as many blocks as run at a time.
-    few = tiny._replace(num_items=8)
-    assert few.busy() == few._replace(num_items=64).busy() < tiny.busy()
+    few = replace(tiny, num_items=8)
+    assert few.busy() == replace(few, num_items=64).busy() < tiny.busy()
     assert tiny.time() == streams.time()
 
 
@@ -144,7 +149,7 @@ def test_a_merge_of_prompts_would_come_late() -> None:
 def choose_of_three(chunks: Lengths, decodes: Lengths) -> LaunchChoice:
     """Three heads that share one of keys."""
     few = streams(decodes, 1)
-    return choose_launches(requests_of(chunks), few, 3, 1, SHAPES, CAUSAL)
+    return choose_launches(works_of(chunks, 3), few, 1, SHAPES)
 
 
 @pytest.mark.parametrize("heads", [1, 8])
@@ -197,7 +202,7 @@ def test_no_choice_is_estimated_slower_than_one_launch_after_another(data: st.Da
     keys = st.integers(1, 9000).map(lambda n: (1, n))
     decodes = data.draw(st.lists(keys, min_size=1, max_size=80))
     heads = data.draw(st.sampled_from([1, 2, 5, 8]))
-    alone = choose_tiles(requests_of(chunks), 4, heads, SHAPES, CAUSAL, True).time
+    alone = choose_tiles(works_of(chunks), heads, SHAPES).time
     few = streams(decodes, heads)
     apart = alone + max(few.time(), few.busy() / 132)
     assert choose(chunks, decodes, heads).time <= 1.04 * apart
