@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ MAX_WAVES = 4
 _WORTHWHILE = 0.95
 # Tiles whose longest is at most this many times their mean are planned as if all were as long.
 _EVEN = 1.15
+_ONE = np.float64(1.0)  # converted once
 
 
 # In the order of kernels/cupyattn/params/plan_batch.cuh.
@@ -133,18 +135,21 @@ def _times_of_uneven(
     work: Work, chunks: list[int], items_per_wave: int, block: float
 ) -> list[tuple[float, float]]:
     """The same for several sizes at once. Float, for integers divide slowly."""
-    key_tiles = work.array().astype(np.float64)
+    row = work.array().astype(np.float64)
     sizes = np.array(chunks, np.float64)[:, None]
-    parts = key_tiles * (1.0 / sizes)
+    # Products of matrices are faster than broadcasts and sums of short rows, and exact here: of one
+    # factor each, or sums of whole numbers.
+    ones, all_chunks = _ones(row.size), _ones(len(chunks))
+    key_tiles = all_chunks[:, None].dot(row[None])
+    parts = (1.0 / sizes).dot(row[None])
     np.ceil(parts, out=parts)
-    np.maximum(parts, 1.0, out=parts)
-    # The short ones fill gaps, but long ones come in whole waves. (Sums of whole numbers are exact
-    # in any order, and products with ones faster than sums.)
-    is_long = (key_tiles > 0.5 * sizes).astype(np.float64)
-    all_items = parts.dot(np.ones(key_tiles.size)).tolist()
-    tiles_of_long = is_long.dot(key_tiles).tolist()
+    np.maximum(parts, _ONE, out=parts)
+    # The short ones fill gaps, but long ones come in whole waves.
+    is_long = (key_tiles > (0.5 * sizes).dot(ones[None])).astype(np.float64)
+    all_items = parts.dot(ones).tolist()
+    tiles_of_long = is_long.dot(row).tolist()
     is_long *= parts
-    all_long = is_long.dot(np.ones(key_tiles.size)).tolist()
+    all_long = is_long.dot(ones).tolist()
     lengths = np.maximum.reduce(np.divide(key_tiles, parts, out=parts), axis=1).tolist()
     found = []
     for num_items, num_long, tiles, longest in zip(
@@ -154,6 +159,11 @@ def _times_of_uneven(
         busy = (work.total + num_items * block) / items_per_wave
         found.append((max(busy, waves * (mean + block), longest + block), num_items))
     return found
+
+
+@lru_cache(maxsize=256)
+def _ones(count: int) -> np.ndarray:
+    return np.ones(count)
 
 
 def _candidates(

@@ -8,7 +8,7 @@ with the arithmetic of `Masking.key_span` and `schedule.single.tile_span`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,14 +66,20 @@ class BatchRequests:
     uniform: int = -1
     key_offset: np.ndarray | None = None
     is_shared: np.ndarray | None = None
+    _range: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def qo_range(self) -> tuple[int, int]:
         """The least and the most of qo_len; (0, 0) for no requests."""
+        if self._range is None:
+            self._range = self._find_range()
+        return self._range
+
+    def _find_range(self) -> tuple[int, int]:
         if self.uniform >= 0:
             return self.uniform, self.uniform
         if not self.qo_len.size:
             return 0, 0
-        return int(np.minimum.reduce(self.qo_len)), int(np.maximum.reduce(self.qo_len))
+        return int(_least(self.qo_len)), int(_most(self.qo_len))
 
     def select(self, chosen: np.ndarray) -> BatchRequests:
         """The requests at these indices."""
@@ -194,11 +200,15 @@ class TileWork:
 
     def __init__(self, requests: BatchRequests, group_size: int, masking: Masking) -> None:
         self.requests, self._group_size, self._masking = requests, group_size, masking
-        self.most_rows = requests.qo_range()[1] * group_size
         self._order: tuple[np.ndarray | None] | None = None
         self._tiles: dict[int, Tiles] = {}
         self._works: dict[tuple[int, int], Work] = {}
         self._rows_and_pairs: tuple[int, float] | None = None
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the request that has the most."""
+        return self.requests.qo_range()[1] * self._group_size
 
     @property
     def longest(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -82,6 +83,12 @@ _NO_MERGES = np.zeros(0, np.int32)
 _NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
+
+
+@lru_cache(maxsize=256)
+def _with_slots(shape: TileShape, num_slots: int) -> TileShape:
+    """The shape of a launch that leaves SMs to others."""
+    return replace(shape, num_slots=num_slots)
 
 
 class BatchLauncher:
@@ -198,7 +205,7 @@ class BatchLauncher:
         for rows, chosen in found:
             shape = self._kernels.get(rows).shapes[0]
             if slots:
-                shape = replace(shape, num_slots=slots)
+                shape = _with_slots(shape, slots)
             elif len(found) == 1 and rows in FEW:
                 keys = Keys.of(requests.kv_len)
                 rows, shape = self.choose(keys, requests.qo_range()[1], splitting)
@@ -231,7 +238,7 @@ class BatchLauncher:
             many = found[0][1]
             if len(few) + 1 < len(found):
                 rows = requests.qo_len * self.group_size
-                many = self._works(requests.select(np.flatnonzero(rows > MOST_ROWS[VERIFY])))
+                many = self._works(requests.select((rows > MOST_ROWS[VERIFY]).nonzero()[0]))
             kinds = [x.requests for _, x in few]
             works = self._works_of_all(found, requests)
             choice = self._kernels.choose_launches(works, many, kinds, self.masking)
@@ -253,9 +260,7 @@ class BatchLauncher:
     def _works(self, requests: BatchRequests) -> TileWork:
         return TileWork(requests, self.group_size, self.masking)
 
-    def _works_of_all(
-        self, found: list[tuple[str, TileWork]], requests: BatchRequests
-    ) -> TileWork:
+    def _works_of_all(self, found: list[tuple[str, TileWork]], requests: BatchRequests) -> TileWork:
         return found[0][1] if len(found) == 1 else self._works(requests)
 
     def _slots_of_first(self, found: list[tuple[str, TileWork]]) -> int:
@@ -273,8 +278,8 @@ class BatchLauncher:
         schedule = self._layout.lay_out(works)
         for tiles in (part.tiles for part in schedule.parts if part.tiles is not None):
             rows = requests.qo_len * self.group_size
-            shared = requests.kv_len[rows > self._used_rows(tiles)]
-            schedule.longest = max(schedule.longest, int(shared.max(initial=0)))
+            shared = requests.kv_len * (rows > self._used_rows(tiles))
+            schedule.longest = max(schedule.longest, int(np.maximum.reduce(shared, initial=0)))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
     def kernels(self) -> list[Kernel]:

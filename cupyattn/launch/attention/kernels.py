@@ -142,6 +142,7 @@ class Kernels:
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
         self._large: dict[str, TileShape] | None = None
+        self._followed: tuple[list[str], list[TileShape]] | None = None
         self._few: dict[str, list[tuple[str, TileShape]]] = {}
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
@@ -196,14 +197,7 @@ class Kernels:
             return Choice(next(iter(shapes)), 0.0)
         if not shapes or not few:
             return self.choose_tiles(works)
-        # Only the first persistent tiles were timed with launches behind them.
-        first = next(iter(shapes))
-        names = [
-            x
-            for x, shape in shapes.items()
-            if x == first or shape.most_keys or not shape.is_persistent
-        ]
-        timed = [shapes[name] for name in names]
+        names, timed = self._followed_shapes()
         head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
         key_bytes = head_dims * self._problem.dtype_kv.itemsize
         has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
@@ -238,6 +232,19 @@ class Kernels:
             facts = *self._heads, props.num_sms
             self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
         return self._large
+
+    def _followed_shapes(self) -> tuple[list[str], list[TileShape]]:
+        """Those that launches may follow: only the first persistent tiles were timed so."""
+        if self._followed is None:
+            shapes = self._timed_shapes()
+            first = next(iter(shapes))
+            names = [
+                x
+                for x, shape in shapes.items()
+                if x == first or shape.most_keys or not shape.is_persistent
+            ]
+            self._followed = names, [shapes[name] for name in names]
+        return self._followed
 
     def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
         """The kernel for a row class, a tile of rows each request, and what a plan must know of its
@@ -322,13 +329,14 @@ class Kernels:
 
         None if all are of one kind, or there is no such kernel.
         """
-        rows = lengths * self._group_size
-        small = rows[rows <= MOST_ROWS[VERIFY]]
-        if len(small) in (0, len(rows)):
+        rows, edge = lengths * self._group_size, MOST_ROWS[VERIFY]
+        most = int(np.maximum.reduce(rows, initial=0))
+        if most <= edge or int(np.minimum.reduce(rows)) > edge:
             return None
-        large = row_class(int(rows.max()))
+        large = row_class(most)
         if self.get(large).kinds[0].is_sm90:
             return None
+        small = rows[rows <= edge]
         for name in dict.fromkeys((row_class(int(small.max())), DECODE)):
             if self.find((large, name)) is not None:
                 return large, name
@@ -353,13 +361,19 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     name = row_class(most * group_size)
     if least == most or row_class(least * group_size) == name:
         return [(name, requests)]
-    rows = requests.qo_len * group_size
-    found, up_to = [], rows.max()
+    rows, least_rows = requests.qo_len * group_size, least * group_size
+    found, is_larger = [], None
     for name, above in zip(reversed(ROW_CLASSES), (*reversed(MOST_ROWS.values()), 0), strict=True):
-        chosen = np.flatnonzero((rows > above) & (rows <= up_to))
-        if len(chosen):
-            found.append((name, requests.select(chosen)))
-        up_to = above
+        if most * group_size <= above:
+            continue
+        is_above = rows > above
+        chosen = is_above if is_larger is None else is_above & ~is_larger
+        (places,) = chosen.nonzero()
+        if places.size:
+            found.append((name, requests.select(places)))
+        if least_rows > above:
+            break
+        is_larger = is_above
     return found
 
 

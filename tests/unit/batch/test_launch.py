@@ -350,13 +350,13 @@ def test_equal_requests_are_planned_once(
     device: Device, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[int] = []
-    real = launch_batch.plan_batch
+    real = launch_batch.plan_tiles
 
-    def plan_batch(*given: Any) -> Any:
+    def plan_tiles(*given: Any) -> Any:
         planned.append(keys)
         return real(*given)
 
-    monkeypatch.setattr(launch_batch, "plan_batch", plan_batch)
+    monkeypatch.setattr(launch_batch, "plan_tiles", plan_tiles)
     w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
     for seed, length in enumerate((keys, keys + 1, keys, keys + 2)):
         b = batches.make([1] * 3, [length] * 3, 4, seed=seed)
