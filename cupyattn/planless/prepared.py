@@ -176,7 +176,7 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         plan,
         None,
         0,
-        NO_BITS,
+        _mask_bits(call, num_rows),
         plan.num_bytes,
         packed,
         num_rows,
@@ -193,22 +193,29 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         prepared, plan, num_rows, keys.size, lse_shape, lse_strides, call.pads_lse
     )
     if size < count:
-        return _in_parts(call, prepared, size, lse_strides, most_bytes)
-    if call.mask is None:
+        prepared = _in_parts(call, prepared, size, lse_strides, most_bytes)
+    if not is_bool_mask(call):
         return prepared
-    mask, num_bytes = row_mask.bits_of(call.mask, vq.shape[0]), prepared.num_bytes
-    if is_bool_mask(call):
-        packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.mask_bits)
-        mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
-        num_bytes += packed_bytes
-    return replace(prepared, mask=mask, num_bytes=num_bytes)
+    # Bits of all rows lie behind what launches share.
+    num_bytes = prepared.num_bytes
+    mask = _mask_bits(call, vq.shape[0])._replace(address=num_bytes)
+    return replace(prepared, mask=mask, num_bytes=num_bytes + mask.num_bytes)
+
+
+def _mask_bits(call: Call, num_rows: int) -> MaskBits:
+    """How bits of so many rows of q lie, from the first on."""
+    if call.mask is None:
+        return NO_BITS
+    row_bytes = row_mask.num_packed_bytes(1, call.mask_bits)
+    if not is_bool_mask(call):
+        row_bytes = row_mask.bits_of(call.mask, call.q.shape[0]).row_bytes
+    return MaskBits(0, row_bytes, num_rows * row_bytes)
 
 
 def _requests_of_a_part(call: Call, launcher: BatchLauncher) -> int:
     """How many requests are planned at once: all where they are few, or cannot be taken apart."""
     count, indices = call.lengths.num_requests, call.indices
-    has_rows = indices.qo_offsets is not None or call.lengths.qo_len > 0
-    if call.mask is not None or not has_rows:
+    if indices.qo_offsets is None and call.lengths.qo_len <= 0:
         return count
     num_parts = -(-count // plan_batch.most_requests(launcher.device_index))
     sharers = call.lengths.sharers
@@ -242,7 +249,7 @@ def _in_parts(
         if lengths.num_requests < size:
             plan = plan_of(first.launcher, lengths, most_bytes)
             rest = num_rows, first.num_keys, lse_shape, lse_strides, call.pads_lse
-            part = of_lengths(first, plan, *rest)
+            part = of_lengths(replace(first, mask=_mask_bits(call, num_rows)), plan, *rest)
         parts.append((tuple(begin // sharers * step for step, sharers in steps), part))
     known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
     known |= {"num_bytes": max(part.num_bytes for _, part in parts), "lse_shape": call.lse_shape}
@@ -265,6 +272,7 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
         "block_tables": step(table),
         "out": step(vout, tokens),
         "lse": step(vlse, 1 if call.pads_lse else tokens),
+        "mask": _mask_bits(call, tokens).num_bytes,
     }
     for name in ("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "kv_begin"):
         at[name] = step(getattr(indices, name))

@@ -73,10 +73,28 @@ def test_random_calls_in_parts(index: int, monkeypatch: pytest.MonkeyPatch) -> N
     most = 0
     for seed in range(index, index + 6 * COUNT, COUNT):
         case = random_case(seed)
-        if not case.tree and len(case.qo_len) > 2:
+        if len(case.qo_len) > 2:
             names = [launch.name for launch in run(case, seed=seed % 3).launches]
             most = max(most, names.count("plan_batch"))
     assert most > 2
+
+
+@pytest.mark.parametrize("form", ["uniform", "steps"])
+@pytest.mark.parametrize("is_bool", [False, True])
+def test_masks_in_parts(form: str, is_bool: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    count = 0
+    for seed in range(4000):
+        case = random_case(seed)
+        if not case.tree or case.form != form or ("bool" in case.tree) != is_bool:
+            continue
+        if len(case.qo_len) > 2 and max(case.kv_len) < 300:
+            names = [launch.name for launch in run(case, seed=seed % 3).launches]
+            assert names.count("plan_batch") > 2
+            count += 1
+        if count == 2:
+            break
+    assert count == 2
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -311,11 +311,28 @@ def test_more_requests_than_a_block_plans(gpu: Gpu, make: Make, variant: str) ->
         assert all(b - a == 4 * count // 2 for a, b in zip(*lens, strict=True) if a)
 
 
-def test_requests_that_cannot_be_taken_apart(gpu: Gpu, make: Make) -> None:
-    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", q_len_per_req=1)
-    calls.changes["mask"] = lambda make: make(13_000, 1, dtype="uint8")
-    with pytest.raises(UnsupportedError, match="requests; at most"):
-        calls(calls.arguments(13_000, 1, 13_000))
+@pytest.mark.parametrize("dtype", ["uint8", "bool"])
+def test_the_mask_of_more_requests_than_a_block_plans(gpu: Gpu, make: Make, dtype: str) -> None:
+    """Bools become bits once, and each part has those of its own rows."""
+    count = 13_001
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", q_len_per_req=2)
+    shape = (count, 2) if dtype == "uint8" else (count, 2, 2)
+    arguments = calls.arguments(count, 1, 2 * count)
+    arguments["mask"] = mask = make(*shape, dtype=dtype)
+    for _ in range(2):
+        gpu.launches.clear()
+        calls(arguments)
+        first, second = (unpack(x.params) for x in gpu.attentions())
+        assert second["mask"] - first["mask"] == 2 * 6501
+        assert (first["mask_bytes"], second["mask_bytes"]) == (2 * 6501, 2 * 6500)
+        assert first["mask_row_bytes"] == second["mask_row_bytes"] == 1
+        packs = [x for x in gpu.launches if x.kernel == "packbits"]
+        assert len(packs) == (dtype == "bool")
+        if dtype == "uint8":
+            assert first["mask"] == pointer(mask)
+        else:
+            begin, end = pointer(calls.space), pointer(calls.space) + calls.space.nbytes
+            assert begin < first["mask"] and first["mask"] + 2 * count <= end
 
 
 def test_a_cached_call_runs_few_functions(gpu: Gpu, make: Make) -> None:
