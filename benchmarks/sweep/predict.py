@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.schedule.makespan import TileTimes, state_time
+from cupyattn.choose.card import shipped
+from cupyattn.schedule.makespan import TileTimes
 from cupyattn.schedule.makespan import makespan as prompt_makespan
 from cupyattn.schedule.sm_partition import Streams, time_beside
 
@@ -24,6 +25,7 @@ from .plans import plan_of
 
 _TILE = 64  # keys
 _NUM_SMS = 132
+_CARD = next(card for card in shipped() if card.name == "H200")
 _MOST_FEW_ROWS = 32  # of a request that a kernel of decode serves
 _FEW_KEYS = 8  # of a page whose keys are found one by one
 
@@ -121,7 +123,7 @@ def _time_of_all(works: Sequence[Work], case: BatchCase) -> float:
 def parts_of(work: Work, case: BatchCase) -> Parts:
     """When the last block is done if each takes the first free place, and what comes after it."""
     columns = case.head_dim_qk + case.head_dim_vo
-    of_state = state_time(work.used_rows, case.head_dim_vo)
+    of_state = 2 * 4 * work.used_rows * case.head_dim_vo / _CARD.state_rate
     if work.times is not None:
         times = work.times
         sizes = np.repeat(np.sort(-(-work.keys // work.tile_kv))[::-1], work.heads)
@@ -154,7 +156,7 @@ def _streams(case: BatchCase, num_launches: int) -> Streams:
     row_bytes = (case.head_dim_qk + case.head_dim_vo) * case.groups[0].kv_itemsize
     num_bytes = float(np.add.reduce(keys)) * case.num_kv_heads * row_bytes
     num_items, is_tiny = keys.size * case.num_kv_heads, case.page_size < _FEW_KEYS
-    return Streams(keys, num_bytes, num_items, num_launches, is_tiny)
+    return Streams(keys, num_bytes, num_items, _CARD.beside, num_launches, is_tiny)
 
 
 def makespan(durations: Sequence[float], places: int) -> float:
@@ -178,7 +180,7 @@ def works_of(case: BatchCase) -> list[Work]:
         launch = part.launches[0][0]
         kernel = kernels[launch.threads, launch.shared_bytes]
         items = schedule.words[part.items // 4 : part.merges // 4].reshape(-1, 12)
-        for kind in kernel.kinds:
+        for kind, shape in zip(kernel.kinds, kernel.shapes, strict=True):
             name = kind.name
             if name == "decode_sm80" and kernel.loaded.num_slots < 2 * _NUM_SMS:
                 name = "clusters" if launch.cluster > 1 else "alone"
@@ -197,7 +199,7 @@ def works_of(case: BatchCase) -> list[Work]:
                     max(1, kernel.loaded.num_slots // launch.cluster),
                     part.merge is not None,
                     kind.tile_kv,
-                    kind.times,
+                    shape.times,
                     int(np.multiply.reduce(launch.grid)),
                 )
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError
 from .cupy_module import cupy_module
@@ -25,7 +26,11 @@ _ARCH_OF_CAPABILITY = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceProps:
-    """One GPU. Sizes are bytes; `max_smem_per_block` is the opt-in limit of one thread block."""
+    """One GPU. Sizes are bytes; `max_smem_per_block` is the opt-in limit of one thread block.
+
+    memory_rate  of its memory, in GB/s, and `sm_clock`, the highest of its SMs, in MHz; 0 where the
+                 driver does not say
+    """
 
     index: int
     name: str
@@ -34,6 +39,8 @@ class DeviceProps:
     max_smem_per_block: int
     smem_per_sm: int
     l2_bytes: int
+    memory_rate: float = 0.0
+    sm_clock: float = 0.0
 
 
 NO_GPU = DeviceProps(
@@ -44,6 +51,8 @@ NO_GPU = DeviceProps(
     max_smem_per_block=227 << 10,
     smem_per_sm=228 << 10,
     l2_bytes=50 << 20,
+    memory_rate=3352.0,
+    sm_clock=1980.0,
 )
 """What plans on the CPU are sized for, an H100, so that a workspace which is too small there is too
 small here. Nothing is compiled for it and nothing launched."""
@@ -109,4 +118,22 @@ def device_props(index: int) -> DeviceProps:
         max_smem_per_block=raw["sharedMemPerBlockOptin"],
         smem_per_sm=raw["sharedMemPerMultiprocessor"],
         l2_bytes=raw["l2CacheSize"],
+        memory_rate=_memory_rate(runtime, index),
+        sm_clock=_attribute(runtime, index, "cudaDevAttrClockRate") / 1e3,
     )
+
+
+def _memory_rate(runtime: Any, index: int) -> float:
+    """In GB/s: both edges of the memory's clock carry the width of its bus."""
+    clock = _attribute(runtime, index, "cudaDevAttrMemoryClockRate")  # in kHz
+    bits = _attribute(runtime, index, "cudaDevAttrGlobalMemoryBusWidth")
+    return 2 * clock * 1e3 * bits / 8 / 1e9
+
+
+def _attribute(runtime: Any, index: int, name: str) -> int:
+    """An attribute of a device; 0 where this runtime or driver has no such one."""
+    try:
+        found: int = runtime.deviceGetAttribute(getattr(runtime, name), index)
+    except (AttributeError, runtime.CUDARuntimeError):
+        return 0
+    return found

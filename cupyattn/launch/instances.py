@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from .. import jit
+from ..choose.tile_times import large_tiles
 from ..core import dtypes
-from ..core.device import overlaps_launches
+from ..core.device import NO_GPU, overlaps_launches
 from ..core.dtypes import DType
 from ..core.problem import KEY_SCALES, AttentionProblem
 from ..errors import ArgumentError
@@ -40,7 +41,6 @@ from .tiles.select import (
     SMALL,
     VERIFY,
     few_rows,
-    large_tiles,
     mixed_config,
     row_class,
     tile_config,
@@ -207,7 +207,8 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     for problem, page_size in problems(chosen):
         names = {*rows}
         if LARGE in rows:
-            names |= {*large_tiles(problem, SHARED_BYTES[arch], arch, page_size)}
+            props = replace(NO_GPU, arch=arch, max_smem_per_block=SHARED_BYTES[arch])
+            names |= {*large_tiles(problem, props, page_size)}
         for name in sorted(names):
             for is_batch in (True,) if problem.paged else (False, True):
                 yield from _of_rows(problem, name, is_batch, arch, page_size)

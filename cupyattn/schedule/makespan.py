@@ -30,15 +30,15 @@ _SPLIT_SHARES = (1, 2, 4)
 
 
 class TileTimes(NamedTuple):
-    """What a kernel takes in microseconds, fitted to measurements (docs/ladder.md).
+    """What a kernel takes in microseconds, of a card (choose/card.py).
 
     launch    from the launch to the first item, and from the last to the end
     item      an item besides its key tiles
     key_tile  with all slots busy
     alone     the share of key_tile and item where no other block is on the SM
     merge     the launch that merges states
-    state     writing and reading one of them (state_time)
-    read      what memory takes at least for the keys and values of a key tile (read_time)
+    state     writing and reading one of them
+    read      what memory takes at least for the keys and values of a key tile
     own_keys  the factor of item and key_tile where each query head has keys of its own, which
               few blocks share
     """
@@ -79,20 +79,6 @@ class Slots(NamedTuple):
 
     blocks: int
     num_sms: int
-
-
-# Bytes that all SMs write and read in a microsecond, and that blocks of prefill read of memory.
-_BYTES, _READ_BYTES = 3.5e6, 3.6e6
-
-
-def state_time(rows: int, head_dim: int) -> float:
-    """What writing and reading a state of so many rows takes, in microseconds."""
-    return 2 * 4 * rows * head_dim / _BYTES
-
-
-def read_time(keys: int, row_bytes: int) -> float:
-    """What memory takes for so many keys and values, in microseconds."""
-    return keys * row_bytes / _READ_BYTES
 
 
 def makespan(times: np.ndarray, slots: int, reading: float = 0.0) -> float:

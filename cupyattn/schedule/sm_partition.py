@@ -22,38 +22,59 @@ from .masking import Masking
 from .mixed import Kinds
 from .tile_shape import TileShape
 
-# What an SM of an H200 does in a microsecond, measured: products by wgmma, and bytes of keys and
-# values that blocks of decode stream, while SMs are few enough not to be limited by memory.
-_FLOP, _BYTES = 4.6e6, 75e3
-# With this share of the SMs decode streams all that memory gives.
-_MOST = 0.42
 # Partitions are multiples of so many SMs, so that plans of like batches share their launchers.
 _STEP = 4
-# What all SMs stream in a microsecond, what they do by blocks of prefill, and one such block.
-_ALL_BYTES, _BYTES_BY_PREFILL, _BYTES_OF_BLOCK = 4.3e6, 3.2e6, 45e3
-# In microseconds: until a launch of decode runs on SMs that are free; what it takes without its
-# keys; each further launch; and what the longest request adds, whose parts are as many as the root
-# of its tiles of 64 keys.
-_START, _LATENCY, _FURTHER, _LONGEST = 4.0, 9.0, 4.0, 0.35
+# Keys of a part, by which the root of the longest request's parts is taken.
 _KEYS = 64
-# What an item of decode takes of an SM, in microseconds, besides its keys.
-_ITEM = 0.85
-# The same, and _BYTES, where each key is looked up by itself: fitted to 39 batches over pages of 1.
-# Decode's blocks then take long however few their keys, and are at least as many as run at a time.
-_TINY_PAGES_ITEM, _TINY_PAGES_BYTES, _LEAST_ITEMS = 5.0, 50e3, 264
-# Under a soft cap decode takes so many times as long.
-_CAPPED = 1.3
-# Products and streams that run beside each other take this much longer, because both need L2.
-_BESIDE = 1.07
-# A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
-_LATE_MERGE = 6.0
-# Persistent blocks that launches follow end so many microseconds later than others.
-_FOLLOWED = 3.0
+# Where each key is looked up by itself, decode has at least as many items as run at a time.
+_LEAST_ITEMS = 264
 # Another form must end within this share of the time of the best; but one launch serves all if it
 # is done by the others: none then waits for another, and it is closer to estimates.
 _WORTHWHILE, _AS_SOON = 0.97, 1.06
 # Where the slots are busy for so many of its longest items, only the first shape is looked at.
 _LONG = 3
+
+
+class BesideTimes(NamedTuple):
+    """What launches of decode take behind and beside one of prefill: of a card (choose/card.py), in
+    microseconds, bytes a microsecond and products (FLOP) a microsecond.
+
+    product_rate    of an SM, by wgmma
+    stream_rate     bytes of keys and values that blocks of decode stream on one SM, while SMs are
+                    few enough not to be limited by memory
+    max_share       of the SMs, with which decode streams all that memory gives
+    memory_rate     bytes that all SMs stream
+    rate_beside_products  the same by blocks of prefill
+    rate_of_block   bytes that one such block streams
+    start           until a launch of decode runs on SMs that are free
+    latency         what it takes without its keys
+    further_launch  what each further launch adds
+    longest         what the longest request adds, times the root of its parts
+    item            what an item of decode takes of an SM besides its keys
+    tiny_page_item, tiny_page_rate  `item` and `stream_rate` where each key is looked up by itself
+    capped          times as long decode takes under a soft cap
+    slowdown        times as long products and streams take beside each other: both need L2
+    late_merge      what a merge of prompts takes more if it comes after the streams
+    followed        what persistent blocks take more if launches follow them
+    """
+
+    product_rate: float
+    stream_rate: float
+    max_share: float
+    memory_rate: float
+    rate_beside_products: float
+    rate_of_block: float
+    start: float
+    latency: float
+    further_launch: float
+    longest: float
+    item: float
+    tiny_page_item: float
+    tiny_page_rate: float
+    capped: float
+    slowdown: float
+    late_merge: float
+    followed: float
 
 
 # Not frozen, because every plan makes one and a frozen one is slow to make. No field changes.
@@ -64,6 +85,7 @@ class Streams:
     keys       that each request sees; the longest has `longest`, and all have `num_keys`
     num_bytes  of keys and values that they read
     num_items  of all KV heads
+    times      of the card
     num_launches
     has_tiny_pages  each of their keys is looked up by itself
     is_capped       their logits are under a soft cap
@@ -72,6 +94,7 @@ class Streams:
     keys: np.ndarray
     num_bytes: float
     num_items: int
+    times: BesideTimes
     num_launches: int = 1
     has_tiny_pages: bool = False
     is_capped: bool = False
@@ -86,24 +109,26 @@ class Streams:
         """For how long one SM would be busy with them."""
         if self.has_tiny_pages:
             num_items = max(self.num_items, _LEAST_ITEMS)
-            return self.num_bytes / _TINY_PAGES_BYTES + _TINY_PAGES_ITEM * num_items
-        return self.num_bytes / _BYTES + _ITEM * self.num_items
+            items = self.times.tiny_page_item * num_items
+            return self.num_bytes / self.times.tiny_page_rate + items
+        return self.num_bytes / self.times.stream_rate + self.times.item * self.num_items
 
     def latency(self) -> float:
         """What they take as soon as SMs are free, but for memory's rate."""
-        further = _FURTHER * (self.num_launches - 1)
-        return self._slowly(_LATENCY + further + _LONGEST * math.sqrt(self.longest / _KEYS))
+        further = self.times.further_launch * (self.num_launches - 1)
+        of_longest = self.times.longest * math.sqrt(self.longest / _KEYS)
+        return self._slowly(self.times.latency + further + of_longest)
 
     def reading(self) -> float:
         """What all SMs take for their keys."""
-        return self._slowly(self.num_bytes / _ALL_BYTES)
+        return self._slowly(self.num_bytes / self.times.memory_rate)
 
     def time(self) -> float:
         """What they take on all SMs."""
-        return _START + self.latency() + self.reading()
+        return self.times.start + self.latency() + self.reading()
 
     def _slowly(self, time: float) -> float:
-        return _CAPPED * time if self.is_capped else time
+        return self.times.capped * time if self.is_capped else time
 
 
 class Partition(NamedTuple):
@@ -128,6 +153,7 @@ def streams_of(
     num_kv_heads: int,
     key_bytes: int,
     masking: Masking,
+    times: BesideTimes,
     has_tiny_pages: bool = False,
     is_capped: bool = False,
 ) -> Streams:
@@ -140,7 +166,7 @@ def streams_of(
         keys = np.minimum(keys, rows + masking.window_left)
     num_bytes = float(np.add.reduce(keys)) * num_kv_heads * key_bytes
     num_items = keys.size * num_kv_heads
-    return Streams(keys, num_bytes, num_items, len(few), has_tiny_pages, is_capped)
+    return Streams(keys, num_bytes, num_items, times, len(few), has_tiny_pages, is_capped)
 
 
 def choose_launches(
@@ -174,7 +200,7 @@ def choose_launches(
                 continue
         work = works.of(shape)
         if not shape.most_keys:
-            followed = _followed(shape) if shape.is_persistent else shape
+            followed = _followed(shape, streams.times) if shape.is_persistent else shape
             num_slots, time = best_partition(
                 work, num_kv_heads, followed, streams, index == 0, limit
             )
@@ -190,11 +216,11 @@ def choose_launches(
 
 
 @lru_cache(maxsize=256)
-def _followed(shape: TileShape) -> TileShape:
+def _followed(shape: TileShape, beside: BesideTimes) -> TileShape:
     """Persistent blocks that launches follow."""
     times = shape.times
     assert times is not None
-    return replace(shape, times=times._replace(launch=times.launch + _FOLLOWED))
+    return replace(shape, times=times._replace(launch=times.launch + beside.followed))
 
 
 def _is_long(work: Work, num_kv_heads: int, shape: TileShape) -> bool:
@@ -240,7 +266,7 @@ def _least_together(
     assert times is not None
     both = total + streams.num_keys / shape.tile_kv, num_tiles + streams.keys.size
     least = times.least(*both, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
-    return max(least, times.launch + streams.num_bytes / _BYTES_BY_PREFILL)
+    return max(least, times.launch + streams.num_bytes / streams.times.rate_beside_products)
 
 
 def time_together(
@@ -272,10 +298,11 @@ def time_together(
     sizes, is_few = sizes[order], is_few[order]
     waves = np.arange(0, sizes.size, max(1, shape.num_slots // num_kv_heads))
     tile_bytes = streams.num_bytes / max(1.0, float(streams.num_keys)) * shape.tile_kv
-    reading = np.add.reduceat(sizes * is_few, waves) * (tile_bytes / _BYTES_BY_PREFILL)
+    rate = streams.times.rate_beside_products
+    reading = np.add.reduceat(sizes * is_few, waves) * (tile_bytes / rate)
     busy = np.add.reduceat(times.item + times.key_tile * sizes, waves) * num_kv_heads
     all_waves = float(np.add.reduce(np.maximum(reading, busy / shape.num_slots)))
-    of_longest = longest * tile_bytes / num_kv_heads / _BYTES_OF_BLOCK
+    of_longest = longest * tile_bytes / num_kv_heads / streams.times.rate_of_block
     return max(time, times.launch + max(all_waves, of_longest) + merge)
 
 
@@ -330,7 +357,8 @@ def _partition_time(
     if chunk:  # parts end together
         used = min(num_slots, shape.num_sms)
         end -= times.merge
-        time = time_beside(end, end, shape.num_sms, used, streams) + times.merge + _LATE_MERGE
+        time = time_beside(end, end, shape.num_sms, used, streams) + times.merge
+        time += streams.times.late_merge
     else:  # blocks go to free SMs first
         blocks = min(num_slots, work.num_tiles * num_kv_heads)
         mean = min(end, times.launch + times.busy(work, num_kv_heads) / max(1, blocks))
@@ -346,12 +374,13 @@ def _slots_to_try(
     if num_items * 4 <= full * 3:
         found.append(num_items)
     if is_persistent:
-        share = min(streams.busy() / (busy + streams.busy()), _MOST)
+        most = streams.times.max_share
+        share = min(streams.busy() / (busy + streams.busy()), most)
         balanced = full - int(share * full / _STEP) * _STEP
         # Blocks with as many items each as these have, or one less: no wave is nearly empty.
         waves = -(-num_items // balanced)
         counts = [balanced, *(-(-num_items // n) for n in (waves, waves - 1) if 0 < n <= 4)]
-        found += [count for count in counts if (1 - _MOST) * full <= count < full]
+        found += [count for count in counts if (1 - most) * full <= count < full]
     return list(dict.fromkeys(found))
 
 
@@ -361,10 +390,11 @@ def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Strea
     `mean` on all."""
     done, streamed, free = 0.0, 0.0, num_sms - used
     if free:
-        streamed = _BESIDE * streams.time()
-        more = 1.0 + (_BESIDE - 1.0) * min(1.0, streamed / end)
+        slowdown = streams.times.slowdown
+        streamed = slowdown * streams.time()
+        more = 1.0 + (slowdown - 1.0) * min(1.0, streamed / end)
         end, mean = more * end, more * mean
-        done = free * max(0.0, mean - _START) / streams.busy()
+        done = free * max(0.0, mean - streams.times.start) / streams.busy()
     if done < 1.0:
         left = (1.0 - done) * streams.reading()
         streamed = max(streamed, mean + streams.latency() + left)
@@ -372,7 +402,12 @@ def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Strea
 
 
 def persistent_grid_size(
-    kernels: Sequence[Kinds], group_size: int, masking: Masking, head_dims: int, itemsize: int
+    kernels: Sequence[Kinds],
+    group_size: int,
+    masking: Masking,
+    head_dims: int,
+    itemsize: int,
+    times: BesideTimes,
 ) -> int:
     """Blocks of the first kernel that end when the others do on the SMs that they leave.
 
@@ -384,10 +419,10 @@ def persistent_grid_size(
     )
     flop = sum(n * of.tile_q * of.tile_kv * 2 * head_dims for n, of in first)
     num_bytes = sum(n * of.tile_kv * head_dims * itemsize for kinds in others for n, of in kinds)
-    multiplying, streaming = flop / _FLOP, num_bytes / _BYTES
+    multiplying, streaming = flop / times.product_rate, num_bytes / times.stream_rate
     if not multiplying or not streaming:
         return shape.num_slots
-    share = min(streaming / (multiplying + streaming), _MOST)
+    share = min(streaming / (multiplying + streaming), times.max_share)
     return shape.num_slots - int(share * shape.num_slots / _STEP) * _STEP
 
 

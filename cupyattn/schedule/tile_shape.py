@@ -9,12 +9,9 @@ from typing import NamedTuple
 from .balance import BLOCK_OVERHEAD, Costs, are_even
 from .makespan import TileTimes
 
-# What memory takes in microseconds for a key tile of each slot.
-_KEY_TILE = 2.2
-
 
 class DecodeTimes(NamedTuple):
-    """What a launch of decode takes in microseconds, fitted to times of an H200 (docs/ladder.md).
+    """What a launch of decode takes in microseconds, of a card (choose/card.py).
 
     start        before its blocks and after them
     row          each row of a tile
@@ -22,6 +19,7 @@ class DecodeTimes(NamedTuple):
     least_share  of a key tile's time, that of a block whose keys memory brings at once
     merge        what a split adds at all
     part         what each part of a tile adds, for as many rows as are merged at a time
+    key_tile     what memory takes for a key tile of each slot
     """
 
     start: float
@@ -30,17 +28,33 @@ class DecodeTimes(NamedTuple):
     least_share: float
     merge: float
     part: float
+    key_tile: float
 
     def costs(self, passes: int) -> Costs:
         """These in the time of a key tile, as splits are chosen by."""
-        part = self.part * passes / _KEY_TILE
-        return Costs(self.block / _KEY_TILE, self.merge / _KEY_TILE, 0.0, part, self.least_share)
+        part = self.part * passes / self.key_tile
+        block, merge = self.block / self.key_tile, self.merge / self.key_tile
+        return Costs(block, merge, 0.0, part, self.least_share)
 
 
-_CLUSTER = DecodeTimes(3.9, 0.035, 5.75, 0.5, 3.65, 0.06)
-_ONE_AN_SM = DecodeTimes(3.05, 0.06, 4.55, 0.485, 3.8, 0.037)
-_TWO_AN_SM = DecodeTimes(5.35, 0.02, 1.2, 0.44, 4.95, 0.064)
-_TWO_MERGED_APART = DecodeTimes(7.9, 0.05, 3.75, 0.525, 1.2, 0.001)
+class DecodeKinds(NamedTuple):
+    """The times of the blocks of decode that a plan may choose: clusters, blocks that have an SM
+    each, two an SM, and those whose parts a launch merges."""
+
+    cluster: DecodeTimes
+    one_an_sm: DecodeTimes
+    two_an_sm: DecodeTimes
+    merged_apart: DecodeTimes
+
+    def of(self, shape: TileShape) -> DecodeTimes:
+        """The times of these blocks."""
+        if shape.decode is not None:
+            return shape.decode
+        if shape.num_slots < 2 * shape.num_sms:
+            return self.one_an_sm
+        return self.two_an_sm if shape.is_fused else self.merged_apart
+
+
 # block, merge, state and part of the Costs of splits that a launch merges, also fitted.
 _MERGED_APART = 3.0, 1.4, 0.3, 0.0
 
@@ -81,7 +95,7 @@ class TileShape:
     most_keys: int = 0
     decode: DecodeTimes | None = None
 
-    def in_clusters(self, cluster: int, num_clusters: int) -> TileShape:
+    def in_clusters(self, cluster: int, num_clusters: int, times: DecodeTimes) -> TileShape:
         """The shape of clusters of `cluster` blocks, each of which shares an item as one wide block
         would; num_clusters of them run at a time."""
         wide = replace(
@@ -91,15 +105,11 @@ class TileShape:
             rows_at_a_time=cluster * self.rows_at_a_time,
             cluster=cluster,
         )
-        return wide.timed(_CLUSTER)
-
-    def alone(self) -> TileShape:
-        """The shape of blocks that have an SM each."""
-        return self.timed(_ONE_AN_SM)
+        return wide.timed(times)
 
     def timed(self, times: DecodeTimes) -> TileShape:
         """The shape of blocks of decode that take so long."""
-        part_cost = times.part / (times.least_share * _KEY_TILE)
+        part_cost = times.part / (times.least_share * times.key_tile)
         return replace(self, part_cost=part_cost, least_share=times.least_share, decode=times)
 
     def merged_apart(self) -> TileShape:
@@ -141,7 +151,13 @@ CLUSTERS = (8, 4)
 
 
 def decode_time(
-    shape: TileShape, num_tiles: int, longest: int, total: int, num_kv_heads: int, rows: int
+    shape: TileShape,
+    times: DecodeTimes,
+    num_tiles: int,
+    longest: int,
+    total: int,
+    num_kv_heads: int,
+    rows: int,
 ) -> float:
     """When a launch of decode is done, in microseconds, whose keys are split as suits it best.
 
@@ -151,16 +167,12 @@ def decode_time(
     A block waits for its keys, or memory decides: the longest tile's keys, or all keys over all
     slots. Parts divide the former, and cost a merge.
     """
-    times = shape.decode
-    if times is None:
-        is_alone = shape.num_slots < 2 * shape.num_sms
-        times = _ONE_AN_SM if is_alone else _TWO_AN_SM if shape.is_fused else _TWO_MERGED_APART
     key_tiles = math.ceil(longest / shape.tile_kv)
-    waits = _KEY_TILE * times.least_share * key_tiles
+    waits = times.key_tile * times.least_share * key_tiles
     all_tiles = max(total / shape.tile_kv, 1.0)
     # Clusters leave SMs idle, but memory is as fast without them.
     full = max(shape.num_slots, shape.num_sms / shape.cluster)
-    busy = _KEY_TILE * all_tiles * num_kv_heads / full
+    busy = times.key_tile * all_tiles * num_kv_heads / full
     first = times.start + times.row * rows + times.block
     whole = first + max(waits, busy)
     # As many parts in all as run at a time, but for the end of each tile. Where tiles alone take

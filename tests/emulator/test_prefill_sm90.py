@@ -16,11 +16,13 @@ from helpers.share import one_of, slow_unless
 from helpers.verify_cases import FORMS
 
 import cupyattn
+from cupyattn.choose.tile_times import large_tiles
 from cupyattn.launch.attention import kernels as launch_kernels
 from cupyattn.launch.attention import merge_splits
 from cupyattn.launch.attention import single as launch_single
 from cupyattn.launch.tiles import select
 from cupyattn.launch.tiles.config import TileConfig
+from cupyattn.schedule.makespan import TileTimes
 
 from . import gpu, run, test_attention, test_batch, test_planless
 
@@ -201,8 +203,8 @@ def test_batches_of_one_kv_head(group: int) -> None:
 def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
     """Let plans choose these tiles wherever they have the choice."""
 
-    def only(*arguments: object) -> dict[str, TileConfig]:
-        return {name: select.large_tiles(*arguments)[name]}  # type: ignore[arg-type]
+    def only(*arguments: object) -> dict[str, tuple[TileConfig, TileTimes]]:
+        return {name: large_tiles(*arguments)[name]}  # type: ignore[arg-type]
 
     for module in (launch_kernels, launch_single):
         patch.setattr(module, "large_tiles", only)

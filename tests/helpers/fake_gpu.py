@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,7 +150,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         return allocate
 
-    props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)
+    props = with_fields(device.NO_GPU, index=0, max_smem_per_block=MAX_SHARED)
     replace_all(
         monkeypatch,
         (single.load_kernel, load_kernel),

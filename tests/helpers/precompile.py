@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ if __name__ == "__main__":
 from cupyattn import jit
 from cupyattn.batch.levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
-from cupyattn.core.device import overlaps_launches
+from cupyattn.core.device import NO_GPU, overlaps_launches
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.core.spec import AttentionSpec
 from cupyattn.launch.attention import (
@@ -180,9 +181,7 @@ class Recorder:
     def plugged_in(self) -> Iterator[None]:
         """batch.py asks the recorder."""
         api, launch = SimpleNamespace(is_debugging=False), Launch(None, (1, 1, 1), 32, 0)
-        props = SimpleNamespace(
-            arch=self.arch, max_smem_per_block=SHARED_BYTES[self.arch], num_sms=132
-        )
+        props = replace(NO_GPU, arch=self.arch, max_smem_per_block=SHARED_BYTES[self.arch])
         with contextlib.ExitStack() as stack:
             for target, name, stand_in in (
                 (kernels, "load_kernel", self.load_kernel),

@@ -25,6 +25,7 @@ _RANKS = {
             ("array", "jit", "reference"),
             ("launch/driver",),
             ("launch/ops", "launch/tiles"),
+            ("choose",),
             ("launch/attention",),
             ("inputs", "launch/instances"),
             ("page", "quantization", "single", "states"),

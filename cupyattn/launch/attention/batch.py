@@ -468,7 +468,8 @@ class BatchLauncher:
             return 0
         head_dims = self.problem.head_dim_qk + self.problem.head_dim_vo
         itemsize = self.problem.dtype_kv.itemsize
-        return persistent_grid_size(kinds, self.group_size, self.masking, head_dims, itemsize)
+        of_heads = head_dims, itemsize, self._kernels.card.beside
+        return persistent_grid_size(kinds, self.group_size, self.masking, *of_heads)
 
     def _plan(self, works: TileWork, shape: TileShape, splitting: Splitting) -> BatchPlan:
         plan = plan_tiles(works, self.num_kv_heads, shape, splitting)

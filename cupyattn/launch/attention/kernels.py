@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...choose.card import Card, card_of
+from ...choose.tile_times import large_tiles, shape_of, times_of
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests, TileWork
 from ...schedule.levels import Served
+from ...schedule.makespan import TileTimes
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import choose_launches, streams_of
 from ...schedule.tile_choice import choose_tiles
@@ -27,9 +29,7 @@ from ..tiles.select import (
     SMALL,
     VERIFY,
     few_rows,
-    large_tiles,
     row_class,
-    shape_of,
 )
 from ..tiles.sm90 import MOST_KEYS_OF_SHORT_ITEMS
 from .single import LoadedKernel, load_kernel, load_mixed
@@ -140,6 +140,8 @@ class Kernels:
         self._group_size, self._num_kv_heads = self._heads = group_size, num_kv_heads
         self._page_size = page_size
         self._device_index = device_index
+        self._props = device_props(device_index)
+        self._card = card_of(self._props)
         self._known: dict[Rows, Kernel | None] = {}
         self._large: dict[str, TileShape] | None = None
         self._followed: tuple[list[str], list[TileShape]] | None = None
@@ -163,12 +165,34 @@ class Kernels:
         found = None
         if isinstance(rows, str):
             single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
-            found = _kernel_of(single, (single.tiles,), *self._heads)
+            found = self._kernel_of(single, (single.tiles,), self._times(single.tiles, rows))
         elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
             kinds = mixed.tiles.prefill, mixed.tiles.decode
-            found = _kernel_of(mixed, kinds, *self._heads)
+            found = self._kernel_of(mixed, kinds, None)
         self._known[rows] = found
         return found
+
+    def _times(self, tiles: TileConfig, rows: str) -> TileTimes | None:
+        if not tiles.is_sm90:
+            return None
+        times = times_of(self._card, self._problem, self._page_size, rows)
+        return times and times.of_group(self._group_size)
+
+    def _kernel_of(
+        self, loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], times: TileTimes | None
+    ) -> Kernel:
+        shapes = tuple(
+            TileShape(
+                tiles.used_rows(*self._heads),
+                tiles.tile_kv,
+                loaded.num_slots,
+                *_costs(loaded, tiles),
+                times=times,
+                num_sms=loaded.num_sms,
+            )
+            for tiles in kinds
+        )
+        return Kernel(loaded, kinds, shapes)
 
     def known(self) -> list[Kernel]:
         """The kernels that plans have asked for so far."""
@@ -202,7 +226,8 @@ class Kernels:
         key_bytes = head_dims * self._problem.dtype_kv.itemsize
         has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
         of_problem = has_tiny_pages, self._problem.soft_cap
-        streams = streams_of(few, self._num_kv_heads, key_bytes, masking, *of_problem)
+        times = self._card.beside
+        streams = streams_of(few, self._num_kv_heads, key_bytes, masking, times, *of_problem)
         index, slots, time, is_alone = choose_launches(many, streams, self._num_kv_heads, timed)
         slots = 0 if is_alone or slots == timed[index].num_slots else slots
         return Choice(names[index], time, is_alone, slots)
@@ -225,12 +250,16 @@ class Kernels:
             return None
         return _SHORT if problem.paged else self.choose_tiles(works).name
 
+    @property
+    def card(self) -> Card:
+        """What kernels take on this device."""
+        return self._card
+
     def _timed_shapes(self) -> dict[str, TileShape]:
         if self._large is None:
-            props = device_props(self._device_index)
-            made = large_tiles(self._problem, props.max_smem_per_block, props.arch, self._page_size)
-            facts = *self._heads, props.num_sms
-            self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
+            made = large_tiles(self._problem, self._props, self._page_size)
+            facts = *self._heads, self._props.num_sms
+            self._large = {name: shape_of(*timed, *facts) for name, timed in made.items()}
         return self._large
 
     def _followed_shapes(self) -> tuple[list[str], list[TileShape]]:
@@ -265,10 +294,11 @@ class Kernels:
         if not self._may_be_few(kernel, rows, num_blocks):
             return best
         facts = *keys, self._num_kv_heads, most_rows
-        limit = _WORTHWHILE * decode_time(best[1], *facts)
+        kinds = self._card.decode
+        limit = _WORTHWHILE * decode_time(best[1], kinds.of(best[1]), *facts)
         for name, few in self._shapes_of_few(rows):
             if num_blocks <= few.num_slots:
-                time = decode_time(few, *facts)
+                time = decode_time(few, kinds.of(few), *facts)
                 if time < limit:
                     best, limit = (name, few), time
         return best
@@ -287,10 +317,13 @@ class Kernels:
             assert name is not None, rows
             few = self.get(name)
             # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
-            shapes = [few.shapes[0].in_clusters(x, few.loaded.most_clusters(x)) for x in CLUSTERS]
+            shape, times = few.shapes[0], self._card.decode
+            shapes = [
+                shape.in_clusters(x, few.loaded.most_clusters(x), times.cluster) for x in CLUSTERS
+            ]
             # More than 16 rows were timed in clusters only.
             if rows == DECODE:
-                shapes.insert(0, few.shapes[0].alone())
+                shapes.insert(0, shape.timed(times.one_an_sm))
             found = self._few[rows] = [(name, shape) for shape in shapes]
         return found
 
@@ -375,25 +408,6 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
             break
         is_larger = is_above
     return found
-
-
-def _kernel_of(
-    loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int, num_kv_heads: int
-) -> Kernel:
-    shapes = tuple(
-        TileShape(
-            tiles.used_rows(group_size, num_kv_heads),
-            tiles.tile_kv,
-            loaded.num_slots,
-            *_costs(loaded, tiles),
-            num_sms=loaded.num_sms,
-        )
-        for tiles in kinds
-    )
-    if kinds[0].times is not None:
-        times = kinds[0].times.of_group(group_size)
-        shapes = (replace(shapes[0], times=times),)
-    return Kernel(loaded, kinds, shapes)
 
 
 def _costs(loaded: LoadedKernel[Any], tiles: TileConfig) -> tuple[float, float, int, float]:

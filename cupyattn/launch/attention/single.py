@@ -9,11 +9,14 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from ...choose.card import card_of
+from ...choose.tile_times import large_tiles, shape_of, times_of
 from ...core.device import NO_GPU, DeviceProps, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
 from ...schedule.batch import BatchRequests, TileWork
+from ...schedule.makespan import TileTimes
 from ...schedule.tile_choice import choose_tiles
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
@@ -24,11 +27,9 @@ from ..tiles.config import TileConfig
 from ..tiles.select import (
     LARGE,
     MixedConfig,
-    large_tiles,
     min_blocks,
     mixed_config,
     row_class,
-    shape_of,
     tile_config,
 )
 from . import merge_splits, rotate_keys, scan_mask, tma_sm90
@@ -194,7 +195,7 @@ class AttentionLauncher:
             kernel.tiles.tile_kv,
             kernel.num_slots,
             masking,
-            kernel.tiles.times and kernel.tiles.times.of_group(self.group_size),
+            self._times(kernel.tiles, name),
             kernel.num_sms,
         )
         tiles = kernel.tiles
@@ -236,16 +237,23 @@ class AttentionLauncher:
             merge,
         )
 
+    def _times(self, tiles: TileConfig, name: str) -> TileTimes | None:
+        """The times of a kernel; None if it was not timed."""
+        if not tiles.is_sm90:
+            return None
+        times = times_of(card_of(device_props(self.device_index)), self.problem, 0, name)
+        return times and times.of_group(self.group_size)
+
     def _large_tiles(self, qo_len: int, kv_len: int, masking: Masking) -> str:
         """The tiles by which a request of many rows is served soonest."""
         props = device_props(self.device_index)
-        made = large_tiles(self.problem, props.max_smem_per_block, props.arch, 0)
+        made = large_tiles(self.problem, props, 0)
         if not made:
             return LARGE
         zero = np.zeros(1, np.int64)
         requests = BatchRequests(zero + qo_len, zero + kv_len, zero, zero)
         facts = self.group_size, self.num_kv_heads, props.num_sms
-        shapes = [shape_of(tiles, *facts) for tiles in made.values()]
+        shapes = [shape_of(*timed, *facts) for timed in made.values()]
         works = TileWork(requests, self.group_size, masking)
         return list(made)[choose_tiles(works, self.num_kv_heads, shapes).chosen]
 

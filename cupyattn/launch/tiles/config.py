@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ... import jit
-from ...schedule.makespan import TileTimes
 
 # Whole tokens may leave over one in so many of a tile's rows.
 _MOST_LEFT_OVER = 16
@@ -23,7 +22,6 @@ class TileConfig:
     threads: int
     shared_bytes: int
     wants_rotated_keys: bool = False
-    times: TileTimes | None = None
 
     @cached_property
     def is_sm90(self) -> bool:

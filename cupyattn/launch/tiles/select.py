@@ -13,7 +13,6 @@ from ... import jit
 from ...core import env
 from ...core.dtypes import bfloat16
 from ...core.problem import AttentionProblem
-from ...schedule.tile_shape import TileShape
 from . import sm90, wide, wide_sm90
 from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
 from .config import Field as _Field
@@ -130,32 +129,6 @@ def tile_config(
         if chosen is not None:
             return chosen
     return portable_config(problem, rows, max_shared_bytes, is_batch, arch)
-
-
-def large_tiles(
-    problem: AttentionProblem, max_shared_bytes: int, arch: str, page_size: int
-) -> dict[str, TileConfig]:
-    """The tiles that a plan of requests of the last class may choose from, by name, the one for
-    long launches first. Empty for a problem whose kernels have not been timed."""
-    if arch != "sm_90a" or problem.is_wide or env.PORTABLE.flag():
-        return {}
-    made = {name: sm90.choose(problem, max_shared_bytes, page_size, name) for name in LARGE_TILES}
-    found = {name: tiles for name, tiles in made.items() if tiles and tiles.times}
-    return found if LARGE in found else {}
-
-
-def shape_of(tiles: TileConfig, group_size: int, num_kv_heads: int, num_sms: int) -> TileShape:
-    """What a plan must know of timed tiles, whose kernel need not be loaded."""
-    slots = min_blocks(tiles.config) * num_sms
-    return TileShape(
-        tiles.used_rows(group_size, num_kv_heads),
-        tiles.tile_kv,
-        slots,
-        times=tiles.times and tiles.times.of_group(group_size),
-        num_sms=num_sms,
-        is_persistent=tiles.is_persistent,
-        most_keys=sm90.MOST_KEYS_OF_SHORT_ITEMS if tiles.is_for_short_items else 0,
-    )
 
 
 def portable_config(

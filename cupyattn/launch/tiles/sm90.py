@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ... import jit
 from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
-from ...schedule.makespan import TileTimes, read_time, state_time
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -22,12 +22,6 @@ _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
 _TAIL_SHARE = 5
 _LEAN_TILES = ("queue", "lean", "flat")
-# Under a soft cap a launch takes so many microseconds longer, because it has more instructions, and
-# a key tile so many times as long: lean blocks have no fast path.
-_CAPPED, _CAPPED_LEAN = (2.0, 1.0), (0.0, 1.25)
-_CAPPED_TIMES = {"middle": (2.0, 1.05), **dict.fromkeys(_LEAN_TILES, _CAPPED_LEAN)}
-# Over pages two warpgroups of 128 columns do what three do where keys are in rows.
-_CAPPED_PAGES = 2.0, 1.4
 # The other tiles are slower under a cap than one of these wherever they were timed.
 _CAPPED_TILES = ("middle", "short", *_LEAN_TILES)
 # Blocks for short items multiply more slowly than others, and win by what they do besides.
@@ -192,56 +186,33 @@ _OTHERS = {
     ),
     ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
 }
-# Fitted to the times of some 300 launches of an H200 and an H100 (docs/ladder.md), by which plans
-# choose.
-_TIMES = {
-    ("large", "ragged", 128, 128): TileTimes(9.9, 2.6, 1.13, 0.93, 4.8, own_keys=1.2),
-    ("broad", "ragged", 128, 128): TileTimes(9.96, 2.62, 1.21, 0.93, 4.8, own_keys=1.22),
-    ("twin", "ragged", 128, 128): TileTimes(8.08, 2.59, 0.75, 0.83, 4.8, own_keys=1.25),
-    ("tall", "ragged", 128, 128): TileTimes(5.66, 5.67, 1.16, 0.94, 4.8, own_keys=1.13),
-    ("middle", "ragged", 128, 128): TileTimes(5.97, 4.75, 1.32, 0.96, 4.8, own_keys=1.1),
-    ("short", "ragged", 128, 128): TileTimes(4.86, 4.49, 0.74, 0.89, 4.8, own_keys=1.13),
-    ("lean", "ragged", 128, 128): TileTimes(5.7, 5.4, 1.2, 0.86, own_keys=1.08),
-    ("flat", "ragged", 128, 128): TileTimes(5.77, 4.16, 1.4, 0.89, own_keys=1.1),
-    ("queue", "ragged", 128, 128): TileTimes(7.1, 3.37, 0.71, 0.82, own_keys=1.5),
-    ("queue", "paged", 128, 128): TileTimes(6.0, 3.3, 1.04, 0.7, own_keys=1.43),
-    ("queue", "ragged", 64, 64): TileTimes(9.11, 2.26, 0.71, 0.7, own_keys=1.32),
-    ("large", "ragged", 192, 128): TileTimes(12.5, 2.8, 1.9, 0.5),
-    ("twin", "ragged", 192, 128): TileTimes(7.4, 2.95, 1.63, 0.6),
-    ("short", "ragged", 192, 128): TileTimes(5.8, 4.6, 1.28, 0.63),
-    ("flat", "ragged", 192, 128): TileTimes(4, 6, 2.03, 0.73),
-    ("short", "ragged", 192, 192): TileTimes(5.8, 4.6, 2.0, 0.63),
-    ("short", "ragged", 256, 128): TileTimes(5.8, 4.6, 1.06, 0.63),
-    ("large", "paged", 128, 128): TileTimes(9.9, 3.2, 1.4, own_keys=1.3),
-    ("twin", "paged", 128, 128): TileTimes(8.0, 3.1, 0.91, 0.85, own_keys=1.24),
-    ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
-    ("short", "paged", 128, 128): TileTimes(7.2, 3.1, 1.01, 0.68),
-    ("lean", "paged", 128, 128): TileTimes(5.69, 5.2, 1.49, 0.71, own_keys=1.4),
-    ("large", "ragged", 64, 64): TileTimes(15, 1.25, 1.31, 0.97, own_keys=1.06),
-    ("tall", "ragged", 64, 64): TileTimes(8.13, 3.6, 1.44, 0.95),
-    ("short", "ragged", 64, 64): TileTimes(7.85, 3.21, 1.06, 0.64, own_keys=1.06),
-    ("lean", "ragged", 64, 64): TileTimes(4, 4.84, 1.22, 0.92, own_keys=1.15),
-    ("flat", "ragged", 64, 64): TileTimes(5.06, 4.61, 1.14, 0.9, own_keys=1.09),
-    ("large", "ragged", 80, 80): TileTimes(9.0, 2.5, 1.36, 0.94),
-    ("tall", "ragged", 80, 80): TileTimes(6.0, 4.0, 1.36, 0.94),
-    ("middle", "ragged", 80, 80): TileTimes(5.3, 5.2, 1.3, 0.75),
-    ("short", "ragged", 80, 80): TileTimes(3.8, 4.9, 0.93, 0.66),
-    ("lean", "ragged", 80, 80): TileTimes(3.9, 4.2, 1.6, 0.95),
-    ("flat", "ragged", 80, 80): TileTimes(5.8, 3.2, 2.0, 0.92),
-    ("large", "ragged", 96, 96): TileTimes(5.7, 5.3, 1.06, 0.85),
-    ("middle", "ragged", 96, 96): TileTimes(5.27, 5.22, 1.15, 0.61),
-    ("short", "ragged", 96, 96): TileTimes(3.75, 4.93, 0.8, 0.66),
-    ("lean", "paged", 64, 64): TileTimes(5.7, 6.2, 1.1, 0.6, own_keys=1.15),
-    ("lean", "ragged", 96, 96): TileTimes(3.86, 4.18, 1.32, 0.95),
-    ("flat", "ragged", 96, 96): TileTimes(5.83, 3.15, 1.75, 0.92),
-    ("large", "ragged", 256, 256): TileTimes(16.5, 5.2, 1.45, 0.72, own_keys=1.15),
-    ("flat", "ragged", 256, 256): TileTimes(8.78, 5.33, 1.92, own_keys=1.14),
-    ("short", "ragged", 256, 256): TileTimes(10.3, 4.46, 0.97, own_keys=1.02),
-    ("large", "gathered", 64, 64): TileTimes(8.5, 1.9, 1.21, 0.70),
-    ("large", "gathered", 96, 96): TileTimes(7.5, 2.5, 1.43, 0.95),
-    ("large", "gathered", 128, 128): TileTimes(6.5, 3.7, 1.57, 0.93),
-    ("large", "gathered", 256, 256): TileTimes(4.5, 8.7, 2.0, 0.91),
-}
+
+
+class Tile(NamedTuple):
+    """A tile that serves a problem.
+
+    name  one of select.LARGE_TILES
+    keys  how they come: "ragged", "paged", "gathered", "fp8" or "fp8 gathered"
+    dims  the head dims of q, k and of v, o for which it is made
+    """
+
+    name: str
+    keys: str
+    dims: tuple[int, int]
+    shape: _Shape
+
+    @property
+    def num_rows(self) -> int:
+        """Its rows of Q."""
+        return 64 * self.shape.consumers
+
+    @property
+    def num_keys(self) -> int:
+        return self.shape.tile_kv
+
+    @property
+    def area(self) -> int:
+        return self.num_rows * self.num_keys
 
 
 def choose(
@@ -251,113 +222,86 @@ def choose(
 
     name: of the tile, one of select.LARGE_TILES.
     """
+    tile = find(problem, page_size, name)
+    if isinstance(tile, str):
+        return None
+    tiles = make(problem, tile.shape)
+    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+
+
+def find(problem: AttentionProblem, page_size: int, name: str = "large") -> Tile | str:
+    """The tile of this name for a problem, or a sentence that says why there is none."""
+    if not problem.aligned:
+        return "tensor maps need rows that begin on 16-byte boundaries"
     if name == "large":
-        return _choose(problem, max_shared_bytes, page_size)
-    dims, kind = tile_dims(problem), _timed_kind(problem)
-    if kind == "ragged" and not problem.soft_cap and dims == (96, 96) and _is_slim(problem):
+        return _find_large(problem, page_size)
+    return _find_other(problem, page_size, name)
+
+
+def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | str:
+    """A tile that is not for long launches: those of plain attention, and some under a cap."""
+    dims, keys = tile_dims(problem), _kind(problem).removesuffix(" capped")
+    if keys == "ragged" and not problem.soft_cap and dims == (96, 96) and _is_slim(problem):
         dims = 80, 80
-    shape = _OTHERS.get((name, kind, *dims)) or _OTHERS.get((name, kind, *tile_dims(problem)))
-    if shape is None or not _is_timed(problem) or not problem.aligned:
-        return None
+    shape = _OTHERS.get((name, keys, *dims)) or _OTHERS.get((name, keys, *tile_dims(problem)))
+    if shape is None:
+        return f"it has no tile for {keys} keys of such head dims"
+    if not is_plain(problem):
+        return "its tile is compiled for plain logits of 16-bit keys, or under a cap"
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
-        return None
+        return "no box of a tensor map fits the pages"
     if name == "queue" and not problem.dtype_o.is_float16:
-        return None  # it would spill, as under a cap at head dim 64
+        return "it would spill with float32 outputs"  # as under a cap at head dim 64
     # Capped tiles of 192 columns were not timed, and `flat` would spill.
     is_capped_queue = name == "queue" and dims[0] == 64
     is_deep = dims[0] >= 192 and dims != (256, 256)
     if problem.soft_cap and (name not in _CAPPED_TILES or is_deep or is_capped_queue):
-        return None
-    tiles = make(problem, shape, _times(problem, name, kind, dims, shape))
-    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+        return "another tile is faster under a cap"
+    return Tile(name, keys, dims, shape)
 
 
 def tile_dims(problem: AttentionProblem) -> tuple[int, int]:
     """The head dims whose tiles a problem has: the least of the tables that hold its own. Columns
     that it lacks are not multiplied, but for a few zeros (tile/warpgroup_tile.cuh)."""
-    own = problem.head_dim_qk, problem.head_dim_vo
-    return next(dims for dims in _DIMS if _holds(dims, own))
+    return next(dims_that_hold((problem.head_dim_qk, problem.head_dim_vo)))
 
 
-def _holds(dims: tuple[int, int], own: tuple[int, int]) -> bool:
-    return own[0] <= dims[0] and own[1] <= dims[1]
+def dims_that_hold(own: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """The head dims of the tables that are as large as these, the least first."""
+    return (dims for dims in _DIMS if own[0] <= dims[0] and own[1] <= dims[1])
 
 
-def _is_timed(problem: AttentionProblem) -> bool:
-    """Whether the times hold: those of attention over keys of 16 bits, plain or under a cap."""
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether keys have 16 bits and nothing but a scale and a cap changes their logits."""
     has_option = problem.custom_mask or problem.reads_rows
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
-
-
-def _timed_kind(problem: AttentionProblem) -> str:
-    """The kind of keys, by which tiles and their times are found."""
-    return _kind(problem).removesuffix(" capped")
 
 
 def _is_slim(problem: AttentionProblem) -> bool:
     return max(problem.head_dim_qk, problem.head_dim_vo) <= 80
 
 
-def _times(
-    problem: AttentionProblem, name: str, kind: str, dims: tuple[int, int], shape: _Shape
-) -> TileTimes | None:
-    """The fitted times of a tile; None if there are none. Those of ragged keys stand in for pages
-    that were not timed, and those of the next larger dims that were timed for other dims."""
-    kind = kind.removesuffix(" capped")
-    if not _is_timed(problem):
-        return None
-    found = _timed_as(problem, name, kind, dims, shape)
-    if found is None:
-        return None
-    if not problem.soft_cap:
-        return found
-    launch, key_tile = _CAPPED_TIMES.get(name, _CAPPED)
-    if (name, kind, dims) == ("large", "paged", (128, 128)):
-        launch, key_tile = _CAPPED_PAGES
-    return found._replace(launch=found.launch + launch, key_tile=key_tile * found.key_tile)
-
-
-def _timed_as(
-    problem: AttentionProblem, name: str, kind: str, dims: tuple[int, int], shape: _Shape
-) -> TileTimes | None:
-    """The times of the least dims that hold those of the tile. Half of what a key tile takes is in
-    proportion to its columns, and all of it to its rows and keys."""
-    kinds = ("paged", "ragged") if kind == "paged" else (kind,)
-    larger = dict.fromkeys((dims, *(x for x in _DIMS if _holds(x, dims))))
-    places = ((name, one, qk, vo) for qk, vo in larger for one in kinds)
-    place = next((x for x in places if x in _TIMES), None)
-    if place is None:
-        return None
-    _, timed_kind, *timed = place
-    columns = (problem.head_dim_qk + problem.head_dim_vo) / sum(timed)
-    found = _TIMES[place]._replace(key_tile=(1 + columns) / 2 * _TIMES[place].key_tile)
-    if (*timed,) == dims:
-        return found
-    of = _TILES[(timed_kind, *timed)] if name == "large" else _OTHERS[place]  # type: ignore[index]
-    area = shape.consumers * shape.tile_kv / (of.consumers * of.tile_kv)
-    return found._replace(key_tile=area * found.key_tile)
-
-
-def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
+def _find_large(problem: AttentionProblem, page_size: int) -> Tile | str:
+    """The tile of long launches, which serves all options."""
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     is_wide, is_fp8 = tile_dims(problem)[1] > 192, problem.dtype_kv.is_fp8
-    if not problem.aligned or (is_fp8 and is_rotated) or (problem.own_value_pages and is_rotated):
-        return None
-    kind, dims = _kind(problem), tile_dims(problem)
-    shape = _shape(problem, kind)
-    if kind == "ragged" and _is_timed(problem):
+    if is_rotated and (is_fp8 or problem.own_value_pages):
+        return "it does not rotate fp8 keys, nor keys beside values with pages of their own"
+    keys, dims = _kind(problem), tile_dims(problem)
+    shape = _shape(problem, keys)
+    if keys == "ragged" and is_plain(problem):
         dims, shape = _plain_shape(problem, dims, shape)
-    if shape and problem.paged:
-        if not tensor_map.box_rows(page_size, shape.tile_kv):
-            # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do
-            # not gather besides; those that gather look up one page for a key and its value.
-            has_wide_mask = problem.custom_mask and is_wide and not is_fp8
-            if is_rotated or problem.own_value_pages or has_wide_mask:
-                return None
-            kind = "fp8 gathered" if is_fp8 else "gathered"
-            shape = _shape(problem, kind)
-    tiles = shape and make(problem, shape, _times(problem, "large", kind, dims, shape))
-    return tiles if tiles and tiles.shared_bytes <= max_shared_bytes else None
+    if shape and problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
+        # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do not
+        # gather besides; those that gather look up one page for a key and its value.
+        has_wide_mask = problem.custom_mask and is_wide and not is_fp8
+        if is_rotated or problem.own_value_pages or has_wide_mask:
+            return "no box of a tensor map fits the pages, and these options gather no rows"
+        keys = "fp8 gathered" if is_fp8 else "gathered"
+        shape = _shape(problem, keys)
+    if shape is None:
+        return f"it has no tile for {keys} keys of such head dims with these options"
+    return Tile("large", keys.removesuffix(" capped"), dims, shape)
 
 
 def _plain_shape(
@@ -475,7 +419,7 @@ def l2_swizzle(
     return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)
 
 
-def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = None) -> TileConfig:
+def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
@@ -537,16 +481,11 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kLean": shape.lean,
         "kSharedBytes": shared,
     }
-    if times is not None:
-        row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
-        times = times._replace(
-            state=state_time(tile_q, problem.head_dim_vo), read=read_time(tile_kv, row_bytes)
-        )
     # The warps that only copy: a warpgroup, or one warp of a persistent lean block, or none.
     copying = 32 * shape.persistent if shape.lean else 128
     threads = copying + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
-        "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times
+        "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace as with_fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,10 +56,7 @@ class Loads:
 
         replace(monkeypatch, single.load_kernel, load_kernel)
         replace(monkeypatch, single.load_mixed, load_mixed)
-        real = device.device_props(0)
-        props = type(real)(
-            arch=arch, max_smem_per_block=self.memory, num_sms=132, l2_bytes=50 << 20
-        )
+        props = with_fields(device.NO_GPU, arch=arch, max_smem_per_block=self.memory)
         replace(monkeypatch, device.device_props, lambda index: props)
         original = jit.load
 

@@ -328,7 +328,7 @@ def test_rows_of_no_page_are_not_tiny_pages(monkeypatch: pytest.MonkeyPatch) -> 
     seen = []
     real = launch_kernels.streams_of
     monkeypatch.setattr(
-        launch_kernels, "streams_of", lambda *given: (seen.append(given[4]), real(*given))[1]
+        launch_kernels, "streams_of", lambda *given: (seen.append(given[5]), real(*given))[1]
     )
     kernels_of_ragged([(700, 700), (700, 700), (9, 9), (9, 9)], (8, 8))
     planned([(700, 700), (9, 900)], (8, 8), page_size=1)

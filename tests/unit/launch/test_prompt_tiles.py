@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from cupyattn.choose.tile_times import large_tiles, shape_of
 from cupyattn.core import dtypes
+from cupyattn.core.device import NO_GPU
 from cupyattn.core.problem import AttentionProblem
-from cupyattn.launch.instances import SHARED_BYTES
-from cupyattn.launch.tiles import select
 from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.masking import Masking
 from cupyattn.schedule.tile_choice import choose_tiles
 
-ARCH, NUM_SMS = "sm_90a", 132
+NUM_SMS = 132
+H200 = replace(NO_GPU, name="NVIDIA H200")
 LEAN = {"lean", "flat", "queue"}
 
 
@@ -31,9 +34,9 @@ def chosen(
     problem = AttentionProblem(
         kind, kind, kind, dim, dim_vo or dim, soft_cap=soft_cap, paged=page_size > 0
     )
-    made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, page_size)
+    made = large_tiles(problem, H200, page_size)
     group = heads[0] // heads[1]
-    shapes = [select.shape_of(tiles, group, heads[1], NUM_SMS) for tiles in made.values()]
+    shapes = [shape_of(*timed, group, heads[1], NUM_SMS) for timed in made.values()]
     lengths, starts = np.full(count, length), np.arange(count) * length
     requests = BatchRequests(lengths, lengths, starts, starts)
     masking = Masking(-1, 0 if causal else -1)

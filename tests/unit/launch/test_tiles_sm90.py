@@ -8,10 +8,15 @@ from itertools import product
 import pytest
 from helpers.fake_gpu import MAX_SHARED
 
+from cupyattn.choose.card import card_of
+from cupyattn.choose.tile_times import times_of
 from cupyattn.core import dtypes
+from cupyattn.core.device import NO_GPU
 from cupyattn.core.dtypes import DType
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.tiles import sm90
+
+CARD = card_of(NO_GPU)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
@@ -80,10 +85,10 @@ def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
         if dims in ((192, 192), (256, 128)):
             continue  # which have the times of others
         # A key tile of fewer columns takes less time, and not in proportion to them.
-        tiles = sm90.choose(problem, MAX_SHARED, 0)
-        of_dims = sm90.choose(AttentionProblem(kind, kind, kind, *dims), MAX_SHARED, 0)
-        assert tiles and of_dims and tiles.times and of_dims.times
-        ratio = tiles.times.key_tile / of_dims.times.key_tile
+        times = times_of(CARD, problem, 0, "large")
+        of_dims = times_of(CARD, AttentionProblem(kind, kind, kind, *dims), 0, "large")
+        assert times and of_dims
+        ratio = times.key_tile / of_dims.key_tile
         assert ratio == pytest.approx((1 + (qk + vo) / sum(dims)) / 2)
 
 
@@ -98,6 +103,7 @@ def test_plain_ragged_keys_have_tiles_of_their_own() -> None:
     }.items():
         problem = AttentionProblem(kind, kind, kind, *dims)
         tiles = sm90.choose(problem, MAX_SHARED, 0)
-        assert tiles and (tiles.tile_q, tiles.tile_kv) == area and tiles.times
+        assert tiles and (tiles.tile_q, tiles.tile_kv) == area
+        assert times_of(CARD, problem, 0, "large")
         masked = sm90.choose(replace(problem, custom_mask=True), MAX_SHARED, 0)
         assert masked and masked.tile_q == 128

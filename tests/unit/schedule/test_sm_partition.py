@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupyattn.choose.card import shipped
 from cupyattn.schedule import Masking
 from cupyattn.schedule.batch import BatchRequests, TileWork, count_work, make_tiles
 from cupyattn.schedule.makespan import TileTimes
@@ -27,6 +28,8 @@ from cupyattn.schedule.sm_partition import (
 from cupyattn.schedule.tile_choice import choose_tiles
 from cupyattn.schedule.tile_shape import TileShape
 
+# Fitted to the times of an H200.
+TIMES = next(card.beside for card in shipped() if card.name == "H200")
 LARGE, SMALL = TileShape(128, 128, 132, 4.0), TileShape(16, 64, 264, 0.25)
 
 
@@ -39,7 +42,7 @@ def kind(shape: TileShape, *lengths: tuple[int, int]) -> Kinds:
 
 def blocks(chunks: list[tuple[int, int]], decodes: list[tuple[int, int]]) -> int:
     kernels = [kind(LARGE, *chunks), kind(SMALL, *decodes)]
-    return persistent_grid_size(kernels, 4, Masking(-1, 0), 256, 2)
+    return persistent_grid_size(kernels, 4, Masking(-1, 0), 256, 2, TIMES)
 
 
 def test_a_chunk_beside_many_decodes() -> None:
@@ -83,7 +86,7 @@ def works_of(lengths: Lengths, group_size: int = 4) -> TileWork:
 
 
 def streams(decodes: Lengths, heads: int = 8) -> Streams:
-    return streams_of([requests_of(decodes)], heads, 512, CAUSAL)
+    return streams_of([requests_of(decodes)], heads, 512, CAUSAL, TIMES)
 
 
 def choose(chunks: Lengths, decodes: Lengths, heads: int = 8) -> LaunchChoice:
@@ -92,15 +95,16 @@ def choose(chunks: Lengths, decodes: Lengths, heads: int = 8) -> LaunchChoice:
 
 
 def test_streams_are_what_each_request_sees() -> None:
-    of = streams_of([requests_of([(1, 4096), (1, 10)]), requests_of([(3, 50)])], 2, 512, CAUSAL)
+    few = [requests_of([(1, 4096), (1, 10)]), requests_of([(3, 50)])]
+    of = streams_of(few, 2, 512, CAUSAL, TIMES)
     assert of.keys.tolist() == [4096, 10, 50]
     assert (of.num_bytes, of.num_items, of.num_launches) == (4156 * 1024, 6, 2)
-    window = streams_of([requests_of([(3, 4096), (1, 10)])], 1, 512, Masking(100, 0))
+    window = streams_of([requests_of([(3, 4096), (1, 10)])], 1, 512, Masking(100, 0), TIMES)
     assert window.keys.tolist() == [103, 10]
 
 
 def test_keys_of_tiny_pages_stream_slowly_beside_others() -> None:
-    streams = Streams(np.full(63, 4096), 1e9, 63 * 8)
+    streams = Streams(np.full(63, 4096), 1e9, 63 * 8, TIMES)
     tiny = replace(streams, has_tiny_pages=True)
     assert tiny.busy() > 1.5 * streams.busy()
     # Few requests are as many blocks as run at a time.
@@ -111,7 +115,7 @@ def test_keys_of_tiny_pages_stream_slowly_beside_others() -> None:
 
 def test_capped_decodes_take_longer() -> None:
     few = streams([(1, 4096)] * 8)
-    capped = streams_of([requests_of([(1, 4096)] * 8)], 8, 512, CAUSAL, is_capped=True)
+    capped = streams_of([requests_of([(1, 4096)] * 8)], 8, 512, CAUSAL, TIMES, is_capped=True)
     for plain, slow in ((few.latency(), capped.latency()), (few.reading(), capped.reading())):
         assert slow == pytest.approx(1.3 * plain)
     assert capped.time() > 1.2 * few.time()

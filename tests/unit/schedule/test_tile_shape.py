@@ -5,18 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cupyattn.choose.card import shipped
 from cupyattn.schedule.balance import Work, best_chunk
 from cupyattn.schedule.tile_shape import TileShape, decode_time
 
+# Fitted to the times of an H200.
+TIMES = next(card.decode for card in shipped() if card.name == "H200")
 FEW = TileShape(16, 128, 132, 0.25, 0.03, rows_at_a_time=8, num_sms=132)
 USUAL = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52, num_sms=132)
 # As many clusters run at a time on an H200.
 OFFERED = {
     "usual": USUAL,
-    "alone": FEW.alone(),
-    "clusters of 8": FEW.in_clusters(8, 15),
-    "clusters of 4": FEW.in_clusters(4, 30),
+    "alone": FEW.timed(TIMES.one_an_sm),
+    "clusters of 8": FEW.in_clusters(8, 15, TIMES.cluster),
+    "clusters of 4": FEW.in_clusters(4, 30, TIMES.cluster),
 }
+
+
+def time_of(shape: TileShape, *facts: int) -> float:
+    return decode_time(shape, TIMES.of(shape), *facts)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,7 @@ def test_the_soonest_blocks_of_few_requests(
     """As measured on an H200, 128 columns in pages."""
     facts = len(keys), max(keys), sum(keys), kv_heads, rows
     times = {
-        name: decode_time(shape, *facts)
+        name: time_of(shape, *facts)
         for name, shape in OFFERED.items()
         if len(keys) * kv_heads <= shape.num_slots
     }
@@ -51,23 +58,23 @@ def test_uneven_requests_come_in_waves_of_clusters() -> None:
     facts = 3, 63_937, 62_502 + 63_937 + 37_988, 4, 5
     even = 3, 63_937, 3 * 63_937, 4, 5
     for name, is_later in (("usual", False), ("alone", False), ("clusters of 8", True)):
-        time, usual = (decode_time(OFFERED[x], *facts) for x in (name, "usual"))
+        time, usual = (time_of(OFFERED[x], *facts) for x in (name, "usual"))
         assert (time > usual + 1.0) == is_later
-    assert decode_time(OFFERED["clusters of 8"], *even) < decode_time(USUAL, *even)
+    assert time_of(OFFERED["clusters of 8"], *even) < time_of(USUAL, *even)
 
 
 def test_memory_is_as_fast_for_clusters_that_leave_sms_idle() -> None:
     facts = 8, 60_000, 480_000, 1, 8
-    times = [decode_time(OFFERED[name], *facts) for name in ("alone", "clusters of 8")]
+    times = [time_of(OFFERED[name], *facts) for name in ("alone", "clusters of 8")]
     assert abs(times[0] - times[1]) < 3.0
 
 
 def test_nothing_to_do() -> None:
-    assert 0 < decode_time(USUAL, 0, 0, 0, 1, 1) < decode_time(USUAL, 1, 4096, 4096, 1, 1)
+    assert 0 < time_of(USUAL, 0, 0, 0, 1, 1) < time_of(USUAL, 1, 4096, 4096, 1, 1)
 
 
 def test_a_cluster_is_a_block_of_more_warps() -> None:
-    shape = FEW.in_clusters(8, 15)
+    shape = FEW.in_clusters(8, 15, TIMES.cluster)
     assert (shape.tile_kv, shape.num_slots, shape.cluster) == (1024, 15, 8)
     assert shape.rows_at_a_time == 64 and shape.tile_q == FEW.tile_q
 
@@ -78,7 +85,7 @@ def test_a_cluster_is_a_block_of_more_warps() -> None:
 )
 def test_parts_of_one_key_head(keys: int, parts: int) -> None:
     """As measured on an H200: a part saves tiles and costs a merge."""
-    shape = FEW.in_clusters(8, 15)
+    shape = FEW.in_clusters(8, 15, TIMES.cluster)
     tiles = -(-keys // shape.tile_kv)
     least = shape.least_part(tiles, 8)
     chunk = best_chunk(Work(None, tiles, tiles, 1), 15, shape.costs(8), least).size
@@ -87,14 +94,14 @@ def test_parts_of_one_key_head(keys: int, parts: int) -> None:
 
 def test_blocks_alone_end_in_one_wave() -> None:
     """Measured for 2 requests of 8 KV heads, 256 columns: 18.2 us by 8 parts, 23.1 by 23."""
-    shape = TileShape(16, 64, 132, 0.25, 0.03, rows_at_a_time=4, num_sms=132).alone()
+    shape = TileShape(16, 64, 132, 0.25, 0.03, rows_at_a_time=4, num_sms=132).timed(TIMES.one_an_sm)
     work = Work(np.array([28, 18]), 28, 46, 2)
     chunk = best_chunk(work, 132 // 8, shape.costs(2), shape.least_part(28, 2)).size
     assert 8 <= -(-28 // chunk) + -(-18 // chunk) <= 132 // 8
 
 
 def test_many_heads_are_not_split_beyond_their_clusters() -> None:
-    shape = FEW.in_clusters(8, 15)
+    shape = FEW.in_clusters(8, 15, TIMES.cluster)
     work = Work(None, 16, 16, 1)
     assert best_chunk(work, 15 // 8, shape.costs(8)).size == 16
 

@@ -1,0 +1,1 @@
+"""Which kernels serve a call: candidates, what each would take on this card, and the least."""

@@ -1,0 +1,173 @@
+"""What kernels take on one card: data of `cards/*.json`, scaled for cards that nobody measured.
+
+`python -m benchmarks fit` writes these files from measured rows. A card without a file takes the
+nearest of its architecture: what memory takes is scaled by the rate of its memory, and what
+products take by its clock. (More SMs need no scale: they are more slots.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.device import DeviceProps
+from ..errors import ArgumentError
+from ..schedule.makespan import TileTimes
+from ..schedule.sm_partition import BesideTimes
+from ..schedule.tile_shape import DecodeKinds, DecodeTimes
+
+FOLDER = Path(__file__).with_name("cards")
+# The fields of a card's records that memory decides; all others are latencies, or products.
+_MEMORY_TIMES = ("key_tile",)
+_MEMORY_RATES = ("stream_rate", "memory_rate", "rate_beside_products", "tiny_page_rate")
+
+
+class TileKey(NamedTuple):
+    """A tile that was timed: of which kernel, its name there, and the keys and head dims."""
+
+    kernel: str
+    tile: str
+    keys: str
+    head_dim_qk: int
+    head_dim_vo: int
+
+
+class TimedTile(NamedTuple):
+    """What a timed tile takes.
+
+    area    its rows of Q times its keys
+    capped  what a soft cap adds to a launch, and times as long a key tile takes
+    """
+
+    times: TileTimes
+    area: int
+    capped: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Card:
+    """The times of one card.
+
+    memory_rate  of its memory, in GB/s, and `sm_clock` of its SMs, in MHz; 0: not known
+    source       the measured rows, and the commit that they come from; "" if nobody measured it
+    state_rate   bytes of states that all SMs write and read in a microsecond
+    key_rate     bytes of keys that blocks of prefill read in a microsecond
+    scaled_from  the card that was measured, if this one was not
+    """
+
+    name: str
+    match: tuple[str, ...]
+    arch: str
+    num_sms: int
+    memory_rate: float
+    sm_clock: float
+    source: str
+    state_rate: float
+    key_rate: float
+    decode: DecodeKinds
+    beside: BesideTimes
+    tiles: Mapping[TileKey, TimedTile]
+    scaled_from: str = ""
+
+    def scaled_to(self, props: DeviceProps) -> Card:
+        """The times that a card of these properties should have."""
+        memory = _ratio(props.memory_rate, self.memory_rate)
+        clock = _ratio(props.sm_clock, self.sm_clock)
+        decode = DecodeKinds(*(_scaled(x, 1 / memory, _MEMORY_TIMES) for x in self.decode))
+        beside = _scaled(self.beside, memory, _MEMORY_RATES)
+        beside = _scaled(beside, clock, ("product_rate",))
+        tiles = {
+            key: timed._replace(times=_scaled(timed.times, 1 / clock, ("item", "key_tile")))
+            for key, timed in self.tiles.items()
+        }
+        return replace(
+            self,
+            name=props.name,
+            match=(props.name,),
+            arch=props.arch,
+            num_sms=props.num_sms,
+            memory_rate=props.memory_rate,
+            sm_clock=props.sm_clock,
+            source="",
+            state_rate=memory * self.state_rate,
+            key_rate=memory * self.key_rate,
+            decode=decode,
+            beside=beside,
+            tiles=tiles,
+            scaled_from=self.name,
+        )
+
+
+def _ratio(wanted: float, measured: float) -> float:
+    """Times as much of something as on the measured card; 1 where either is not known."""
+    return wanted / measured if wanted and measured else 1.0
+
+
+def _scaled(record: Any, factor: float, fields: tuple[str, ...]) -> Any:
+    return record._replace(**{name: factor * getattr(record, name) for name in fields})
+
+
+@lru_cache(maxsize=64)
+def card_of(props: DeviceProps) -> Card:
+    """The card of a device: its own, by name; else the nearest of its architecture, scaled."""
+    known = shipped()
+    for card in known:
+        if props.name in card.match:
+            return card
+    own = [card for card in known if card.arch == props.arch]
+    return min(own or known, key=lambda card: _distance(card, props)).scaled_to(props)
+
+
+def _distance(card: Card, props: DeviceProps) -> tuple[float, float]:
+    memory = _ratio(props.memory_rate, card.memory_rate)
+    return max(memory, 1 / memory), abs(card.num_sms - props.num_sms)
+
+
+@lru_cache(maxsize=1)
+def shipped() -> tuple[Card, ...]:
+    """The cards of this package, by name."""
+    return tuple(read(path.read_text("utf-8"), path.name) for path in sorted(FOLDER.glob("*.json")))
+
+
+def read(text: str, where: str) -> Card:
+    """The card of a file's text. ArgumentError with a sentence if it is not one."""
+    try:
+        return _card(json.loads(text))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"{where}: this is no file of a card's times ({type(error).__name__}: {error}); "
+            "delete it, or write it anew with `cupyattn tune`"
+        ) from error
+
+
+def _card(data: dict[str, Any]) -> Card:
+    card, measured = data["card"], data["measured"] or {}
+    decode = {name: float(x) for name, x in data["decode"].items() if name == "key_tile"}
+    kinds = [DecodeTimes(**data["decode"][kind], **decode) for kind in DecodeKinds._fields]
+    return Card(
+        name=str(card["name"]),
+        match=tuple(map(str, card["match"])),
+        arch=str(card["arch"]),
+        num_sms=int(card["num_sms"]),
+        memory_rate=float(card["memory_gb_per_s"]),
+        sm_clock=float(card["sm_clock_mhz"]),
+        source=" at ".join(str(measured[x]) for x in ("rows", "commit") if x in measured),
+        state_rate=float(data["rates"]["states"]),
+        key_rate=float(data["rates"]["keys"]),
+        decode=DecodeKinds(*kinds),
+        beside=BesideTimes(**{name: float(x) for name, x in data["beside"].items()}),
+        tiles=dict(_tile(row) for row in data["tiles"]),
+    )
+
+
+def _tile(row: dict[str, Any]) -> tuple[TileKey, TimedTile]:
+    names = [name for name in TileTimes._fields if name in row]
+    times = TileTimes(**{name: float(row[name]) for name in names})
+    launch, key_tile = map(float, row["capped"])
+    rows, keys = map(int, row["area"])
+    key = TileKey(row["kernel"], row["tile"], row["keys"], *map(int, row["dims"]))
+    return key, TimedTile(times, rows * keys, (launch, key_tile))
