@@ -248,6 +248,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
             (enqueue.cuda, lambda: api),
             (single.LoadedKernel, Loaded),
             (scratch._make, make_counters),
+            (scratch._allocate_on, lambda num_bytes, *_: gpu.allocate(num_bytes)),
             (tensor_map.encode, encode_tensor_map),
             (views.cupy_stream, lambda index: STREAM),
             (memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype)),
@@ -270,6 +271,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         patch.setitem(views._READERS, np.ndarray, gpu.read)
         patch.setattr(read_tables, "_idle", _NeverIdle())
         patch.setattr(scratch, "_counters", {})
+        patch.setattr(scratch, "_kept", scratch._Kept())
         yield gpu
         if counters:
             assert not counters["owner"].any(), "a launch left arrival counters that are not zero"
