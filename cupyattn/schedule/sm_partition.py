@@ -7,16 +7,16 @@ other launch streams its keys on SMs of its own meanwhile.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, Work
-from .batch import BatchRequests, TileWork
+from .batch import BatchRequests, TileWork, sum_of
 from .makespan import Slots, best_split
 from .masking import Masking
 from .mixed import Kinds
@@ -100,10 +100,19 @@ class Streams:
     is_capped: bool = False
     longest: int = field(init=False)
     num_keys: int = field(init=False)
+    _latency: float = field(init=False, repr=False)
+    _reading: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.longest = int(np.maximum.reduce(self.keys, initial=0))
-        self.num_keys = int(np.add.reduce(self.keys))
+        self.num_keys = sum_of(self.keys)
+        # All candidates ask for these.
+        times = self.times
+        further = times.further_launch * (self.num_launches - 1)
+        latency = times.latency + further + times.longest * math.sqrt(self.longest / _KEYS)
+        reading = self.num_bytes / times.memory_rate
+        slow = times.capped if self.is_capped else 1.0
+        self._latency, self._reading = slow * latency, slow * reading
 
     def busy(self) -> float:
         """For how long one SM would be busy with them."""
@@ -115,20 +124,15 @@ class Streams:
 
     def latency(self) -> float:
         """What they take as soon as SMs are free, but for memory's rate."""
-        further = self.times.further_launch * (self.num_launches - 1)
-        of_longest = self.times.longest * math.sqrt(self.longest / _KEYS)
-        return self._slowly(self.times.latency + further + of_longest)
+        return self._latency
 
     def reading(self) -> float:
         """What all SMs take for their keys."""
-        return self._slowly(self.num_bytes / self.times.memory_rate)
+        return self._reading
 
     def time(self) -> float:
         """What they take on all SMs."""
-        return self.times.start + self.latency() + self.reading()
-
-    def _slowly(self, time: float) -> float:
-        return self.times.capped * time if self.is_capped else time
+        return self.times.start + self._latency + self._reading
 
 
 class Partition(NamedTuple):
@@ -164,7 +168,7 @@ def streams_of(
     if masking.window_left >= 0:
         rows = np.concatenate([requests.qo_len for requests in few])
         keys = np.minimum(keys, rows + masking.window_left)
-    num_bytes = float(np.add.reduce(keys)) * num_kv_heads * key_bytes
+    num_bytes = float(sum_of(keys)) * num_kv_heads * key_bytes
     num_items = keys.size * num_kv_heads
     return Streams(keys, num_bytes, num_items, times, len(few), has_tiny_pages, is_capped)
 
@@ -215,7 +219,7 @@ def choose_launches(
     return together if together.time <= _AS_SOON * best.time else best
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _followed(shape: TileShape, beside: BesideTimes) -> TileShape:
     """Persistent blocks that launches follow."""
     times = shape.times
@@ -240,19 +244,20 @@ def _is_slower(
     within these limits, whatever a count of their tiles says."""
     total, num_tiles = works.at_least(shape)
     if not shape.most_keys:
-        if _least_apart(total, num_tiles, num_kv_heads, shape, streams) < limit_apart:
+        if _least_on_all(total, num_tiles, num_kv_heads, shape, streams) < limit_apart:
             return False
     return _least_together(total, num_tiles, num_kv_heads, shape, streams) >= limit_together
 
 
-def _least_apart(
+def _least_on_all(
     total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
 ) -> float:
-    """When blocks of one item each, and the streams behind them, are done at least."""
+    """When blocks on all SMs that there is room for, and the streams behind them, are done at
+    least."""
     times = shape.times
     assert times is not None
     least = times.least(total, num_tiles, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
-    if num_tiles * num_kv_heads >= shape.num_sms and not shape.is_persistent:
+    if num_tiles * num_kv_heads >= shape.num_sms:
         # No SM is left to the streams.
         return max(least + streams.latency() + streams.reading(), streams.time())
     return max(least, streams.time())
@@ -324,22 +329,29 @@ def best_partition(
     assert times is not None
     facts = work.total, work.num_tiles, num_kv_heads
     soonest = times.least(*facts, Slots(shape.num_slots, shape.num_sms))
-    soonest = max(soonest, streams.time())
-    if soonest >= limit or (not is_persistent and _least_apart(*facts, shape, streams) >= limit):
+    soonest, on_all = max(soonest, streams.time()), _least_on_all(*facts, shape, streams)
+    if soonest >= limit or (not is_persistent and on_all >= limit):
         return Partition(shape.num_slots, math.inf)
-    num_items, busy = work.num_tiles * num_kv_heads, times.busy(work, num_kv_heads)
-    best, tried = Partition(shape.num_slots, math.inf), [shape.num_slots]
     # Tiny pages change whether a launch of their own is worth it, but not which SMs it should have.
     usual = replace(streams, has_tiny_pages=False) if streams.has_tiny_pages else streams
-    for num_slots in tried:
-        time, is_split = _partition_time(work, num_kv_heads, shape, usual, num_slots)
-        is_full = num_slots == shape.num_slots
-        if is_split and not (is_full or is_persistent):
-            continue  # parts are more blocks than there are items
-        if time < _WORTHWHILE * best.time:
-            best = Partition(num_slots, time)
-        if is_full and _WORTHWHILE * time > soonest:
-            tried += _slots_to_try(busy, num_items, shape, usual, is_persistent)
+    estimate = functools.partial(_partition_time, work, num_kv_heads, shape, usual)
+    full = shape.num_slots
+    # All SMs need no estimate where less than all are done sooner than the bound.
+    best, is_bound = Partition(full, on_all), True
+    if _WORTHWHILE * on_all <= soonest:
+        best, is_bound = Partition(full, estimate(full)[0]), False
+    if _WORTHWHILE * best.time > soonest:
+        busy, num_items = times.busy(work, num_kv_heads), work.num_tiles * num_kv_heads
+        for num_slots in _slots_to_try(busy, num_items, shape, usual, is_persistent):
+            time, is_split = estimate(num_slots)
+            if is_split and not is_persistent:
+                continue  # parts are more blocks than there are items
+            if is_bound and time >= _WORTHWHILE * on_all:
+                best, is_bound = Partition(full, estimate(full)[0]), False
+            if time < _WORTHWHILE * best.time:
+                best, is_bound = Partition(num_slots, time), False
+    if is_bound:
+        best = Partition(full, estimate(full)[0])
     if streams.has_tiny_pages:
         time, _ = _partition_time(work, num_kv_heads, shape, streams, best.num_slots)
         best = best._replace(time=time)

@@ -207,7 +207,7 @@ class BatchLauncher:
             if slots:
                 shape = _with_slots(shape, slots)
             elif len(found) == 1 and rows in FEW:
-                keys = Keys.of(requests.kv_len)
+                keys = Keys(requests.kv_len.size, chosen.longest, chosen.num_keys)
                 rows, shape = self.choose(keys, requests.qo_range()[1], splitting)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
@@ -277,9 +277,12 @@ class BatchLauncher:
     ) -> BatchSchedule:
         schedule = self._layout.lay_out(works)
         for tiles in (part.tiles for part in schedule.parts if part.tiles is not None):
-            rows = requests.qo_len * self.group_size
-            shared = requests.kv_len * (rows > self._used_rows(tiles))
-            schedule.longest = max(schedule.longest, int(np.maximum.reduce(shared, initial=0)))
+            shared, used = requests.kv_len, self._used_rows(tiles) // self.group_size
+            least, most = requests.qo_range()
+            if least <= used:
+                shared = shared * (requests.qo_len > used)
+            if most > used:
+                schedule.longest = max(schedule.longest, int(np.maximum.reduce(shared)))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
     def kernels(self) -> list[Kernel]:
@@ -518,14 +521,12 @@ class BatchLauncher:
         is_exact: bool = False,
     ) -> KernelWork:
         """With reserved for the most that may come; is_exact: that is this plan."""
-        reserved = self._reserved(rows, shape, most)._replace(keeps_order=splitting.is_given)
-        if slots and self._kernels.get(rows).kinds[0].is_persistent:
-            reserved = reserved._replace(slots=slots)
+        reserved = self._reserved(rows, shape, most, splitting.is_given, slots)
         given = plan.merges
         fused_splits = self._kernels.get(rows).kinds[0].fused_splits
-        if fused_splits and is_exact:
+        if fused_splits and is_exact and given.size:
             are_few = (plan.items[given, _NUM_SPLITS] <= fused_splits).all()
-            if are_few and not (reserved.keeps_order and len(given)):
+            if are_few and not reserved.keeps_order:
                 given = _NO_MERGES
                 reserved = reserved._replace(merges=0, split_tiles=0)
             else:  # the launch waits for every block, so it merges all tiles; or it keeps the order
@@ -536,7 +537,14 @@ class BatchLauncher:
             merges[: len(given)] = given
         return KernelWork(rows, reserved, plan.items, merges)
 
-    def _reserved(self, rows: str, shape: TileShape, most: Limits) -> Reserved:
+    def _reserved(
+        self,
+        rows: str,
+        shape: TileShape,
+        most: Limits,
+        keeps_order: bool = False,
+        slots: int = 0,
+    ) -> Reserved:
         split_tiles, counters = most.num_split_tiles, 0
         tiles = self._kernels.get(rows).kinds[0]
         if tiles.fused_merge and shape.is_fused:
@@ -545,7 +553,8 @@ class BatchLauncher:
             counters = split_tiles
         state_rows = most.num_states * tiles.tile_q
         merged = split_tiles, split_tiles, counters
-        return Reserved(most.num_items, *merged, state_rows, cluster=shape.cluster)
+        more = (0, 0), slots if tiles.is_persistent else 0, shape.cluster, keeps_order
+        return Reserved(most.num_items, *merged, state_rows, *more)
 
     def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(

@@ -33,7 +33,10 @@ def key_of_equal(
     if requests.key_offset is not None or requests.is_shared is not None:
         return None
     # Each length is the next one's. Bytes are compared five times as fast as short arrays.
-    first, raw = int(kv_len[0]), kv_len.tobytes()
+    first = int(kv_len[0])
+    if kv_len[-1] != first:
+        return None
+    raw = kv_len.tobytes()
     if raw[kv_len.itemsize :] != raw[: -kv_len.itemsize]:
         return None
     most = uniform if capacity is None else max(uniform, capacity.max_qo_len)

@@ -154,7 +154,7 @@ class Kernels:
         return KernelGroup(rows, kernel, [(chosen[x], own) for x, own in dealt])
 
     def get(self, rows: Rows) -> Kernel:
-        found = self.find(rows)
+        found = self._known.get(rows) or self.find(rows)
         assert found is not None, rows
         return found
 

@@ -28,7 +28,7 @@ class TileConfig:
         """Blocks that find keys by tensor maps."""
         return self.name == "prefill_sm90"
 
-    @property
+    @cached_property
     def is_persistent(self) -> bool:
         """Blocks take items until none is left, so as many as run at a time are launched."""
         return self.config.get("kPersistent") is True
@@ -74,7 +74,7 @@ class TileConfig:
         """Blocks of lists of keys find their work by the grid where all lists are equally long."""
         return self.name in ("wide_sm90", "wide_decode_sm90") and self.config.get("kSparse") is True
 
-    @property
+    @cached_property
     def fused_splits(self) -> int:
         """Where a launch merges: up to so many splits of a tile are merged by its last block."""
         most = self.config.get("kFusedSplits", 0)
