@@ -1,0 +1,100 @@
+"""Bounds by which candidates are dropped before anything is counted: they change no choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyattn.choose.card import card_of
+from cupyattn.core.device import NO_GPU
+from cupyattn.schedule import Masking, sm_partition
+from cupyattn.schedule.batch import BatchRequests, TileWork
+from cupyattn.schedule.makespan import Slots, TileTimes, best_split
+from cupyattn.schedule.sm_partition import choose_launches, streams_of
+from cupyattn.schedule.tile_choice import choose_tiles
+from cupyattn.schedule.tile_shape import TileShape
+
+BESIDE = card_of(NO_GPU).beside
+# Persistent tiles first, then others of one item a block, and those for few keys.
+SHAPES = [
+    TileShape(
+        128, 128, 132, times=TileTimes(12.9, 3.3, 1.65, 0.90), num_sms=132, is_persistent=True
+    ),
+    TileShape(128, 128, 132, times=TileTimes(6.8, 3.9, 1.67, 0.90), num_sms=132),
+    TileShape(64, 64, 264, times=TileTimes(7.2, 3.1, 1.01, 0.68), num_sms=132),
+    TileShape(64, 32, 528, times=TileTimes(5.2, 3.4, 0.9, 0.71), num_sms=132, most_keys=512),
+]
+MASKS = st.sampled_from([Masking(-1, 0), Masking(), Masking(100, 0), Masking(-1, 7)])
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> BatchRequests:
+    """Requests with fewer rows than keys, or more."""
+    lengths = st.tuples(st.integers(1, 900), st.sampled_from([0, 0, 30, 400, 5000]))
+    drawn = draw(st.lists(lengths, min_size=1, max_size=12))
+    rows = np.array([n for n, _ in drawn])
+    keys = np.maximum(rows + [more - draw(st.sampled_from([0, 0, 20])) for _, more in drawn], 1)
+    return BatchRequests(rows, keys, rows.cumsum() - rows, keys.cumsum() - keys)
+
+
+def without_bounds() -> pytest.MonkeyPatch:
+    """As if nothing was known before a count."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(TileTimes, "least", lambda *_: 0.0)
+    patch.setattr(sm_partition, "_is_slower", lambda *_: False)
+    patch.setattr(sm_partition, "_least_on_all", lambda *_: 0.0)
+    patch.setattr(sm_partition, "_least_together", lambda *_: 0.0)
+    return patch
+
+
+@given(prompts(), MASKS, st.sampled_from([1, 3, 4, 7]), st.sampled_from([1, 2, 8]))
+def test_bounds_are_below_counts_and_estimates(
+    requests: BatchRequests, masking: Masking, group_size: int, heads: int
+) -> None:
+    works = TileWork(requests, group_size, masking)
+    for shape in SHAPES:
+        assert shape.times is not None
+        total, num_tiles = works.at_least(shape)
+        work, slots = works.of(shape), Slots(shape.num_slots, shape.num_sms)
+        assert total <= work.total and num_tiles <= work.num_tiles
+        least = shape.times.least(total, num_tiles, heads, slots)
+        counted = shape.times.least(work.total, work.num_tiles, heads, slots)
+        assert least <= counted <= best_split(work, heads, slots, shape.times).time
+
+
+@given(prompts(), MASKS, st.sampled_from([1, 4, 7]), st.sampled_from([1, 2, 8]))
+def test_no_bound_changes_the_tiles_of_prompts(
+    requests: BatchRequests, masking: Masking, group_size: int, heads: int
+) -> None:
+    found = choose_tiles(TileWork(requests, group_size, masking), heads, SHAPES)
+    patch = without_bounds()
+    try:
+        wanted = choose_tiles(TileWork(requests, group_size, masking), heads, SHAPES)
+    finally:
+        patch.undo()
+    assert found == wanted
+
+
+@given(
+    prompts(),
+    st.lists(st.integers(0, 9000), min_size=1, max_size=60),
+    st.sampled_from([1, 4, 7]),
+    st.sampled_from([1, 2, 8]),
+    st.booleans(),
+)
+def test_no_bound_changes_launches_beside_decodes(
+    requests: BatchRequests, keys: list[int], group_size: int, heads: int, has_tiny_pages: bool
+) -> None:
+    ones, masking = np.ones(len(keys), np.int64), Masking(-1, 0)
+    few = BatchRequests(ones, np.array(keys), ones, ones)
+    streams = streams_of([few], heads, 512, masking, BESIDE, has_tiny_pages)
+    found = choose_launches(TileWork(requests, group_size, masking), streams, heads, SHAPES)
+    patch = without_bounds()
+    try:
+        works = TileWork(requests, group_size, masking)
+        wanted = choose_launches(works, streams, heads, SHAPES)
+    finally:
+        patch.undo()
+    assert found == wanted
