@@ -552,9 +552,16 @@ class BatchLauncher:
         elif tiles.fused_splits:
             counters = split_tiles
         state_rows = most.num_states * tiles.tile_q
-        merged = split_tiles, split_tiles, counters
-        more = (0, 0), slots if tiles.is_persistent else 0, shape.cluster, keeps_order
-        return Reserved(most.num_items, *merged, state_rows, *more)
+        return Reserved(
+            most.num_items,
+            merges=split_tiles,
+            split_tiles=split_tiles,
+            counters=counters,
+            state_rows=state_rows,
+            slots=slots if tiles.is_persistent else 0,
+            cluster=shape.cluster,
+            keeps_order=keeps_order,
+        )
 
     def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(
