@@ -55,6 +55,7 @@ def level_tables(
     # Tiles begin on a 16-byte boundary.
     num_words = 2 * max_rows * levels.num_levels
     words = np.empty(num_words + num_words % 4, np.int32)
+    words[num_words:] = 0
     rows = words[:num_words].reshape(max_rows, levels.num_levels, 2)
     rows[: levels.num_rows] = _NO_KEYS, 0
     rows[levels.num_rows :] = _NO_TOKEN, 0
