@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -125,6 +124,13 @@ class EmulatedGpu:
 
     # --- the driver ---
 
+    def num_slots(self, tiles: Any) -> int:
+        """The blocks of a kernel of attention that run at a time."""
+        return self.num_sms * self.blocks_per_sm
+
+    def forms_clusters(self, tiles: Any) -> bool:
+        return self.has_clusters and tiles.name == "decode_sm80"
+
     def load(self, name: str, config: jit.Config, index: int, arch: str) -> SimpleNamespace:
         kernel = library.load(build.build_kernel(name, config, self.mode, self.arch), name)
         return SimpleNamespace(function=kernel, set_shared_memory=lambda num_bytes: None)
@@ -159,21 +165,26 @@ class EmulatedGpu:
         self.register(low, high - low, x, not v.readonly)
         return v
 
+    def upload(self, values: np.ndarray, like: ArrayView | None = None) -> np.ndarray:
+        x = self.empty(values.shape, values.dtype)
+        x[...] = values
+        return x
+
     def narrow(self, v: ArrayView, name: str) -> ArrayView:
         """The int32 copy of an array of integers."""
-        return self.read(_from_numpy(self, v.owner.astype(np.int32), v), name)
+        return self.read(self.upload(v.owner.astype(np.int32)), name)
 
     def steps(self, v: ArrayView, unit: int, name: str) -> ArrayView:
-        return self.read(_from_numpy(self, np.diff(_to_host(v)) // unit, v), name)
+        return self.read(self.upload(np.diff(_to_host(v)) // unit), name)
 
     def compute(self, function: Callable[..., Any], *given: ArrayView) -> Any:
         found = function(*(v.owner for v in given))
         if isinstance(found, list):
-            return [_from_numpy(self, np.asarray(x), given[0]) for x in found]
-        return _from_numpy(self, found, given[0])
+            return [self.upload(np.asarray(x)) for x in found]
+        return self.upload(found)
 
     def progression(self, count: int, first: int, step: int, like: ArrayView) -> Any:
-        return _from_numpy(self, first + step * np.arange(count, dtype=np.int32), like)
+        return self.upload(first + step * np.arange(count, dtype=np.int32))
 
     def api(self) -> SimpleNamespace:
         """What launch/enqueue.py asks CuPy for."""
@@ -215,18 +226,28 @@ class EmulatedGpu:
 @contextlib.contextmanager
 def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
     """The library runs on an EmulatedGpu of these facts."""
-    gpu = EmulatedGpu(**facts)
+    with plugging_in(EmulatedGpu(**facts)) as gpu:
+        yield gpu
+
+
+Gpu = TypeVar("Gpu", bound=EmulatedGpu)
+
+
+@contextlib.contextmanager
+def plugging_in(gpu: Gpu) -> Iterator[Gpu]:
+    """The library runs on this GPU."""
     counters: dict[str, Any] = {}
 
     class Loaded:
         """attention.LoadedKernel, with the occupancy that the GPU is said to have."""
 
         def __init__(self, tiles: TileConfig, index: int) -> None:
-            self.function = jit.load(tiles.name, tiles.config, index, "sm_90a").function
-            self.num_slots = gpu.num_sms * gpu.blocks_per_sm
-            self.num_sms = gpu.num_sms
+            props = gpu.props(index)
+            self.function = jit.load(tiles.name, tiles.config, index, props.arch).function
+            self.num_slots = gpu.num_slots(tiles)
+            self.num_sms = props.num_sms
             self.tiles = tiles
-            self.has_clusters = gpu.has_clusters and tiles.name == "decode_sm80"
+            self.has_clusters = gpu.forms_clusters(tiles)
 
         def most_clusters(self, cluster: int) -> int:
             return self.num_slots // cluster
@@ -263,7 +284,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
             (array.scaled, _scaled),
             (array.to_host, _to_host),
             (array.to_host_together, lambda views: [_to_host(v) for v in views]),
-            (array.from_numpy, functools.partial(_from_numpy, gpu)),
+            (array.from_numpy, gpu.upload),
         )
         if gpu.is_portable:
             patch.setattr(sm90, "choose", lambda *_: None)
@@ -335,10 +356,4 @@ def _to_host(v: ArrayView) -> np.ndarray:
 
 def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
     x *= np.float32(factor)
-    return x
-
-
-def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.ndarray:
-    x = gpu.empty(values.shape, values.dtype)
-    x[...] = values
     return x
