@@ -41,8 +41,8 @@ def require_alignment(v: ArrayView, name: str) -> None:
     """WorkspaceError unless a workspace begins on a 16-byte boundary."""
     if v.ptr & 15:
         raise WorkspaceError(
-            f"{name}: its address is {v.ptr & 15} bytes past a 16-byte boundary; pass a whole "
-            "allocation, or a slice that starts at a multiple of 16 bytes"
+            f"{name}: its address is {v.ptr & 15} bytes past a 16-byte boundary; {name} must be "
+            "16-byte aligned, pass a whole allocation, or a slice from a multiple of 16 bytes on"
         )
 
 

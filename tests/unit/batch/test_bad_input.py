@@ -52,7 +52,8 @@ MAKE = [
     made("no device", "float_workspace_buffer: got 'gpu'", float_workspace_buffer="gpu"),
     made("a size", "float_workspace_buffer: got int", float_workspace_buffer=128 << 20),
     made("strided", "not contiguous", WorkspaceError, float_workspace_buffer=of("uint8", 64)[::2]),
-    made("off 16", "8 bytes past a 16-byte", WorkspaceError, float_workspace_buffer=misaligned(64)),
+    made("off 16", "8 bytes past a 16-byte boundary; float_workspace_buffer must be 16-byte "
+         "aligned", WorkspaceError, float_workspace_buffer=misaligned(64)),
     made("no writing", "cannot be written", WorkspaceError,
          float_workspace_buffer=read_only(of("uint8", 64))),
     made("graph without buffers", "qo_indptr_buf: use_cuda_graph=True", use_cuda_graph=True),
