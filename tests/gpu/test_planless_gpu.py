@@ -222,6 +222,36 @@ def test_more_requests_than_a_block_plans(xp: ModuleType, entry: str) -> None:
                 np.testing.assert_allclose(x[rows].astype(float), download(y), atol=4e-3)
 
 
+@pytest.mark.parametrize("is_bool", [False, True])
+def test_masks_of_more_requests_than_a_block_plans(torch: Any, is_bool: bool) -> None:
+    model = Model(torch, ENTRIES[0], count=26_001)
+    q = torch.randn(26_001, 2, HEADS, DIM, dtype=torch.float16, device="cuda")
+    bits = torch.randint(0, 2, (26_001, 2, 2), device="cuda", dtype=torch.uint8)
+    bits[:, :, 0] = 1
+    mask = bits.bool() if is_bool else bits[..., 0] | bits[..., 1] << 1
+
+    def call(rows: slice) -> Any:
+        return cupyattn.trtllm_batch_decode_with_kv_cache(
+            q[rows].flatten(0, 1),
+            model.cache,
+            workspace(torch),
+            model.table[rows],
+            model.lens[rows],
+            WIDTH * PAGE,
+            bmm1_scale=0.1,
+            kv_layout="HND",
+            q_len_per_req=2,
+            mask=mask[rows],
+        )
+
+    for _ in range(2):
+        got = call(slice(None)).unflatten(0, (-1, 2))
+        for begin in range(0, 26_001, 9_000):
+            rows = slice(begin, begin + 9_000)
+            wanted = call(rows).unflatten(0, (-1, 2))
+            torch.testing.assert_close(got[rows], wanted, atol=4e-3, rtol=1e-2)
+
+
 def test_lengths_on_the_host(torch: Any) -> None:
     """cuDNN's calls take them there, but not into a graph."""
     model = Model(torch, "cudnn_batch_prefill_with_kv_cache")
