@@ -204,10 +204,8 @@ def choose_launches(
                 continue
         work = works.of(shape)
         if not shape.most_keys:
-            followed = _followed(shape, streams.times) if shape.is_persistent else shape
-            num_slots, time = best_partition(
-                work, num_kv_heads, followed, streams, index == 0, limit
-            )
+            first = followed(shape, streams.times) if shape.is_persistent else shape
+            num_slots, time = best_partition(work, num_kv_heads, first, streams, index == 0, limit)
             if time < limit:
                 best = LaunchChoice(index, num_slots, time, False)
         limit = min(_AS_SOON * best.time, _WORTHWHILE * together.time)
@@ -220,7 +218,7 @@ def choose_launches(
 
 
 @functools.lru_cache(maxsize=256)
-def _followed(shape: TileShape, beside: BesideTimes) -> TileShape:
+def followed(shape: TileShape, beside: BesideTimes) -> TileShape:
     """Persistent blocks that launches follow."""
     times = shape.times
     assert times is not None

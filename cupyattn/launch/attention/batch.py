@@ -50,8 +50,9 @@ from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
 from ..tiles.config import TileConfig
 from ..tiles.select import DECODE, FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
-from . import rotate_batch, rotate_keys, tma_sm90
+from . import candidates, rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
+from .candidates import Candidate
 from .equal_requests import EqualRequests, key_of_equal, uniform_of
 from .kernels import (
     MOST_PARTS,
@@ -149,7 +150,7 @@ class BatchLauncher:
     ) -> BatchSchedule:
         """Plans of equal requests are made once."""
         facts = self.group_size, self.masking, bool(self._keys.rope_table)
-        may_know = not self._is_debugging()
+        may_know = not (self._is_debugging() or candidates.forced())
         key = key_of_equal(requests, *facts, splitting, capacity) if may_know else None
         if key is not None:
             found = self._equal.get(key)
@@ -194,18 +195,23 @@ class BatchLauncher:
             )
         classes = group_by_row_class(requests, self.group_size)
         found, slots = [(rows, self._works(x)) for rows, x in classes], -1
-        if not splitting.is_given:
+        forced = self._forced(found, requests) if candidates.forced() else None
+        if forced is not None:
+            found, slots = forced.parts, forced.slots
+        elif not splitting.is_given:
             found, slots = self._choose_launches(found, requests)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
         if slots < 0:
-            slots = self._slots_of_first(found)
+            slots = 0 if forced is not None else self._slots_of_first(found)
         works = []
         for rows, chosen in found:
             shape = self._kernels.get(rows).shapes[0]
             if slots:
                 shape = _with_slots(shape, slots)
+            elif forced is not None:
+                shape = forced.shape or shape
             elif len(found) == 1 and rows in FEW:
                 keys = Keys(requests.kv_len.size, chosen.longest, chosen.num_keys)
                 rows, shape = self.choose(keys, requests.qo_range()[1], splitting)
@@ -223,6 +229,32 @@ class BatchLauncher:
         if len(works) == 1 and not works[0].reserved.split_tiles:
             schedule.uniform = uniform_of(requests, schedule)
         return schedule
+
+    def candidates(self, requests: BatchRequests) -> list[Candidate]:
+        """Every way to serve these requests, and when each would be done."""
+        classes = group_by_row_class(requests, self.group_size)
+        return self._candidates([(rows, self._works(x)) for rows, x in classes], requests)
+
+    def _candidates(
+        self, found: list[tuple[str, TileWork]], requests: BatchRequests
+    ) -> list[Candidate]:
+        many, streams = None, None
+        few = [works.requests for rows, works in found if rows not in (SMALL, LARGE)]
+        if few and len(few) < len(found):
+            rows = requests.qo_len * self.group_size
+            many = self._works(requests.select((rows > MOST_ROWS[VERIFY]).nonzero()[0]))
+            streams = self._kernels.streams_of(few, self.masking)
+        works, longest = self._works_of_all(found, requests), requests.qo_range()[1]
+        heads = self.num_kv_heads, self.group_size
+        batch = candidates.Batch(found, works, *heads, longest, streams, many)
+        return candidates.candidates(self._kernels, batch)
+
+    def _forced(
+        self, found: list[tuple[str, TileWork]], requests: BatchRequests
+    ) -> Candidate | None:
+        """The candidate that a measurement asks for, if there is such a one."""
+        name = candidates.forced()
+        return next((x for x in self._candidates(found, requests) if x.name == name), None)
 
     def _choose_launches(
         self, found: list[tuple[str, TileWork]], requests: BatchRequests

@@ -17,7 +17,7 @@ from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests, TileWork
 from ...schedule.levels import Served
 from ...schedule.makespan import TileTimes
 from ...schedule.masking import Masking
-from ...schedule.sm_partition import choose_launches, streams_of
+from ...schedule.sm_partition import Streams, choose_launches, streams_of
 from ...schedule.tile_choice import choose_tiles
 from ...schedule.tile_shape import CLUSTERS, TileShape, decode_time
 from ..tiles.config import TileConfig
@@ -201,7 +201,7 @@ class Kernels:
     def choose_tiles(self, works: TileWork) -> Choice:
         """The tiles of the last row class by which one launch of all these requests is done
         soonest."""
-        shapes = self._timed_shapes()
+        shapes = self.timed_shapes()
         if not shapes:
             return Choice(LARGE, math.inf)
         index, time = choose_tiles(works, self._num_kv_heads, [*shapes.values()])
@@ -216,18 +216,13 @@ class Kernels:
     ) -> Choice:
         """The tiles for one launch of all these requests, or of those of many rows with a launch
         behind it for each class of `few`: what is done soonest."""
-        shapes = self._timed_shapes()
+        shapes = self.timed_shapes()
         if len(shapes) == 1 and not few:
             return Choice(next(iter(shapes)), 0.0)
         if not shapes or not few:
             return self.choose_tiles(works)
         names, timed = self._followed_shapes()
-        head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
-        key_bytes = head_dims * self._problem.dtype_kv.itemsize
-        has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
-        of_problem = has_tiny_pages, self._problem.soft_cap
-        times = self._card.beside
-        streams = streams_of(few, self._num_kv_heads, key_bytes, masking, times, *of_problem)
+        streams = self.streams_of(few, masking)
         index, slots, time, is_alone = choose_launches(many, streams, self._num_kv_heads, timed)
         slots = 0 if is_alone or slots == timed[index].num_slots else slots
         return Choice(names[index], time, is_alone, slots)
@@ -236,7 +231,7 @@ class Kernels:
         """Tiles of prefill_sm90 for requests of up to 64 rows, and of 17 at least over pages; None
         if blocks of the portable kernels are as fast: those of decode where memory decides, and
         for few rows of long requests, whose parts they merge themselves."""
-        shape, problem = self._timed_shapes().get(_SHORT), self._problem
+        shape, problem = self.timed_shapes().get(_SHORT), self._problem
         is_slow = (
             problem.paged and problem.soft_cap and problem.head_dim_qk > _MOST_DIM_OF_CAPPED_FEW
         )
@@ -255,7 +250,8 @@ class Kernels:
         """What kernels take on this device."""
         return self._card
 
-    def _timed_shapes(self) -> dict[str, TileShape]:
+    def timed_shapes(self) -> dict[str, TileShape]:
+        """Tiles of prefill_sm90 that serve all rows, by name."""
         if self._large is None:
             made = large_tiles(self._problem, self._props, self._page_size)
             facts = *self._heads, self._props.num_sms
@@ -265,7 +261,7 @@ class Kernels:
     def _followed_shapes(self) -> tuple[list[str], list[TileShape]]:
         """Those that launches may follow: only the first persistent tiles were timed so."""
         if self._followed is None:
-            shapes = self._timed_shapes()
+            shapes = self.timed_shapes()
             first = next(iter(shapes))
             names = [
                 x
@@ -326,6 +322,34 @@ class Kernels:
                 shapes.insert(0, shape.timed(times.one_an_sm))
             found = self._few[rows] = [(name, shape) for shape in shapes]
         return found
+
+    def blocks_of_few_rows(
+        self, rows: str, keys: Keys, most_rows: int
+    ) -> list[tuple[str, str, TileShape]]:
+        """The blocks of decode for requests of a row class: a name, the row class of their kernel,
+        and their shape."""
+        kernel = self.get(rows)
+        shape = kernel.shapes[0]
+        found = [(rows, rows, shape)]
+        if not kernel.kinds[0].fused_merge or self._problem.is_wide:
+            return found
+        found.append((f"{rows} merged apart", rows, _merged_apart(shape)))
+        num_blocks = keys.num_requests * self._num_kv_heads
+        if self._may_be_few(kernel, rows, num_blocks):
+            for name, few in self._shapes_of_few(rows):
+                if num_blocks <= few.num_slots:
+                    label = f"x{few.cluster}" if few.cluster > 1 else "alone"
+                    found.append((f"{rows} {label}", name, few))
+        return found
+
+    def streams_of(self, few: Sequence[BatchRequests], masking: Masking) -> Streams:
+        """What launches of decode for these requests read."""
+        head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
+        key_bytes = head_dims * self._problem.dtype_kv.itemsize
+        has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
+        of_problem = has_tiny_pages, self._problem.soft_cap
+        of_heads = self._num_kv_heads, key_bytes
+        return streams_of(few, *of_heads, masking, self._card.beside, *of_problem)
 
     def choose_for_any_length(self, num_requests: int, most_rows: int) -> TileShape | None:
         """What `choose` gives of decode, however many keys requests have; None if they decide."""
