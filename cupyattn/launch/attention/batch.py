@@ -132,7 +132,18 @@ class BatchLauncher:
         a plan that does not is a PlanError. Keys are split in fewer parts where the workspace would
         else take more than `most_bytes`; if it still does, this is the best plan without a limit.
         """
-        splitting = Splitting(may_split, split_tokens)
+        schedule = self._within(requests, Splitting(may_split, split_tokens), capacity, most_bytes)
+        schedule.requests = requests
+        return schedule
+
+    def _within(
+        self,
+        requests: BatchRequests,
+        splitting: Splitting,
+        capacity: Capacity | None,
+        most_bytes: int | None,
+    ) -> BatchSchedule:
+        """The schedule within so many bytes, if one is."""
         best = self._schedule_known(requests, splitting, capacity)
         if most_bytes is None or best.workspace_bytes <= most_bytes or splitting.is_given:
             return best
@@ -203,9 +214,11 @@ class BatchLauncher:
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
-        if slots < 0:
+        is_by_rows = slots < 0
+        if is_by_rows:
             slots = 0 if forced is not None else self._slots_of_first(found)
-        works = []
+        works: list[KernelWork] = []
+        name = ""
         for rows, chosen in found:
             shape = self._kernels.get(rows).shapes[0]
             if slots:
@@ -215,6 +228,7 @@ class BatchLauncher:
             elif len(found) == 1 and rows in FEW:
                 keys = Keys(requests.kv_len.size, chosen.longest, chosen.num_keys)
                 rows, shape = self.choose(keys, requests.qo_range()[1], splitting)
+            name = forced.name if forced else candidates.name_of(found, rows, shape, is_by_rows)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
                 is_free = not splitting.is_given and len(found) == 1
@@ -228,6 +242,7 @@ class BatchLauncher:
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
             schedule.uniform = uniform_of(requests, schedule)
+        schedule.candidate = name
         return schedule
 
     def candidates(self, requests: BatchRequests) -> list[Candidate]:

@@ -120,10 +120,30 @@ def _of_few_rows(kernels: Kernels, batch: Batch, rows: str, works: TileWork) -> 
     most_rows = batch.max_qo_len * batch.group_size
     keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
     found = []
-    for name, kernel_rows, shape in kernels.blocks_of_few_rows(rows, keys, most_rows):
+    for kernel_rows, shape in kernels.blocks_of_few_rows(rows, keys):
         times = kernels.card.decode.of(shape)
         time = decode_time(shape, times, *keys, batch.num_kv_heads, most_rows)
+        name = _name_of_blocks(rows, shape)
         found.append(Candidate(name, [(kernel_rows, works)], -1, shape, time))
     if rows == VERIFY:
         found.append(Candidate(SMALL, [(SMALL, works)], -1, kernels.get(SMALL).shapes[0]))
     return found
+
+
+def name_of(parts: Parts, rows: str, shape: TileShape, is_by_rows: bool) -> str:
+    """The name of the candidate whose launches these are; rows, shape: of the last."""
+    if not is_by_rows:
+        return f"{parts[0][0]} + others" if len(parts) > 1 else parts[0][0]
+    if len(parts) > 1 or parts[0][0] not in FEW:
+        return "by rows"
+    if rows == SMALL:
+        return rows
+    return _name_of_blocks(parts[0][0], shape)
+
+
+def _name_of_blocks(rows: str, shape: TileShape) -> str:
+    if shape.cluster > 1:
+        return f"{rows} x{shape.cluster}"
+    if shape.decode is not None:
+        return f"{rows} alone"
+    return rows if shape.is_fused else f"{rows} merged apart"

@@ -323,23 +323,19 @@ class Kernels:
             found = self._few[rows] = [(name, shape) for shape in shapes]
         return found
 
-    def blocks_of_few_rows(
-        self, rows: str, keys: Keys, most_rows: int
-    ) -> list[tuple[str, str, TileShape]]:
-        """The blocks of decode for requests of a row class: a name, the row class of their kernel,
-        and their shape."""
+    def blocks_of_few_rows(self, rows: str, keys: Keys) -> list[tuple[str, TileShape]]:
+        """The blocks of decode for requests of a row class: the class of their kernel, and their
+        shape."""
         kernel = self.get(rows)
         shape = kernel.shapes[0]
-        found = [(rows, rows, shape)]
+        found = [(rows, shape)]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return found
-        found.append((f"{rows} merged apart", rows, _merged_apart(shape)))
+        found.append((rows, _merged_apart(shape)))
         num_blocks = keys.num_requests * self._num_kv_heads
         if self._may_be_few(kernel, rows, num_blocks):
-            for name, few in self._shapes_of_few(rows):
-                if num_blocks <= few.num_slots:
-                    label = f"x{few.cluster}" if few.cluster > 1 else "alone"
-                    found.append((f"{rows} {label}", name, few))
+            of_few = self._shapes_of_few(rows)
+            found += [(name, few) for name, few in of_few if num_blocks <= few.num_slots]
         return found
 
     def streams_of(self, few: Sequence[BatchRequests], masking: Masking) -> Streams:

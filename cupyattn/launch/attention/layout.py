@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core.problem import AttentionProblem
 from ...schedule import MAX_GRID_YZ
-from ...schedule.batch import WORK_FIELDS
+from ...schedule.batch import WORK_FIELDS, BatchRequests
 from ..driver.enqueue import Launch
 from ..tiles.config import TileConfig
 from . import merge_levels, merge_splits, scan_mask
@@ -122,6 +122,8 @@ class BatchSchedule:
     uniform          where the kernel reads no work list, because the grid says who does what: for
                      prefill_sm90 one request whose keys are not split, for lists of keys any
                      number of equal lengths. None: any other
+    requests         that were planned; None where a device counts them
+    candidate        the name of what serves them (candidates.py)
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
                      takes; 0 if none are
     """
@@ -134,6 +136,8 @@ class BatchSchedule:
     rotated: int = 0
     rotated_bytes: int = 0
     uniform: Uniform | None = None
+    requests: BatchRequests | None = None
+    candidate: str = ""
 
 
 class Layout:

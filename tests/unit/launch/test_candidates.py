@@ -23,9 +23,9 @@ def requests_of(lengths: Lengths) -> BatchRequests:
 
 
 def launcher_of(heads: tuple[int, int] = (32, 8), page_size: int = 16) -> BatchLauncher:
+    """One of its own: others remember their kernels."""
     launcher, _ = planned([(1, 100)], heads, page_size)
-    assert isinstance(launcher, BatchLauncher)
-    return launcher
+    return BatchLauncher(launcher.spec, launcher.problem, launcher.device_index)
 
 
 def names(lengths: Lengths, heads: tuple[int, int] = (32, 8)) -> list[str]:
@@ -51,6 +51,7 @@ def test_a_plan_takes_the_candidate_that_is_asked_for(lengths: Lengths) -> None:
     for candidate in launcher.candidates(requests):
         with candidates.only(candidate.name):
             schedule = launcher.schedule(requests)
+        assert schedule.candidate == candidate.name
         launches = [part.launches[0][0] for part in schedule.parts]
         assert len(launches) == len(candidate.parts)
         plans[candidate.name] = [(x.threads, x.shared_bytes, x.cluster, x.grid) for x in launches]
