@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .sweep import cli as sweep
 
         return sweep.main(given)
+    if given[:1] == ["tiles"]:
+        from .tiles import cli as tiles
+
+        return tiles.tiles(given[1:])
     if given[:1] == ["plans"]:
         from . import plan_times
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -48,10 +48,14 @@ def compile_ahead(cases: Iterable[BatchCase], jobs: int) -> float:
     A kernel that is refused is left to the run that needs it, whose row then says so.
     """
     start = time.perf_counter()
-    found = instances(cases)
+    compile_instances(instances(cases), jobs)
+    return time.perf_counter() - start
+
+
+def compile_instances(found: Sequence[tuple[str, Any]], jobs: int) -> None:
+    """Compile kernels, those in the cache aside."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, *zip(*found, strict=True)))
-    return time.perf_counter() - start
 
 
 def _compile(name: str, config: Any) -> bool:
@@ -76,6 +80,7 @@ def _wrapper(case: BatchCase) -> Any:
         "q_data_type": case.dtype,
         "kv_data_type": case.kv_dtype,
         "window_left": case.window_left,
+        "pos_encoding_mode": case.pos_encoding_mode,
     }
     if case.logits_soft_cap:
         options["logits_soft_cap"] = case.logits_soft_cap

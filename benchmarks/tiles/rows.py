@@ -1,0 +1,63 @@
+"""Rows of measured candidates: one JSON line each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..batch.case import BatchCase
+
+# What a row says of its batch; all else of a BatchCase has one value in all of them.
+_FIELDS = (
+    *("name", "op", "api", "requests", "page_size", "num_qo_heads", "num_kv_heads"),
+    *("head_dim_qk", "head_dim_vo", "causal", "pos_encoding_mode", "logits_soft_cap", "kv_dtype"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one candidate of a batch took.
+
+    card, clock  the name of the card, and its highest clock in MHz
+    us           the median of the samples
+    told         what the card's data said before, in microseconds; None where nothing
+    is_chosen    whether a plan took it then
+    """
+
+    card: str
+    clock: float
+    commit: str
+    case: BatchCase
+    candidate: str
+    us: float
+    told: float | None
+    is_chosen: bool
+
+
+def write(rows: Iterable[Row], path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(line(row) + "\n")
+
+
+def line(row: Row) -> str:
+    case = asdict(row.case)
+    data = {**asdict(row), "case": {name: case[name] for name in _FIELDS}}
+    return json.dumps(data, separators=(",", ":"))
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file. ValueError with the line that is none."""
+    found = []
+    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            data: dict[str, Any] = json.loads(text)
+            case = data["case"]
+            requests = tuple(tuple(request) for request in case["requests"])
+            found.append(Row(**{**data, "case": BatchCase(**{**case, "requests": requests})}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{number}: this is no row of a candidate ({error})") from error
+    return found

@@ -1,0 +1,38 @@
+"""Batches for timing tiles, and their rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tiles import measure, rows
+from benchmarks.tiles.draw import PROBLEMS, draw_cases
+from benchmarks.tiles.rows import Row
+
+
+def test_draws_are_those_of_a_seed_and_of_every_problem() -> None:
+    drawn = draw_cases(3, 400)
+    assert drawn[:50] == draw_cases(3, 50) and drawn[0] != draw_cases(4, 1)[0]
+    kinds = {(x.api, x.head_dim_qk, x.head_dim_vo, x.kv_dtype, x.page_size) for x in drawn}
+    assert len(kinds) >= len({x[:2] + x[3:5] for x in PROBLEMS})
+    assert {x.name.split("_")[2] for x in drawn} == {"prompt", "append", "decode", "verify", "mixed"}
+
+
+def test_kernels_of_all_candidates_are_known_without_a_gpu() -> None:
+    case = next(x for x in draw_cases(3, 100) if x.name.endswith("mixed") and x.head_dim_qk == 128)
+    found = measure.instances([case])
+    names = {name for name, _ in found}
+    assert {"prefill_sm90", "decode_sm80"} <= names and len(found) == len(set(found)) > 5
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    case = draw_cases(3, 1)[0]
+    made = [Row("a card", 1980.0, "c0ffee", case, x, 12.5, told, True)
+            for x, told in (("short", 11.0), ("by rows", None))]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    rows.write(made, path)
+    assert rows.read(path) == made
+    path.write_text(path.read_text("utf-8") + '{"card": 1}\n', "utf-8")
+    with pytest.raises(ValueError, match="rows.jsonl:3: this is no row"):
+        rows.read(path)
