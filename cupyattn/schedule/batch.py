@@ -459,30 +459,31 @@ def _uniform_rows(num_requests: int, qo_len: int) -> np.ndarray:
 
 def _table(requests: BatchRequests, tiles: Tiles) -> np.ndarray:
     """Items whose keys are not split."""
-    request, first_row = tiles
+    table = _rows_of(requests)
+    if tiles.request is not None:
+        table = table.take(tiles.request, axis=0)
+    if tiles.first_row is not None:
+        table[:, _FIRST_ROW] = tiles.first_row
+    return table
+
+
+def _rows_of(requests: BatchRequests) -> np.ndarray:
+    """An item of each request, of its first tile."""
     count = requests.qo_len.size
     if requests.uniform >= 0 and count <= _MOST_REMEMBERED:
-        rows = _uniform_rows(count, requests.uniform)
-        table = rows.copy() if request is None else rows.take(request, axis=0)
-        column, fields = 2, [requests.kv_start, requests.kv_len]
+        table = _uniform_rows(count, requests.uniform).copy()
     else:
-        count = count if request is None else request.size
         table = np.zeros((count, len(WORK_FIELDS)), np.int32)
+        table[:, 0] = requests.q_start
+        table[:, 1] = requests.qo_len
         table[:, NUM_SPLITS] = 1
-        column = 0
-        fields = [requests.q_start, requests.qo_len, requests.kv_start, requests.kv_len]
-    for values in fields:
-        table[:, column] = values if request is None else values[request]
-        column += 1
-    if first_row is not None:
-        table[:, _FIRST_ROW] = first_row
+    table[:, 2] = requests.kv_start
+    table[:, 3] = requests.kv_len
     if requests.mask_start is not None:
-        starts = requests.mask_start if request is None else requests.mask_start[request]
-        starts = np.ascontiguousarray(starts, np.int64)
+        starts = np.ascontiguousarray(requests.mask_start, np.int64)
         table[:, 8:10] = starts.view(np.int32).reshape(-1, 2)
     if requests.key_offset is not None:
-        offsets = requests.key_offset
-        table[:, _KEY_OFFSET] = offsets if request is None else offsets[request]
+        table[:, _KEY_OFFSET] = requests.key_offset
     return table
 
 
