@@ -46,7 +46,7 @@ class Work:
 
     num_read     those that all requests have, each once; 0 where nobody asks
     shares_keys  several tiles of rows visit the same
-    splits       what estimates have found for this work (makespan.best_split)
+    splits, unsplit  what estimates have found for this work (makespan.best_split)
     """
 
     key_tiles: np.ndarray | None
@@ -56,6 +56,9 @@ class Work:
     num_read: int = 0
     shares_keys: bool = False
     splits: dict[object, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
+    unsplit: dict[object, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _sorted: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     def array(self) -> np.ndarray:

@@ -126,19 +126,19 @@ def launch_time(
     """When a launch is done whose items visit so many key tiles, each for all key heads."""
     sizes = sizes.copy()
     sizes.sort()
-    return _sorted_time(sizes[::-1], num_kv_heads, slots, times, reading)
+    return times.launch + _items_time(sizes[::-1], num_kv_heads, slots, times, reading)
 
 
-def _sorted_time(
+def _items_time(
     sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes, reading: float
 ) -> float:
-    """launch_time of sizes that are sorted, the largest first."""
+    """launch_time without the launch itself, of sizes that are sorted, the largest first."""
     items = times.key_tile * sizes
     items += times.item
     if num_kv_heads > 1:
         items = items.repeat(num_kv_heads)
     share = times.alone if items.size <= slots.num_sms else 1.0
-    return times.launch + share * makespan(items, slots.blocks, reading / share)
+    return share * makespan(items, slots.blocks, reading / share)
 
 
 def best_split(
@@ -166,7 +166,12 @@ def _best_split(
     if work.shares_keys:  # blocks do not ask memory for all that they read
         least, reading = times.launch + _SHARED_READING * reading, 0.0
     launch = num_kv_heads, slots, times, reading
-    whole = Split(0, max(least, _sorted_time(work.descending(), *launch)))
+    # The same with launches behind it as without: only times.launch differs.
+    key = num_kv_heads, slots, times.item, times.key_tile, times.alone, reading
+    unsplit = work.unsplit.get(key)
+    if unsplit is None:
+        unsplit = work.unsplit[key] = _items_time(work.descending(), *launch)
+    whole = Split(0, max(least, times.launch + unsplit))
     if not may_split or work.longest <= 1:
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
@@ -189,7 +194,7 @@ def _best_split(
                 continue
             items = lengths.repeat(parts.astype(np.int64))
             items.sort()
-            time = _sorted_time(items[::-1], *launch)
+            time = times.launch + _items_time(items[::-1], *launch)
         time = max(time, least) + merge
         if time < limit:
             best, limit = Split(chunk, time), time

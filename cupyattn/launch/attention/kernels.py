@@ -50,6 +50,8 @@ _PARTS_A_WARP = 4
 _WORTHWHILE = 0.98
 # Tiles of prefill_sm90 for few rows; under a soft cap, over pages, where heads are no wider.
 _SHORT, _MOST_DIM_OF_CAPPED_FEW = "short", 128
+# Requests of each row class have more rows than this.
+_ROWS_BELOW = np.array([0, *MOST_ROWS.values()])
 # Every kernel looks up each key by itself where a page has fewer keys.
 _FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
@@ -414,19 +416,12 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     name = row_class(most * group_size)
     if least == most or row_class(least * group_size) == name:
         return [(name, requests)]
-    rows, least_rows = requests.qo_len * group_size, least * group_size
-    found, is_larger = [], None
-    for name, above in zip(reversed(ROW_CLASSES), (*reversed(MOST_ROWS.values()), 0), strict=True):
-        if most * group_size <= above:
-            continue
-        is_above = rows > above
-        chosen = is_above if is_larger is None else is_above & ~is_larger
-        (places,) = chosen.nonzero()
-        if places.size:
-            found.append((name, requests.select(places)))
-        if least_rows > above:
-            break
-        is_larger = is_above
+    classes = _ROWS_BELOW.searchsorted(requests.qo_len * group_size)
+    counts, found = np.bincount(classes).tolist(), []
+    for index in range(len(counts) - 1, 0, -1):  # those of class 0 have no rows
+        if counts[index]:
+            (places,) = (classes == index).nonzero()
+            found.append((ROW_CLASSES[index - 1], requests.select(places)))
     return found
 
 
