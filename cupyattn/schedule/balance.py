@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ _WORTHWHILE = 0.95
 # Tiles whose longest is at most this many times their mean are planned as if all were as long.
 _EVEN = 1.15
 _ONE = np.float64(1.0)  # converted once
+_ONES = np.ones(4096)
 
 
 # In the order of kernels/cupyattn/params/plan_batch.cuh.
@@ -138,35 +138,37 @@ def _times_of_uneven(
     work: Work, chunks: list[int], items_per_wave: int, block: float
 ) -> list[tuple[float, float]]:
     """The same for several sizes at once. Float, for integers divide slowly."""
-    row = work.array().astype(np.float64)
-    sizes = np.array(chunks, np.float64)[:, None]
+    row, sizes = work.descending()[::-1], np.array(chunks, np.float64)
     # Products of matrices are faster than broadcasts and sums of short rows, and exact here: of one
     # factor each, or sums of whole numbers.
-    ones, all_chunks = _ones(row.size), _ones(len(chunks))
-    key_tiles = all_chunks[:, None].dot(row[None])
-    parts = (1.0 / sizes).dot(row[None])
+    parts = (1.0 / sizes)[:, None].dot(row[None])
     np.ceil(parts, out=parts)
     np.maximum(parts, _ONE, out=parts)
-    # The short ones fill gaps, but long ones come in whole waves.
-    is_long = (key_tiles > (0.5 * sizes).dot(ones[None])).astype(np.float64)
-    all_items = parts.dot(ones).tolist()
-    tiles_of_long = is_long.dot(row).tolist()
-    is_long *= parts
-    all_long = is_long.dot(ones).tolist()
-    lengths = np.maximum.reduce(np.divide(key_tiles, parts, out=parts), axis=1).tolist()
-    found = []
-    for num_items, num_long, tiles, longest in zip(
-        all_items, all_long, tiles_of_long, lengths, strict=True
+    all_items = parts.dot(ones(row.size)).tolist()
+    # The short ones, of a part each, fill gaps, but long ones come in whole waves.
+    all_short = row.searchsorted(0.5 * sizes, "right").tolist()
+    tiles_up_to = row.cumsum()
+    found, lengths = [], None
+    for index, (chunk, num_items, num_short) in enumerate(
+        zip(chunks, all_items, all_short, strict=True)
     ):
-        mean, waves = tiles / num_long, float(-(-num_long // items_per_wave))
+        num_long = num_items - num_short
+        of_short = float(tiles_up_to[num_short - 1]) if num_short else 0.0
+        mean = (work.total - of_short) / num_long
         busy = (work.total + num_items * block) / items_per_wave
-        found.append((max(busy, waves * (mean + block), longest + block), num_items))
+        done = max(busy, -(-num_long // items_per_wave) * (mean + block))
+        if chunk == work.longest:  # nothing is split
+            done = max(done, chunk + block)
+        elif done < chunk + block:  # no part is longer than that
+            if lengths is None:
+                lengths = np.maximum.reduce(row / parts, axis=1).tolist()
+            done = max(done, lengths[index] + block)
+        found.append((done, num_items))
     return found
 
 
-@lru_cache(maxsize=256)
-def _ones(count: int) -> np.ndarray:
-    return np.ones(count)
+def ones(count: int) -> np.ndarray:
+    return _ONES[:count] if count <= _ONES.size else np.ones(count)
 
 
 def _candidates(

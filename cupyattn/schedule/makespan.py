@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import Split, Work
+from .balance import Split, Work, ones
 
 # A launch of this many waves takes as long as its slots are busy, and half its shortest block.
 _MANY_WAVES = 8
@@ -214,7 +214,7 @@ def _parts(
     np.ceil(parts, out=parts)
     np.maximum(parts, 1.0, out=parts)
     lengths = sizes / parts
-    num_parts = parts.dot(np.ones(sizes.size)).tolist()
+    num_parts = parts.dot(ones(sizes.size)).tolist()
     num_whole = np.count_nonzero(parts == 1.0, axis=1).tolist()
     longest = np.maximum.reduce(lengths, axis=1).tolist()
     for index, chunk in enumerate(chunks):
