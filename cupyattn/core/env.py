@@ -58,5 +58,11 @@ PORTABLE = Variable(
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "folder of the CUDA sources (default: those of the package)"
 )
+XLA_GRAPHS = Variable(
+    "CUPYATTN_XLA_GRAPHS",
+    "0",
+    "1 lets XLA record calls inside jax.jit in its CUDA graphs, with JAX 0.11 or later (read while "
+    "JAX traces)",
+)
 
-ALL = (CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, KERNELS_DIR)
+ALL = (CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, XLA_GRAPHS, KERNELS_DIR)

@@ -16,18 +16,19 @@ from typing import Any, TypeVar
 
 from .. import cascade, dot_product, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
-from ..core import dtypes
+from ..core import dtypes, env
 from ..core.cupy_module import as_stream, cupy_module
 from ..core.packages import needs
 from ..core.recording import Recording, spoil
 from ..core.tracing import JAX_CALLS
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.workspace import on_device
-from ..launch.driver.enqueue import enqueue_again
+from ..launch.driver.enqueue import cuda, enqueue_again
 from ..launch.driver.params import this_thread
 from . import jax_calls
 from .xla_exit import settle_at_exit
 from .xla_ffi import Buffer, Frame, handler
+from .xla_graphs import recorded
 from .xla_launches import Launches
 
 __all__ = [
@@ -46,7 +47,9 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache_mla",
 ]
 
-_TARGET = "cupyattn_call"
+_TARGET, _RECORDED_TARGET = "cupyattn_call", "cupyattn_recorded_call"
+# Of JAX: XLA runs a program's calls once before it records them, as they must have been.
+_RECORDS_SINCE = 0, 11
 _PARAMETER = "logits_params "  # in front of the name of an array
 
 
@@ -289,8 +292,9 @@ def _call(
             )
     # What the handler is to do goes along as text, which also compilation caches can keep.
     text = json.dumps([name, [*given], constants, _shapes(given, outputs)], default=_plain)
+    is_recorded = jax.__version_info__ >= _RECORDS_SINCE and env.XLA_GRAPHS.flag()
     call = jax.ffi.ffi_call(
-        _TARGET,
+        _RECORDED_TARGET if is_recorded else _TARGET,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
         vmap_method="sequential",
         input_output_aliases=aliases or {},
@@ -374,18 +378,21 @@ def _register() -> tuple[Any, ...]:
     import ctypes
 
     kept = []
-    for platform, function in (("cpu", _on_cpu), ("CUDA", _on_gpu)):
-        made = handler(function)
-        pointer = ctypes.cast(made, ctypes.c_void_p).value
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(pointer), platform=platform)
-        kept.append(made)
+    for target in (_TARGET, _RECORDED_TARGET):
+        is_recorded = target == _RECORDED_TARGET
+        on_gpu = _on_gpu_or_recorded if is_recorded else _on_gpu
+        for platform, function in (("cpu", _on_cpu), ("CUDA", on_gpu)):
+            made = handler(function, may_be_recorded=is_recorded and platform == "CUDA")
+            pointer = ctypes.cast(made, ctypes.c_void_p).value
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(pointer), platform=platform)
+            kept.append(made)
     _settle_at_exit()
     return tuple(kept)
 
 
 @functools.cache
 def _settle_at_exit() -> None:
-    settle_at_exit(frozenset((_on_cpu.__code__, _on_gpu.__code__)))
+    settle_at_exit(frozenset(x.__code__ for x in (_on_cpu, _on_gpu, _on_gpu_or_recorded)))
 
 
 # --- the call itself, when XLA runs it ---
@@ -394,6 +401,24 @@ def _settle_at_exit() -> None:
 def _on_cpu(frame: Frame) -> None:
     inputs, outputs = ([_as_numpy(x) for x in xs] for xs in (frame.inputs(), frame.outputs()))
     _prepare(frame.text(), inputs, outputs)()
+
+
+def _on_gpu_or_recorded(frame: Frame) -> None:
+    stream = frame.stream()
+    if cuda().is_capturing(stream):
+        _record(frame, stream)
+    else:
+        _on_gpu(frame)
+
+
+def _record(frame: Frame, stream: int) -> None:
+    """Put what the call launches into the graph that the stream is recording. XLA has run the call
+    before, so that kernels are loaded and what calls keep is made."""
+    buffers = frame.inputs(), frame.outputs()
+    index = _owner((*buffers[0], *buffers[1]))
+    with on_device(index), as_stream(stream), recorded(stream, index, buffers[1][0].ptr):
+        arrays = ([_as_cupy(x, index) for x in xs] for xs in buffers)
+        _prepare(frame.text(), *arrays)()
 
 
 def _on_gpu(frame: Frame) -> None:

@@ -18,6 +18,7 @@ _METADATA = 1
 _STRING = 4
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
 _MAJOR = 0
+_MAY_BE_RECORDED = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 
 # XLA_FFI_DataType -> a name of core.dtypes.
 _DTYPES = {
@@ -276,17 +277,18 @@ def _buffers(count: int, places: int) -> tuple[Buffer, ...]:
     return tuple(found)
 
 
-def handler(function: Callable[[Frame], None]) -> Any:
+def handler(function: Callable[[Frame], None], *, may_be_recorded: bool = False) -> Any:
     """A C function that XLA may call, which must be kept alive: it runs `function` on each call.
 
-    What it raises becomes XLA's error with that text. XLA records no such call in command buffers,
-    since memory that a call takes from elsewhere would not outlive one.
+    What it raises becomes XLA's error with that text. may_be_recorded: XLA may record what the call
+    launches in command buffers, and replay it on the same memory without a call.
     """
+    traits = _MAY_BE_RECORDED if may_be_recorded else 0
 
     def handle(address: int) -> int | None:
         words = _read_frame(_MEMORY, address)
         if words[_EXTENSION] and _Extension.from_address(words[_EXTENSION]).type == _METADATA:
-            _describe(_CallFrame.from_address(address))
+            _describe(_CallFrame.from_address(address), traits)
             return None
         if words[_STAGE] & _INT != _EXECUTE:
             return None
@@ -304,11 +306,11 @@ def handler(function: Callable[[Frame], None]) -> Any:
     return _Handler(handle)
 
 
-def _describe(frame: Any) -> None:
+def _describe(frame: Any, traits: int) -> None:
     """Answer XLA's question for the version that the handler was written for, and its traits."""
     extension = ctypes.cast(frame.extension_start, ctypes.POINTER(_MetadataExtension))
     metadata = extension.contents.metadata.contents
     metadata.api_version.major = _MAJOR
     # The structures are those of every minor version.
     metadata.api_version.minor = frame.api.contents.api_version.minor if frame.api else 1
-    metadata.traits = 0
+    metadata.traits = traits

@@ -375,6 +375,75 @@ def test_a_loop_on_xlas_stream() -> None:
     assert last.shape == q.shape
 
 
+@pytest.mark.parametrize("kind", ["dense", "pages", "split", "latent"])
+def test_steps_that_xla_records(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of decoding, whose tables and lengths change: XLA asks us no more after some, whatever
+    is in the arrays, and records anew where memory moves. Graphs that are gone give memory back."""
+    jax = _jax_on_gpu()
+    import cupyattn.integrations.jax as door
+    from cupyattn.integrations import xla_graphs
+
+    monkeypatch.setenv("CUPYATTN_XLA_GRAPHS", "1")
+    jnp, layers = jax.numpy, 6
+    asked: list[str] = []
+    for name in ("_on_gpu", "_record"):
+        real = getattr(door, name)
+        monkeypatch.setattr(
+            door, name, lambda *x, real=real, name=name: (asked.append(name), real(*x))
+        )
+    keys = jax.random.split(jax.random.key(3), 2 * layers + 1)
+    rows = {"split": 9000, "dense": 96}.get(kind, 0)
+    batch = 1 if kind == "split" else 3
+    width = 576 if kind == "latent" else 128
+    shape = (batch, rows, 2, width) if rows else (24, 16, 2, width)
+    shape = (24, 16, 576) if kind == "latent" else shape
+    caches = [jax.random.normal(key, shape, "bfloat16") for key in keys[1:]]
+    heads = 16 if kind == "latent" else 8
+    q = jax.random.normal(keys[0], (batch, 1, heads, width), "bfloat16")
+
+    def attend(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
+        calls: Any = door if isinstance(q, jax.core.Tracer) else cupyattn
+        if kind == "latent":
+            return calls.trtllm_batch_decode_with_kv_cache_mla(
+                q, k, None, 128, 512, 64, table, lens, 96, bmm1_scale=0.05
+            )
+        pages = {"block_table": table, "kv_lens": lens} if kind == "pages" else {}
+        return calls.dot_product_attention(q, k, v, **pages)
+
+    def step(q: Any, caches: Any, table: Any, lens: Any) -> Any:
+        for at in range(layers):
+            out = attend(q, caches[2 * at], caches[2 * at + 1], table, lens)
+            q = q.at[..., : out.shape[-1]].add(out)
+        return q
+
+    def check(compiled: Any, at: int, caches: Any) -> None:
+        table = (jnp.arange(18, dtype="int32").reshape(3, 6) + at) % 24
+        lens = jnp.asarray([96, 40 + at, 7 + at], "int32")
+        got, want = compiled(q, caches, table, lens), step(q, caches, table, lens)
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        np.testing.assert_allclose(got, want, rtol=3e-2, atol=3e-2)
+
+    compiled = jax.jit(step)
+    check(compiled, 0, caches)
+    table, lens = jnp.zeros((3, 6), "int32"), jnp.full(3, 50, "int32")
+    for _ in range(8):
+        asked.clear()
+        jax.block_until_ready(compiled(q, caches, table, lens))
+    is_recorded = jax.__version_info__ >= door._RECORDS_SINCE
+    assert asked == ([] if is_recorded else ["_on_gpu"] * layers)
+    kept = []
+    for at in range(40):
+        kept.append(jnp.zeros(1000 * at + 300, "float16"))
+        caches = [x + 0 for x in caches]
+        check(compiled, at % 12, caches)
+    if is_recorded:
+        # Another program puts an end to the graphs of those before it.
+        other = jax.jit(lambda *x: step(*x) + 1)
+        for _ in range(3):
+            jax.block_until_ready(other(q, caches, table, lens))
+        assert len(xla_graphs._held) <= 8 * layers
+
+
 def test_an_error_inside_jit() -> None:
     jax = _jax_on_gpu()
     import cupyattn.integrations.jax as door

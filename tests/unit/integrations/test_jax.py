@@ -237,6 +237,17 @@ def test_errors_come_through_xla(x: Arrays) -> None:
     assert compiled(x.q, x.k).shape == x.q.shape
 
 
+def test_calls_that_may_be_recorded_run_on_the_cpu_too(
+    x: Arrays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_RECORDS_SINCE", (0,))
+    monkeypatch.setenv("CUPYATTN_XLA_GRAPHS", "1")
+    compiled = jax.jit(lambda q: door.dot_product_attention(q * 2, x.k, x.v))
+    assert door._RECORDED_TARGET in compiled.lower(x.q).as_text()
+    want = door.dot_product_attention(x.q * 2, x.k, x.v)
+    np.testing.assert_allclose(compiled(x.q), want, atol=1e-6)
+
+
 def test_structures_have_the_sizes_of_the_header() -> None:
     """Compiled from XLA's own header, which jaxlib carries."""
     import ctypes
@@ -265,6 +276,7 @@ def test_structures_have_the_sizes_of_the_header() -> None:
     sizes = {
         "XLA_FFI_Error_Create_Args_STRUCT_SIZE": xla_ffi._ERROR_CREATE_SIZE,
         "XLA_FFI_Stream_Get_Args_STRUCT_SIZE": ctypes.sizeof(xla_ffi._StreamGet),
+        "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE": xla_ffi._MAY_BE_RECORDED,
     }
     lines = [f"static_assert(offsetof({at}) == {want});" for at, want in offsets.items()]
     lines += [f"static_assert({name} == {want});" for name, want in sizes.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -257,6 +258,114 @@ def test_launches_of_a_call_are_not_parted_by_another_threads(
     for thread in threads:
         thread.join()
     assert len(order) == 30 and order[::2] == order[1::2]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graph_gets_what_a_call_launches(
+    name: str, gpu: fake_gpu.Gpu, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA records on a stream of its own: nothing that is kept may come from there."""
+    asked: list[int] = []
+
+    @contextlib.contextmanager
+    def recorded(stream: int, device_index: int, output: int) -> Any:
+        asked.append(stream)
+        yield
+
+    monkeypatch.setattr(door, "recorded", recorded)
+    given = CALLS[name](make)
+    call, other = (XlaCall(*given, fake_gpu.STREAM + 8 * at) for at in range(2))
+    gpu.launches.clear()
+    door._on_gpu_or_recorded(call.frame())
+    launched = [x.kernel for x in gpu.launches]
+    assert launched and len(door._sites) == 1 and not asked
+    gpu.launches.clear()
+    monkeypatch.setattr(gpu, "is_capturing", True)
+    door._on_gpu_or_recorded(other.frame())
+    assert [x.kernel for x in gpu.launches] == launched and asked == [fake_gpu.STREAM + 8]
+    assert len(door._sites) == 1
+
+
+def test_memory_of_a_graph_is_kept_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+    from types import SimpleNamespace
+
+    from cupyattn.integrations import xla_graphs
+
+    if not sys.platform.startswith("linux"):
+        pytest.skip("semaphores are those of Linux")
+    c, log = ctypes.CDLL(None), []
+    current: list[Any] = [lambda size: SimpleNamespace(size=size)]
+
+    @contextlib.contextmanager
+    def using_allocator(function: Any) -> Any:
+        current.append(function)
+        yield
+        current.pop()
+
+    def capture_info(stream: int, status: int, number: int, graph: int, *rest: None) -> int:
+        ctypes.c_void_p.from_address(graph).value = 4242
+        return 0
+
+    def create(made: int, semaphore: int, destroy: Any, count: int, flags: int) -> int:
+        log.append(semaphore)
+        return 0
+
+    cuda = SimpleNamespace(get_allocator=lambda: current[-1], using_allocator=using_allocator)
+    driver = SimpleNamespace(
+        exchange_mode=lambda mode: 0,
+        capture_info=capture_info,
+        create=create,
+        retain=lambda *given: 0,
+        init=c.sem_init,
+        try_wait=c.sem_trywait,
+    )
+    driver.post = "sem_post"
+    monkeypatch.setattr(xla_graphs, "cupy_module", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(xla_graphs, "_driver", lambda: driver)
+    monkeypatch.setattr(xla_graphs, "_held", [])
+    for size in (1, 2, 3):
+        with xla_graphs.recorded(77, 0, 4096):
+            current[-1](size)
+    with xla_graphs.recorded(77, 0, 4096):
+        pass  # allocates nothing, and holds nothing
+
+    def held() -> list[int]:
+        return [owner.memory.size for _, owners in xla_graphs._held for owner in owners]
+
+    assert held() == [1, 2, 3] and len(log) == 3 and len(current) == 1
+    c.sem_post(ctypes.c_void_p(log[1]))
+    with xla_graphs.recorded(77, 0, 4096):
+        current[-1](4)
+    assert held() == [1, 3, 4]
+    # Calls that write the same memory share theirs, of the same size and place.
+    found = []
+    for device, output, size in ((0, 4096, 4), (0, 8192, 4), (1, 4096, 4), (0, 4096, 5)):
+        with xla_graphs.recorded(77, device, output):
+            found.append([current[-1](size), current[-1](size)])
+    kept = xla_graphs._held[2][1][0].memory
+    assert found[0][0] is kept and found[0][1] is not kept
+    assert all(x is not kept for pair in found[1:] for x in pair)
+    # A driver that refuses has what it would have counted kept for good.
+    driver.create = lambda *given: 1
+    with xla_graphs.recorded(77, 0, 4096):
+        current[-1](9)
+    assert held()[-1] == 9
+
+
+@pytest.mark.parametrize("may_be_recorded", [False, True])
+def test_xla_is_told_whether_it_may_record(may_be_recorded: bool) -> None:
+    import ctypes
+
+    made = xla_ffi.handler(lambda frame: None, may_be_recorded=may_be_recorded)
+    metadata = xla_ffi._Metadata()
+    extension = xla_ffi._MetadataExtension(metadata=ctypes.pointer(metadata))
+    extension.base.type = xla_ffi._METADATA
+    frame = xla_ffi._CallFrame(struct_size=ctypes.sizeof(xla_ffi._CallFrame))
+    begin = ctypes.cast(ctypes.pointer(extension), ctypes.POINTER(xla_ffi._Extension))
+    frame.extension_start = begin
+    assert made(ctypes.addressof(frame)) is None
+    assert metadata.traits == may_be_recorded
 
 
 def test_a_call_that_copies_is_made_anew(gpu: fake_gpu.Gpu, make: Make) -> None:
