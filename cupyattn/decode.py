@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .core import parse
 from .core.names import missing
-from .core.tracing import untraced
+from .core.tracing import exported, is_exporting, untraced
+from .errors import ArgumentError
 from .inputs import logits
 from .single import run
 from .single.run import NO_EXTRAS, Extras
@@ -109,4 +110,9 @@ def single_decode_with_kv_cache(
         scalars, extras = run.with_logits(
             scalars, extras, logits.read(logits_transform, mask_fn, logits_params)
         )
-    return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=True)
+    try:
+        return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=True)
+    except ArgumentError:
+        if not is_exporting():
+            raise
+        return exported(single_decode_with_kv_cache, locals())

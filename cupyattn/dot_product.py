@@ -14,7 +14,7 @@ from .array import ArrayView
 from .core import dtypes, parse
 from .core.logits import LogitsExpression
 from .core.names import refuse_names
-from .core.tracing import JAX_CALLS, of_jax, untraced
+from .core.tracing import JAX_CALLS, exported, is_exporting, of_jax, untraced
 from .decode import single_decode_with_kv_cache
 from .errors import ArgumentError, UnsupportedError
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -202,6 +202,8 @@ def dot_product_attention(
         else:
             answer = _dense(query, key, value, query_seq_lengths, lens, block_table, options)
     except (ArgumentError, UnsupportedError) as error:
+        if bias is mask is mask_fn is logits_transform is None and is_exporting():
+            return exported(dot_product_attention, locals())
         raise _with_order(renamed(error, kv_lens is not None), query, key) from error
     if return_residual and array.view(query, "query").framework == "jax":
         return answer[0], answer[1].astype(query.dtype)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .core.tracing import untraced
+from .core.tracing import exported, is_exporting, untraced
+from .errors import ArgumentError
 from .flash_attn import forward
 from .flash_attn.api import hide
 from .flash_attn.forward import asks, refuse_dropout
@@ -70,10 +71,15 @@ def flash_attn_func(
     return_lse = False
     if return_attn_probs is not False or return_softmax_lse is not False:
         return_lse = asks(return_attn_probs, return_softmax_lse)
-    return forward.dense(
-        q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse,
-        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out, sinks, s_aux,
-    )  # fmt: skip
+    try:
+        return forward.dense(
+            q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse,
+            qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out, sinks, s_aux,
+        )  # fmt: skip
+    except ArgumentError:
+        if not is_exporting():
+            raise
+        return exported(flash_attn_func, locals())
 
 
 @untraced
@@ -154,12 +160,17 @@ def flash_attn_varlen_func(
     return_lse = False
     if return_attn_probs is not False or return_softmax_lse is not False:
         return_lse = asks(return_attn_probs, return_softmax_lse)
-    return forward.varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, block_table,
-        page_table, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out,
-        sinks, s_aux,
-    )  # fmt: skip
+    try:
+        return forward.varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, block_table,
+            page_table, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out,
+            sinks, s_aux,
+        )  # fmt: skip
+    except ArgumentError:
+        if not is_exporting():
+            raise
+        return exported(flash_attn_varlen_func, locals())
 
 
 @untraced
@@ -208,13 +219,18 @@ def flash_attn_with_kvcache(
     """
     if return_softmax_lse is not False:
         return_softmax_lse = asks(False, return_softmax_lse)
-    return forward.with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-        cache_leftpad, block_table, page_table, softmax_scale, causal, window_size, softcap,
-        rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, qv, cu_seqlens_q,
-        cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
-        attention_chunk, out, sinks, s_aux,
-    )  # fmt: skip
+    try:
+        return forward.with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+            cache_leftpad, block_table, page_table, softmax_scale, causal, window_size, softcap,
+            rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, qv, cu_seqlens_q,
+            cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
+            attention_chunk, out, sinks, s_aux,
+        )  # fmt: skip
+    except ArgumentError:
+        if not is_exporting():
+            raise
+        return exported(flash_attn_with_kvcache, locals())
 
 
 hide(flash_attn_with_kvcache, "block_table")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from .core import parse
 from .core.names import missing
 from .core.problem import KV_LAYOUTS
-from .core.tracing import untraced
+from .core.tracing import exported, is_exporting, untraced
 from .errors import ArgumentError
 from .inputs import geometry, logits
 from .single import run
@@ -218,7 +218,12 @@ def single_prefill_with_kv_cache(
         scalars, extras = run.with_logits(
             scalars, extras, logits.read(logits_transform, mask_fn, logits_params)
         )
-    return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=False)
+    try:
+        return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=False)
+    except ArgumentError:
+        if not is_exporting():
+            raise
+        return exported(single_prefill_with_kv_cache, locals())
 
 
 def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:

@@ -1,5 +1,5 @@
 """What torch.compile does with our calls: it ends a graph before each, makes the call as it is, and
-begins another graph behind it. And what JAX's tracing does with them.
+begins another graph behind it. And what torch.export and JAX's tracing do with them.
 
 Dynamo looks for a mark at every function that it meets, the one that torch.compiler.disable leaves.
 Ours is there without torch, which only Dynamo itself knows to be imported.
@@ -8,6 +8,8 @@ Ours is there without torch, which only Dynamo itself knows to be imported.
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -64,6 +66,29 @@ class Untraced:
         for name, member in vars(cls).items():
             if callable(member) and (name == "__init__" or not name.startswith("_")):
                 untraced(member)
+
+
+# --- torch.export ---
+
+# What stands for public functions where torch traces them: integrations.torch, once it is imported.
+TORCH_CALLS: dict[Any, Callable[..., Any]] = {}
+
+
+def is_exporting() -> bool:
+    """Whether torch.export runs calls themselves, on arrays without memory: with strict=False, its
+    default, nothing is put in their place before."""
+    torch = sys.modules.get("torch")
+    asks = getattr(getattr(torch, "compiler", None), "is_exporting", None)
+    return asks is not None and bool(asks())
+
+
+def exported(function: Any, given: dict[str, Any]) -> Any:
+    """The answer of a public function while torch exports: that of its operator. `given` has its
+    arguments, beside other names."""
+    importlib.import_module(f"{_PACKAGE}.integrations.torch")
+    parameters = inspect.signature(function).parameters
+    own = {name: given[name] for name, x in parameters.items() if given[name] is not x.default}
+    return TORCH_CALLS[function](**own)
 
 
 # --- JAX ---

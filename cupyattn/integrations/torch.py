@@ -87,9 +87,10 @@ def _implement(library: Any, name: str, function: Any, fake: Any) -> None:
 
 
 def _substitute(function: Any, traced: Any) -> None:
-    """Let Dynamo trace `traced` where it meets a public call."""
+    """Let Dynamo trace `traced` where it meets a public call, and export it."""
     import torch
 
+    tracing.TORCH_CALLS[function] = traced
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
 
 

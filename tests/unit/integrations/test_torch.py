@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cupyattn
-from cupyattn import flash_attn
+from cupyattn import flash_attn, flash_attn_interface
 
 torch = pytest.importorskip("torch")
 
@@ -112,13 +112,93 @@ def test_modules_are_exported() -> None:
     q = torch.randn(T, H, D)
     public = cupyattn.single_prefill_with_kv_cache
     operator = torch.ops.cupyattn.single_prefill_with_kv_cache
-    for call, strict in ((public, True), (operator, True), (operator, False)):
+    cases = (public, True), (public, False), (operator, True), (operator, False)
+    for call, strict in cases:
         program = torch.export.export(Exported(call), (q,), strict=strict)
         assert str(program.graph).count("torch.ops.cupyattn.single_prefill_with_kv_cache") == 1
         assert torch.equal(program.module()(q), public(q, q, q) * 2)
-    # Python runs the call itself here; nobody asks what stands for it in a graph.
-    with pytest.raises(ArgumentError, match=r"exports has to call torch\.ops\.cupyattn"):
-        torch.export.export(Exported(public), (q,), strict=False)
+
+
+EXPORTED = {
+    "dot_product_attention": lambda x, q: cupyattn.dot_product_attention(
+        q, x.k, x.v, is_causal=True, return_residual=True
+    ),
+    "flash_attn_func": lambda x, q: flash_attn.flash_attn_func(
+        q, x.k, x.v, 0.0, 0.3, True, return_attn_probs=True
+    )[:2],
+    "flash_attn_func of FlashAttention-3": lambda x, q: flash_attn_interface.flash_attn_func(
+        q, x.k, x.v, 0.3, window_size=(2, 1), return_attn_probs=True
+    ),
+    "flash_attn_varlen_func": lambda x, q: flash_attn.flash_attn_varlen_func(
+        q[0], x.k[0], x.v[0], x.offsets, x.offsets, T, T
+    ),
+    "flash_attn_varlen_func of FlashAttention-3": lambda x, q: (
+        flash_attn_interface.flash_attn_varlen_func(
+            q[0], x.k[0], x.v[0], x.offsets, x.offsets, T, T, causal=True
+        )
+    ),
+    "flash_attn_with_kvcache": lambda x, q: flash_attn.flash_attn_with_kvcache(
+        q, x.k, x.v, cache_seqlens=torch.full((B,), T, dtype=torch.int32), softcap=3.0
+    ),
+    "flash_attn_with_kvcache of FlashAttention-3": lambda x, q: (
+        flash_attn_interface.flash_attn_with_kvcache(
+            q,
+            x.k,
+            x.v,
+            cache_seqlens=torch.full((B,), S, dtype=torch.int32),
+            return_softmax_lse=True,
+        )
+    ),
+    "single_prefill_with_kv_cache": lambda x, q: cupyattn.single_prefill_with_kv_cache(
+        q[0], x.k[0], x.v[0], causal=True, sm_scale=0.2
+    ),
+    "single_decode_with_kv_cache": lambda x, q: cupyattn.single_decode_with_kv_cache(
+        q[0, 0], x.k[0], x.v[0], return_lse=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_public_calls_are_exported_as_operators(x: Tensors, name: str) -> None:
+    """With strict=False, torch's default, Python runs the public call itself, on fake tensors."""
+    x.offsets = torch.tensor([0, T // 2, T], dtype=torch.int32)
+
+    class Module(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, q: Any) -> Any:
+            return EXPORTED[name](x, q * 2)
+
+    program = torch.export.export(Module(), (x.q,), strict=False)
+    operator = "torch.ops.cupyattn." + name.partition(" ")[0]
+    assert str(program.graph).count(operator) == 1
+    got, wanted = program.module()(x.q), Module()(x.q)
+    pairs = zip(got, wanted, strict=True) if isinstance(wanted, tuple) else [(got, wanted)]
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_what_cannot_be_exported_says_why(x: Tensors) -> None:
+    class Module(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, q: Any) -> Any:
+            return flash_attn.flash_attn_func(q, x.k, x.v, softmax_scale="large")
+
+    with pytest.raises(Exception, match="softmax_scale"):
+        torch.export.export(Module(), (x.q,), strict=False)
+
+
+def test_an_export_without_the_import() -> None:
+    """The operators are made then."""
+    program = """
+import sys, torch
+from cupyattn.flash_attn_interface import flash_attn_func
+class Module(torch.nn.Module):
+    def forward(self, q):
+        return flash_attn_func(q, q, q) + 1
+assert "cupyattn.integrations.torch" not in sys.modules
+q = torch.randn(2, 3, 4, 32)
+with torch.no_grad():
+    made = torch.export.export(Module(), (q,))
+    assert torch.equal(made.module()(q), Module()(q))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 NAMES = [f"{call.name}.{form or 'default'}" for call in door.CALLS for form in call.forms]
