@@ -291,8 +291,11 @@ def _call(
                 " or name its argument in jax.jit's static_argnames"
             )
     # What the handler is to do goes along as text, which also compilation caches can keep.
-    text = json.dumps([name, [*given], constants, _shapes(given, outputs)], default=_plain)
+    shapes = _shapes(given, outputs)
+    text = json.dumps([name, [*given], constants, shapes], default=_plain)
     is_recorded = jax.__version_info__ >= _RECORDS_SINCE and env.XLA_GRAPHS.flag()
+    # XLA refuses graphs in which nothing is launched.
+    is_recorded &= shapes is not None and not any(0 in shape for shape, _ in shapes)
     call = jax.ffi.ffi_call(
         _RECORDED_TARGET if is_recorded else _TARGET,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
