@@ -21,7 +21,7 @@ from ..array.match import are_rows_aligned, match_array, match_output, require_c
 from ..core import dtypes, parse
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import cpu, latent
-from ..inputs.call_cache import Argument, CallCache, Found
+from ..inputs.call_cache import Apart, Argument, CallCache, Found
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.latent import Dims, Parts, Second
 from ..inputs.workspace import clear_of, require_apart, same_device
@@ -94,6 +94,7 @@ class _Bound(NamedTuple):
     second   of a cache of this size
     shape_o  of the output
     clear    see workspace.clear_of
+    apart    by the address of ckv_cache
     """
 
     found: Found[_Checked]
@@ -106,6 +107,7 @@ class _Bound(NamedTuple):
     second: Second
     shape_o: tuple[int, int, int]
     clear: tuple[int, ...]
+    apart: Apart
 
 
 _CALLS: CallCache[_Checked] = CallCache(
@@ -117,7 +119,7 @@ _CALLS: CallCache[_Checked] = CallCache(
     Argument("lse", 0, is_output=True),
     Argument("sinks"),
 )
-_OUT, _LSE = 4, 5
+_K, _OUT, _LSE = 2, 4, 5
 _NO_ADDRESSES = [0] * 7
 
 
@@ -286,7 +288,7 @@ def _launch_bound(
 ) -> Any:
     """The answer of a run that passes all checks, or None where an output may share memory."""
     call = bound.found.call
-    if call.outputs and call.overlaps(addresses, bound.sizes):
+    if bound.apart.get(addresses[_K]) != addresses and not _are_apart(bound, addresses):
         return None
     out, lse = arrays[_OUT], arrays[_LSE]
     if out is None:
@@ -296,21 +298,26 @@ def _launch_bound(
         lse = call.make_lse(bound.shape_o[:-1])
         addresses[_LSE] = call.address(lse)
     q, q_rope, k, k_rope, o, lse_ptr, sinks = addresses
-    end, q_low, q_rope_low, k_low, k_rope_low, o_low, lse_low, sinks_low = bound.clear
-    if (
-        (q_low < q < end or q_rope_low < q_rope < end)
-        or (k_low < k < end or k_rope_low < k_rope < end)
-        or o_low < o < end
-    ):
-        return None
     optional = params.NO_OPTIONAL
     if lse_ptr or sinks:
-        if lse_low < lse_ptr < end or sinks_low < sinks < end:
-            return None
         optional = params.OPTIONAL.pack(lse_ptr, 0, sinks, 0, 0, 0, 0, *params.NOTHING_MORE)
     second = bound.second.pack(q, q_rope, k, k_rope)
     bound.run.launch(q, k, k, o, optional, call.current_stream(), second)
     return (out, lse) if return_lse else out
+
+
+def _are_apart(bound: _Bound, addresses: list[int]) -> bool:
+    """Whether no output that is given has bytes of another array, and no array some of the
+    workspace's."""
+    call = bound.found.call
+    if call.outputs and call.overlaps(addresses, bound.sizes):
+        return False
+    end, *lows = bound.clear
+    for address, low in zip(addresses, lows, strict=True):
+        if low < address < end:
+            return False
+    bound.apart.add(addresses[_K], addresses)
+    return True
 
 
 def _bind_cached(
@@ -341,7 +348,8 @@ def _bind_cached(
     shape_o = batch.num_rows, *checked.row_shape
     second = checked.second.of_pages(k)
     clear = clear_of(workspace, found.sizes)
-    bound = _Bound(found, workspace, *asked, found.sizes, run, second, shape_o, clear)
+    apart = found.apart_of(clear)
+    bound = _Bound(found, workspace, *asked, found.sizes, run, second, shape_o, clear, apart)
     plan.bounds[key] = bound
     return bound
 

@@ -27,7 +27,7 @@ from ..core import dtypes, parse
 from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import cpu, logits, row_mask
-from ..inputs.call_cache import Argument, CallCache, Found
+from ..inputs.call_cache import Apart, Argument, CachedCall, CallCache, Found
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.kv_cache import Keys, planned, view_paged, view_ragged
 from ..inputs.row_mask import MaskBits
@@ -100,6 +100,7 @@ class _Bound(NamedTuple):
     sizes: list[int]
     run: BoundRun
     clear: tuple[int, ...]
+    apart: Apart
 
 
 def _call_cache(kv_axis: int) -> CallCache[_Checked]:
@@ -116,7 +117,7 @@ def _call_cache(kv_axis: int) -> CallCache[_Checked]:
 
 # By the axis of a cache along which its size may change.
 _CALLS = _call_cache(0), _call_cache(1)
-_OUT, _LSE, _MASK = 3, 4, 6
+_K, _OUT, _LSE, _MASK = 1, 3, 4, 6
 
 
 def run(
@@ -252,9 +253,10 @@ def _run_cached(
     if mask is None:
         addresses[_MASK] = plan.bits.address
     call = found.call
-    if call.outputs and call.overlaps(addresses, bound.sizes):
-        return None
-    if call.outputs and plan.logits and _overlaps_logits(plan, addresses, bound.sizes):
+    if bound.apart.get(addresses[_K]) != addresses:
+        if not _are_apart(call, bound, addresses):
+            return None
+    if plan.logits and call.outputs and _overlaps_logits(plan, addresses, bound.sizes):
         return None
     checked, out = call.checked, arrays[_OUT]
     if out is None:
@@ -264,20 +266,31 @@ def _run_cached(
         lse = call.make_lse((plan.batch.num_rows, checked.row_shape[0]))
         addresses[_LSE] = call.address(lse)
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
-    end, q_low, k_low, v_low, o_low, lse_low, sinks_low, mask_low = bound.clear
-    if q_low < q_ptr < end or k_low < k_ptr < end or v_low < v_ptr < end or o_low < o_ptr < end:
-        return None
     optional = params.NO_OPTIONAL
     packed = plan.packed_logits
     if lse_ptr or sinks_ptr or mask_ptr or packed:
-        if lse_low < lse_ptr < end or sinks_low < sinks_ptr < end or mask_low < mask_ptr < end:
-            return None
         optional = params.OPTIONAL.pack(
             lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0, params.NO_STEPS, packed
         )
     v_ptr = (v_ptr or k_ptr) + checked.v_offset
     bound.run.launch(q_ptr, k_ptr, v_ptr, o_ptr, optional, call.current_stream())
     return (out, lse) if return_lse else out
+
+
+def _are_apart(call: CachedCall[_Checked], bound: _Bound, addresses: list[int]) -> bool:
+    """Whether no output that is given has bytes of another array, and no array some of the
+    workspace's."""
+    if call.outputs and call.overlaps(addresses, bound.sizes):
+        return False
+    q, k, v, o, lse, sinks, mask = addresses
+    end, q_low, k_low, v_low, o_low, lse_low, sinks_low, mask_low = bound.clear
+    if q_low < q < end or k_low < k < end or v_low < v < end or o_low < o < end:
+        return False
+    if lse or sinks or mask:
+        if lse_low < lse < end or sinks_low < sinks < end or mask_low < mask < end:
+            return False
+    bound.apart.add(k, addresses)
+    return True
 
 
 def _overlaps_logits(plan: Plan, addresses: list[int], sizes: list[int]) -> bool:
@@ -329,7 +342,9 @@ def _bind_cached(
         sizes = [*sizes[:_MASK], bits.num_bytes]
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
-    bound = plan.bounds[key] = _Bound(found, workspace, sizes, run, clear_of(workspace, sizes))
+    clear = clear_of(workspace, sizes)
+    bound = _Bound(found, workspace, sizes, run, clear, found.apart_of(clear))
+    plan.bounds[key] = bound
     return bound
 
 

@@ -20,7 +20,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from .. import array
@@ -30,6 +30,8 @@ from ..core.dtypes import DType
 from ..core.parse import BOOLS, zeros_and_ones
 
 _MAX_CALLS = 4096
+# Arrays of keys for which a call remembers where its other arrays were, and workspaces.
+_MAX_APART, _MAX_WORKSPACES = 256, 16
 
 # Addresses, shapes and facts of arrays, see _read_torch.
 _Seen: TypeAlias = tuple[list[int], list[Any], list[Any]]
@@ -110,20 +112,33 @@ def _comparer_torch(
 ) -> _Compare | None:
     """A comparison of later calls with this one, None where this torch has none.
 
-    axes: of lengths that may be others, free: places of arrays with any lengths and strides.
+    axes: of lengths that may be others, free: places of arrays with any lengths and strides. An
+    array in several places, such as offsets of q and k, is compared once, and later ones must be in
+    the same.
     """
-    tensors = [x for x in arrays if x is not None]
+    tensors: list[Any] = []
     sizes: list[list[Any]] = []
     strides: list[list[Any]] = []
+    twins: list[tuple[int, int]] = []
+    first_places: list[int] = []
     for place, x in enumerate(arrays):
         if x is None:
             continue
-        sizes.append([*x.shape])
-        strides.append([*x.stride()])
+        size, stride = [*x.shape], [*x.stride()]
         if place in free:
-            sizes[-1], strides[-1] = ([None] * x.dim() for _ in "ss")
+            size, stride = ([None] * x.dim() for _ in "ss")
         elif (axis := None if axes is None else axes[place]) is not None and axis < x.dim():
-            sizes[-1][axis] = None
+            size[axis] = None
+        first = next((i for i, known in enumerate(tensors) if known is x), None)
+        if first is None:
+            tensors.append(x)
+            sizes.append(size)
+            strides.append(stride)
+            first_places.append(place)
+        elif size == sizes[first]:
+            twins.append((place, first_places[first]))
+        else:
+            return None
     try:
         guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards(
             *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
@@ -135,8 +150,12 @@ def _comparer_torch(
     except Exception:  # of a torch that has them in another form
         return None
     # Those that are not given most often are the last ones.
-    end = max(place for place, x in enumerate(arrays) if x is not None) + 1
-    offsets = [fact and fact[_OFFSET] for fact in facts[:end]]
+    end = first_places[-1] + 1
+    last = twins[-1][0] + 1 if twins else end
+    offsets = [facts[place] and facts[place][_OFFSET] for place in range(end)]
+    for place, _ in twins:
+        if place < end:
+            offsets[place] = None
     lowest = LOWEST_ADDRESS
 
     def compare(arrays: Sequence[Any]) -> list[int] | None:
@@ -153,7 +172,22 @@ def _comparer_torch(
         found = [None if x is None else _low_offset(x, address) for x, address in given]
         return addresses if found == offsets else None
 
-    return compare
+    def compare_twins(arrays: Sequence[Any]) -> list[int] | None:
+        if len(arrays) < last:
+            return None
+        single = [*arrays]
+        for place, first in twins:
+            if single[place] is not single[first]:
+                return None
+            single[place] = None
+        addresses = compare(single)
+        if addresses is not None:
+            addresses += [0] * (last - len(addresses))
+            for place, first in twins:
+                addresses[place] = addresses[first]
+        return addresses
+
+    return compare_twins if twins else compare
 
 
 class _Framework(NamedTuple):
@@ -186,7 +220,7 @@ _FRAMEWORKS = {
         lambda *arrays_and_facts: None,
     ),
 }
-_STRIDES, _DEVICE, _OFFSET = 2, 3, 5
+_STRIDES, _DEVICE, _IS_REFUSED, _OFFSET = 2, 3, 4, 5
 # By type of the first array; only types of calls that passed the checks are here.
 _framework_by_type: dict[type, _Framework] = {}
 
@@ -251,6 +285,22 @@ class CachedCall(Generic[_Checked]):
         return False
 
 
+class Apart(dict[int, list[int]]):
+    """Addresses of arrays that are apart where they must be: no output has bytes of another array,
+    and no array has bytes of a workspace.
+
+    By the address of keys, which is another one in each layer of a model: so most calls are like
+    one of an earlier step, and need no other look than `apart.get(addresses[key]) == addresses`.
+    """
+
+    __slots__ = ()
+
+    def add(self, key: int, addresses: list[int]) -> None:
+        if len(self) >= _MAX_APART:
+            self.clear()
+        self[key] = addresses.copy()
+
+
 @dataclass(slots=True, eq=False)
 class Found(Generic[_Checked]):
     """A cached call for arrays of these shapes.
@@ -260,6 +310,7 @@ class Found(Generic[_Checked]):
     sizes    bytes from the address of each array to its end
     prepared what the way to call made for these lengths
     compare  compares lengths too, once two calls in a row had them
+    apart    of calls of these lengths, and of those with a workspace by workspace.clear_of
     """
 
     call: CachedCall[_Checked]
@@ -269,6 +320,23 @@ class Found(Generic[_Checked]):
     sizes: list[int]
     prepared: Any = None
     compare: _Compare | None = None
+    apart: Apart = field(default_factory=Apart)
+    apart_from: dict[tuple[int, ...], Apart] = field(default_factory=dict)
+
+    def apart_of(self, clear: tuple[int, ...]) -> Apart:
+        """`Apart` of calls whose arrays and workspace are of these sizes and place."""
+        if len(self.apart_from) >= _MAX_WORKSPACES:
+            self.apart_from.clear()
+        return self.apart_from.setdefault(clear, Apart())
+
+    def is_apart(self, addresses: list[int], key: int) -> bool:
+        """Whether no output has bytes of another array. key: the place of keys."""
+        if self.apart.get(addresses[key]) == addresses:
+            return True
+        if self.call.overlaps(addresses, self.sizes):
+            return False
+        self.apart.add(addresses[key], addresses)
+        return True
 
     def strides(self, place: int) -> tuple[int, ...]:
         """The strides of a free array, in elements."""
@@ -355,11 +423,56 @@ class CallCache(Generic[_Checked]):
     def remember(self, options: tuple[Any, ...], found: Found[_Checked]) -> None:
         """Let `lookup_repeat` find a call by options that, with the shapes and strides of its
         arrays, decide its scalars."""
-        if found.compare is None:
-            return
+        if found.compare is not None:
+            self._keep_repeat(options, found)
+
+    def _keep_repeat(self, options: tuple[Any, ...], found: Found[_Checked]) -> None:
         if len(self._repeats) >= _MAX_CALLS:
             self._repeats.clear()
         self._repeats[options] = found, zeros_and_ones(options)
+
+    def remember_as(
+        self,
+        options: tuple[Any, ...],
+        known: tuple[Any, ...],
+        arrays: Sequence[Any],
+        made: Sequence[Any],
+    ) -> None:
+        """Let `lookup_repeat` find by `options` and `arrays` what it finds by `known` and `made`.
+
+        made: views of the arrays, which begin where theirs do, and where `arrays` has None what all
+        such calls share.
+        """
+        entry, framework = self._repeats.get(known), _framework_by_type.get(type(arrays[0]))
+        if entry is None or framework is None:
+            return
+        found, _ = entry
+        addresses, _, facts = framework.read(arrays)
+        compare = framework.comparer(arrays, facts)
+        theirs = None if found.compare is None else found.compare(made)
+        if compare is None or theirs is None:
+            return
+        if any(fact is not None and fact[_IS_REFUSED] for fact in facts):
+            return
+        pairs = zip(addresses, theirs, strict=False)
+        if any(own not in (0, its) for own, its in pairs):
+            return
+        shared = [
+            (place, framework.address(x), x)
+            for place, x in enumerate(made)
+            if x is not None and (place >= len(arrays) or arrays[place] is None)
+        ]
+        absent = self._absent
+
+        def compare_all(arrays: Sequence[Any]) -> list[int] | None:
+            addresses = compare(arrays)
+            if addresses is not None:
+                addresses += absent[len(addresses) :]
+                for place, address, _ in shared:
+                    addresses[place] = address
+            return addresses
+
+        self._keep_repeat(options, replace(found, compare=compare_all))
 
     def lookup(
         self, arrays: Sequence[Any], scalars: tuple[Any, ...]

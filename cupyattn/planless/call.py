@@ -20,7 +20,7 @@ from ..array.match import require_output
 from ..core import dtypes
 from ..errors import WorkspaceError
 from ..inputs import row_mask
-from ..inputs.call_cache import Found
+from ..inputs.call_cache import Found, after_launch
 from ..inputs.workspace import num_bytes, view_workspace
 from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
@@ -101,6 +101,14 @@ def run_repeat(given: tuple[Any, ...], repeat: tuple[Any, ...]) -> Any:
     return None if answer is None else _launch_cached(*answer, given, None)
 
 
+@after_launch
+def remember_repeat(
+    repeat: tuple[Any, ...], known: tuple[Any, ...], given: tuple[Any, ...], made: tuple[Any, ...]
+) -> None:
+    """Let `run_repeat` know a call by other arrays: see CallCache.remember_as."""
+    CALLS.remember_as(repeat, known, given, made)
+
+
 def run_cached(
     given: tuple[Any, ...],
     options_of: Callable[..., Options],
@@ -134,7 +142,7 @@ def _launch_cached(
 ) -> Any:
     """The answer of a call that was found; None if its arrays do not fit each other."""
     call = found.call
-    if call.outputs and call.overlaps(addresses, found.sizes):
+    if call.outputs and not found.is_apart(addresses, _K):
         return None
     checked = call.checked
     prepared = found.prepared

@@ -162,7 +162,9 @@ _OUTPUTS = "workspace", "out", "lse", "max_logits"
 _CALLS: CallCache[_Checked] = CallCache(
     *(Argument(name, is_output=name in _OUTPUTS) for name in Arrays._fields)
 )
-_WORKSPACE, _KV_LENS, _OUT, _LSE = map(Arrays._fields.index, ("workspace", "kv_lens", "out", "lse"))
+_K, _WORKSPACE, _KV_LENS, _OUT, _LSE = map(
+    Arrays._fields.index, ("k", "workspace", "kv_lens", "out", "lse")
+)
 
 
 def decode(
@@ -243,7 +245,7 @@ def repeat_of(*scalars: Any, scales: tuple[Any, ...] = ()) -> tuple[Any, ...] | 
 def _launch_cached(found: Found[_Checked], addresses: list[int], given: tuple[Any, ...]) -> Any:
     """The answer of a call that was found; None if an output may share memory with another."""
     call = found.call
-    if call.outputs and call.overlaps(addresses, found.sizes):
+    if call.outputs and not found.is_apart(addresses, _K):
         return None
     checked, out, lse = call.checked, given[_OUT], given[_LSE]
     prepared, stream = checked.prepared, call.current_stream()

@@ -12,16 +12,17 @@ from helpers import fake_gpu, precompile
 from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
 
 from cupyattn import array, jit
-from cupyattn.errors import CupyAttnError, UnsupportedError
+from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
 from cupyattn.flash_attn import (
     flash_attn_combine,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    forward,
     get_scheduler_metadata,
     merge_state_v2,
 )
-from cupyattn.inputs import index_arrays
+from cupyattn.inputs import call_cache, index_arrays
 from cupyattn.planless import call
 
 torch = pytest.importorskip("torch")
@@ -646,3 +647,93 @@ def test_repeats_with_other_options_are_other_calls(gpu: Gpu, make: Callable[...
             varlen(make, causal=True, softmax_scale=scale, window_size=[left, 0])
         told = [unpack(x.params) for x in gpu.attentions()]
         assert [(x["sm_scale"], x["window_left"]) for x in told] == [(scale, left)] * 3
+
+
+def test_repeats_of_dense_calls_are_found_by_their_own_arrays(
+    gpu: Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other numbers of requests, strides and outputs between them; each launches what it did."""
+    if not has_guards():
+        pytest.skip("this torch has no comparison of its own")
+    spaced: dict[str, Any] = {"k": make(3, ROOM, HK, 2, D)[..., 1, :]}
+    packed = make(3, ROOM, 3, HK, D)
+    more = {"q": make(5, 4, H, D), "k": make(5, ROOM, HK, D), "v": make(5, ROOM, HK, D)}
+    fewer = {"q": make(2, 4, H, D), "k": make(2, ROOM, HK, D), "v": make(2, ROOM, HK, D)}
+    calls = [
+        {},
+        more,
+        spaced,
+        fewer,
+        {"k": packed[:, :, 1], "v": packed[:, :, 2]},
+        {"out": make(3, 4, H, D)},
+        {"v": make(3, ROOM, HK, 2 * D)},
+        {"causal": True},
+    ]
+    told: list[Any] = [None] * len(calls)
+    for turn in range(6):
+        for index, changes in enumerate(calls):
+            gpu.launches.clear()
+            dense(make, **changes)
+            launch = gpu.attentions()[-1]
+            found = unpack(launch.params)
+            moving = {n for n in found if n in "qkvo" or n.startswith("partial")}
+            known = launch.grid, {n: x for n, x in found.items() if n not in moving}
+            told[index] = told[index] or known
+            assert known[0] == told[index][0], (turn, changes)
+            for name in ("kv_stride_n", "v_stride_n", "q_stride_n", "sm_scale"):
+                assert known[1].get(name) == told[index][1].get(name)
+    for changes in calls:
+        for _ in range(4):
+            dense(make, **changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(forward, "view_cache", None)
+            gpu.launches.clear()
+            q, k, v = make(3, 4, H, D), make(3, ROOM, HK, D), make(3, ROOM, HK, D)
+            given = {"q": q, "k": k, "v": v} | changes
+            out = dense(make, **given)
+            found = unpack(gpu.attentions()[-1].params)
+            assert [found[n] for n in "qkvo"] == [pointer(given[n]) for n in "qkv"] + [pointer(out)]
+
+
+def test_repeats_of_dense_calls_are_checked_for_what_repeats_cannot_be(
+    gpu: Gpu, make: Callable[..., Any]
+) -> None:
+    q, k, v, out = make(3, 4, H, D), make(3, ROOM, HK, D), make(3, ROOM, HK, D), make(3, 4, H, D)
+    for _ in range(5):
+        flash_attn_func(q, k, v, out=out)
+    gpu.launches.clear()
+    with pytest.raises(ArgumentError, match="overlap"):
+        flash_attn_func(q, k, v, out=q)
+    with pytest.raises(ArgumentError, match="grad"):
+        flash_attn_func(q, k.clone().requires_grad_(), v, out=out)
+    with torch.no_grad():
+        needs = k.clone().requires_grad_()
+        for _ in range(5):
+            flash_attn_func(q, needs, v, out=out)
+    gpu.launches.clear()
+    with pytest.raises(ArgumentError, match="grad"):
+        flash_attn_func(q, needs, v, out=out)
+    assert not gpu.launches
+
+
+def test_an_array_in_two_places_is_compared_once(
+    gpu: Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets of self-attention: what has one array twice is no call of two arrays."""
+    if not has_guards():
+        pytest.skip("this torch has no comparison of its own")
+    q, k, v = make(12, H, D), make(12, HK, D), make(12, HK, D)
+    for own in (False, True, False):
+        offsets = ints(0, 4, 8, 12, 12)
+        others = offsets.clone() if own else offsets
+        named: dict[str, Any] = {"q": q, "k": k, "v": v, "max_seqlen_k": 4}
+        named |= {"cu_seqlens_q": offsets, "cu_seqlens_k": others}
+        for _ in range(4):
+            varlen(make, **named)
+        with monkeypatch.context() as patch:
+            patch.setattr(call_cache, "_read_torch", None)
+            gpu.launches.clear()
+            varlen(make, **named)
+        planned = gpu.launches[0].params
+        addresses = {struct.unpack_from("<Q", planned, 8 * i)[0] for i in range(8)}
+        assert {pointer(offsets), pointer(others)} <= addresses
