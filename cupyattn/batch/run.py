@@ -12,8 +12,6 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .. import array
 from ..array import ArrayView
 from ..array.match import (
@@ -498,7 +496,7 @@ def _answer_on_cpu(wrapper: BatchWrapper, plan: Plan, views: _Views) -> tuple[An
     requests = requests_of(plan, views.keys, views.mask)
     extras = {"sinks": views.sinks, **views.head_scales}
     out, lse = cpu.attend(spec, array.as_numpy(views.q), requests, extras, views.logits)
-    lse = lse.astype(np.float32)
+    lse = cpu.float32_lse(lse)
     return cpu.deliver(out, views.out, views.q), cpu.deliver(lse, views.lse, views.q)
 
 

@@ -81,9 +81,13 @@ class LogitsExpression:
         """Whether the transform takes more registers than a slope does, or loads for each key."""
         if self.transform is None:
             return False
-        nodes = [*self.transform.walk()]
-        loads = (node.op == "element" and node.reads("kv_idx") for node in nodes)
-        return len(nodes) > _SHORT or any(loads)
+        return len([*self.transform.walk()]) > _SHORT or self.loads_for_keys
+
+    @property
+    def loads_for_keys(self) -> bool:
+        """Whether the transform loads an element for each key."""
+        nodes = () if self.transform is None else self.transform.walk()
+        return any(node.op == "element" and node.reads("kv_idx") for node in nodes)
 
     @property
     def has_large_mask(self) -> bool:

@@ -71,6 +71,13 @@ def gather(pages: np.ndarray, ids: np.ndarray, kv_len: int) -> np.ndarray:
     return pages[ids].reshape(-1, *pages.shape[2:])[:kv_len]
 
 
+def float32_lse(lse: np.ndarray) -> np.ndarray:
+    """Base-2 LSE as kernels write it: finite where it is, though biases may be as large as float32
+    has numbers, which are beyond its range in base 2."""
+    most = float(np.finfo(np.float32).max)
+    return np.where(np.isfinite(lse), lse.clip(-most, most), lse).astype(np.float32)
+
+
 def deliver(values: np.ndarray, target: ArrayView | None, like: ArrayView, rows: Any = ...) -> Any:
     """`values` as an array of the framework of `like`, or `target`, of which `rows` are written."""
     if target is None:

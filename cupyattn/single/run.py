@@ -12,8 +12,6 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .. import array, reference
 from ..array import ArrayView
 from ..array.match import (
@@ -664,5 +662,5 @@ def _run_reference(call: _Call, views: dict[str, ArrayView]) -> tuple[Any, Any]:
     o, lse = cpu.attend(spec, q, [cpu.Request(slice(len(q)), k, v, mask)], extras, arrays)
     if call.is_decode:
         o, lse = o[0], lse[0]
-    lse = lse.astype(np.float32)
+    lse = cpu.float32_lse(lse)
     return cpu.deliver(o, call.out, call.q), cpu.deliver(lse, call.lse, call.q)

@@ -16,4 +16,10 @@ LOGITS = (
     Mutation("mixed-expression-tile-is-whole", "if (!sight.all)", "if (false)",
              "hopper expression by head"),
     Mutation("pair-shares-expression", "8 * n + 1", "8 * n", "hopper linear expression"),
+    Mutation("far-logits-in-one-sum", "(x + c) * kLog2e", "fmaf(x, kLog2e, c * kLog2e)",
+             "far biases"),
+    Mutation("far-maximum-becomes-infinite", "fminf(fmaxf(max, -kMost), kMost)", "max",
+             "far biases"),
+    Mutation("far-maximum-takes-the-fast-path", "fabsf(shift) > kFarthestFast", "false",
+             "hopper far biases"),
 )  # fmt: skip

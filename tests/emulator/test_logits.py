@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.logits_calls import Batch, Single, compare
+from helpers.logits_calls import Batch, FarBiases, Single, compare
 
 from . import gpu
 
@@ -44,6 +44,20 @@ def check_batch(call: Batch, **facts: Any) -> gpu.EmulatedGpu:
 @pytest.mark.parametrize("kernel", SINGLE)
 def test_a_transform_and_a_mask(kernel: str) -> None:
     check_single(Single("everything", *SINGLE[kernel]), kernel, seed=1)
+
+
+def check_far_biases(qo_len: int, kernel: str = "", is_by_row: bool = False, **facts: Any) -> None:
+    # Splits of as many keys each, because what a split tells of such a row is its maximum alone.
+    call = FarBiases(qo_len, 768, is_by_row=is_by_row)
+    with gpu.plugged_in(**{"num_sms": 6} | facts) as emulated:
+        call.compare(call.run(np))
+    assert not kernel or emulated.has_launched(kernel)
+
+
+@pytest.mark.parametrize("is_by_row", [False, True])
+@pytest.mark.parametrize("kernel", SINGLE)
+def test_biases_of_any_finite_size(kernel: str, is_by_row: bool) -> None:
+    check_far_biases(SINGLE[kernel][0], kernel, is_by_row)
 
 
 def test_a_batch() -> None:

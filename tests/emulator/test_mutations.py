@@ -362,6 +362,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "packbits": _packbits,
     "expression": _expression("transform", 5, 300),
     "expression mask": _expression("mask", 5, 300),
+    "far biases": lambda **facts: test_logits.check_far_biases(5, **facts),
     "expression by head": _expression("mask by head", 18, 300),
     "paged prefill": _batch((40, 70), (150, 90)),
     "paged decode": _batch((1, 3), (600, 150), num_sms=1),
@@ -413,6 +414,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # The kernels of Hopper; all others above are the portable ones.
     "hopper expression by head": _expression("mask by head", 90, 300),
     "hopper linear expression": _expression("alibi", 90, 500),
+    "hopper far biases": lambda **facts: test_logits.check_far_biases(90, is_by_row=True, **facts),
     # More keys than lean blocks are looked at for.
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 600, "group": 4}),
     # The last tile of a token's rows ends within a box.

@@ -206,3 +206,50 @@ class Batch:
         arrays = [tuple(map(put, x)) if isinstance(x, tuple) else put(x) for x in self.arrays]
         given = {"logits_params": {n: put(x) for n, x in params.items()}} if params else {}
         return wrapper.run(*arrays, return_lse=True, **given)
+
+
+# --- biases of any finite size ---
+
+# What a row has for all its keys; None: one key has 0.5 and all others -1e30.
+_FAR = float(np.finfo(np.float32).min), -1e30, 1e30, -1e9, None, 0.0
+
+
+class FarBiases:
+    """A call whose biases are large: rows whose keys all share one have the mean of V, as eager
+    float32 has it, because no logit beside such a bias counts. `is_by_row`: no key has its own."""
+
+    def __init__(
+        self, qo_len: int, kv_len: int, dim: int = 64, *, dtype: str = "float16",
+        is_by_row: bool = False,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(0)
+        self.q = _values(rng, qo_len, HEADS[0], dim, dtype=dtype)
+        self.k, self.v = (_values(rng, kv_len, HEADS[1], dim, dtype=dtype) for _ in range(2))
+        self.bias = rng.standard_normal((HEADS[0], qo_len, 1 if is_by_row else kv_len))
+        kinds = [x for x in _FAR if not is_by_row or x is not None]
+        for row in range(qo_len):
+            for head in range(HEADS[0]):
+                far = kinds[(row + head) % len(kinds)]
+                self.bias[head, row] = -1e30 if far is None else far or self.bias[head, row]
+                if far is None:
+                    self.bias[head, row, (7 * row + head) % kv_len] = 0.5
+        self.bias = self.bias.astype(np.float32)
+
+    def run(self, xp: ModuleType) -> Any:
+        q, k, v, bias = (upload(x, xp) for x in (self.q, self.k, self.v, self.bias))
+        return cupyattn.dot_product_attention(q, k, v, bias, return_lse=True)
+
+    def compare(self, got: Any, tolerance: float = 4e-3) -> None:
+        out, lse = (download(x).astype(np.float32) for x in got)
+        q, k, v = (x.astype(np.float32) for x in (self.q, self.k, self.v))
+        k, v = (np.repeat(x, HEADS[0] // HEADS[1], 1) for x in (k, v))
+        logits = np.einsum("thd,shd->hts", q, k) * np.float32(q.shape[-1] ** -0.5) + self.bias
+        largest = logits.max(-1, keepdims=True)
+        weights = np.exp(logits - largest)
+        total = weights.sum(-1, keepdims=True)
+        wanted = np.einsum("hts,shd->thd", weights / total, v)
+        np.testing.assert_allclose(out, wanted, rtol=tolerance, atol=tolerance)
+        # The least numbers are none in base 2.
+        wanted_lse = (largest + np.log(total))[..., 0].T.astype(np.float64)
+        most = np.finfo(np.float32).max * np.log(2.0)
+        np.testing.assert_allclose(lse, wanted_lse.clip(-most, most), rtol=1e-4, atol=tolerance)

@@ -260,6 +260,16 @@ def test_biases_and_masks_of_heads_as_jax(bias: Any, mask: Any) -> None:
     np.testing.assert_allclose(alone, want[0], atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_whose_biases_all_are_the_least_number() -> None:
+    q, k, v = make(np.random.default_rng(13))
+    bias = np.full((H, T, S), np.finfo(np.float32).min)
+    out, lse = cupyattn.dot_product_attention(q, k, v, bias, return_lse=True)
+    mean = np.repeat(v.mean(1, keepdims=True), H // HK, 2)
+    np.testing.assert_allclose(out, np.broadcast_to(mean, out.shape), atol=1e-6)
+    assert np.isfinite(lse).all() and (lse < -2e38).all()
+
+
 @pytest.mark.parametrize("named", [{}, {"is_causal": True}, {"key_value_seq_lengths": True},
                                    {"key_value_seq_lengths": True, "query_seq_lengths": True},
                                    {"mask": True}])  # fmt: skip

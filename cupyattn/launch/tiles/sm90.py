@@ -358,6 +358,8 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         return 96 if problem.custom_mask or _caps_rows(problem) else 128
+    if dim <= 128 and problem.logits is not None and problem.logits.loads_for_keys:
+        return 64 if dim == 64 else 80  # 80 and 96 keys take a register too many
     if dim_vo > 192:
         return 64 if problem.custom_mask or has_positions or _caps_rows(problem) else 80
     if _caps_rows(problem) or (dim_vo > 128 and (problem.custom_mask or has_positions)):

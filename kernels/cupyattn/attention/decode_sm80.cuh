@@ -313,7 +313,7 @@ struct DecodeSm80 {
         const int row = 16 * m + 8 * h + (lane >> 2);
         const float sum = quad_sum(softmax.row_sum[m][h]);
         if ((lane & 3) == 0) {
-          states.row_max[warp][row] = softmax.base2_max(m, h, LogitsVariant::softmax_scale(params));
+          states.row_max[warp][row] = softmax.template base2_max<LogitsVariant>(m, h, params);
           states.row_sum[warp][row] = sum;
         }
         float* out = states.o[warp][row];

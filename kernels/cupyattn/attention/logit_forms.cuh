@@ -26,7 +26,9 @@ struct alignas(16) LogitConstants {
 // A variant leaves logits in some form. The form says how they become base-2 logits, so that the
 // softmax can take a row's maximum early and do the rest beside matrix products:
 //   value(x)         increases with x; maxima are kept in its units, which a scale turns to base 2
-//   exponent(x, c)   value(x) times that scale, plus c
+//   shift(max, scale)  c of a row with this maximum, in the units of value(): finite, as no logit of
+//                    a row that has seen nothing is
+//   exponent(x, c)   value(x) times that scale, less the maximum
 //   hidden()         the logit of a hidden key: its value is -inf
 //   keeps_max()      whether the variant already knows that no maximum can move
 struct ScaledForm {
@@ -35,7 +37,24 @@ struct ScaledForm {
   static __device__ __forceinline__ float hidden() { return -ptx::infinity(); }
   static constexpr __device__ __forceinline__ bool keeps_max() { return false; }
   __device__ __forceinline__ float value(float x) const { return x; }
+  static __device__ __forceinline__ float shift(float max, float scale) {
+    return max == -ptx::infinity() ? 0.0f : -max * scale;
+  }
   __device__ __forceinline__ float exponent(float x, float c) const { return fmaf(x, scale, c); }
+};
+
+// Natural logits of any finite size, which biases may make as large as float32 has numbers. The
+// rounding of a maximum to base 2, which ScaledForm has in all exponents of a row, would exceed
+// their range. A difference is small where it counts, and it is exact.
+struct NaturalForm {
+  static __device__ __forceinline__ float hidden() { return -ptx::infinity(); }
+  static constexpr __device__ __forceinline__ bool keeps_max() { return false; }
+  __device__ __forceinline__ float value(float x) const { return x; }
+  static __device__ __forceinline__ float shift(float max, float) {
+    return -fmaxf(max, -0x1.fffffep127f);
+  }
+  // mutate: far-logits-in-one-sum
+  __device__ __forceinline__ float exponent(float x, float c) const { return (x + c) * kLog2e; }
 };
 
 struct Nothing {};
@@ -51,6 +70,7 @@ struct LogitsDefaults {
   static constexpr bool kHasFastPath = false;    // most tiles take a fast path
   static constexpr bool kScalesQueries = false;  // Q is multiplied by a power of two
   static constexpr bool kHasFirstMax = false;    // rows may begin with a maximum
+  static constexpr bool kHasAnyLogits = false;   // logits are whatever a caller makes of them
 
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, const Request&,
                                                      int token, int position, int head, int) {

@@ -377,7 +377,7 @@ struct PrefillSm80 {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = warp_row() + 16 * m + 8 * h + (lane >> 2);
-        const float old_max = softmax.base2_max(m, h, LogitsVariant::softmax_scale(params));
+        const float old_max = softmax.template base2_max<LogitsVariant>(m, h, params);
         RowState state{old_max, quad_sum(softmax.row_sum[m][h])};
         const bool exists = row < work.num_rows;
         const int head = shared.rows[row].head;

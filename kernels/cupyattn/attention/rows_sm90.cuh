@@ -97,7 +97,7 @@ struct PrefillSm90Rows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowPlace row = row_place(item, h);
-      const float old_max = softmax.base2_max(0, h, LogitsVariant::softmax_scale(params));
+      const float old_max = softmax.template base2_max<LogitsVariant>(0, h, params);
       RowState state{old_max, sums[h]};
       [[maybe_unused]] const RowState keys = state;
       if (!leaves_state && row.exists) state.add_sink(sink_of(params, row.head));

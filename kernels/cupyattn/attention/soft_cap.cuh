@@ -56,6 +56,9 @@ struct PolynomialForm {
   __device__ __forceinline__ float value(float x) const {
     return x <= hidden() ? -ptx::infinity() : x * factor(x);
   }
+  static __device__ __forceinline__ float shift(float max, float scale) {
+    return max == -ptx::infinity() ? 0.0f : -max * scale;
+  }
   __device__ __forceinline__ float exponent(float x, float c) const {
     return fmaf(x, factor(x), c);
   }

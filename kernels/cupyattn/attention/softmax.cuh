@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cupyattn/common/math.cuh"
+#include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/warp.cuh"
@@ -65,6 +66,8 @@ constexpr float kRescaleThreshold = 8.0f;
 template <int kMmaQ, int kTileSumBits = 8>
 struct OnlineSoftmax {
   static constexpr float kMostOfTile = 1 << kTileSumBits;
+  // Beyond this base-2 maximum the rounding of a sum with it exceeds that of 16-bit probabilities.
+  static constexpr float kFarthestFast = 1 << 16;
 
   float row_max[kMmaQ][2];  // in the units of the logits; -inf while a row has seen no key
   float row_sum[kMmaQ][2];  // this thread's part
@@ -111,7 +114,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float shift = shift_of(m, h, scale);
+        const float shift = shift_of(m, h, form, scale);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float (&pair)[4] = s[m][2 * k + half];
@@ -223,7 +226,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float shift = shift_of(m, h, scale);
+        const float shift = shift_of(m, h, form, scale);
         tile_sum[m][h] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
@@ -261,6 +264,8 @@ struct OnlineSoftmax {
       if constexpr (Path::kHasMax) {
         fails |= tile_sum[h] > path.most_of_tile();  // mutate: sums-never-fail
       } else {
+        // mutate: far-maximum-takes-the-fast-path
+        if constexpr (Path::kHasFarMax) fails |= fabsf(shift) > kFarthestFast;
         fails |= asks_for_more(0, h, tile_sum[h], room);
       }
     }
@@ -274,7 +279,7 @@ struct OnlineSoftmax {
   template <typename Form>
   __device__ __forceinline__ float probability(int m, int h, float logit, const Form& form,
                                                float scale) const {
-    return ptx::ex2_approx(form.exponent(logit, shift_of(m, h, scale)));
+    return ptx::ex2_approx(form.exponent(logit, shift_of(m, h, form, scale)));
   }
 
   template <int kTilesO>
@@ -305,13 +310,22 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // What is added to a row's exponents: its base-2 maximum, negated; 0 while it has none.
-  __device__ __forceinline__ float shift_of(int m, int h, float scale) const {
-    return row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+  // What the form adds on the way to a row's exponents.
+  template <typename Form>
+  __device__ __forceinline__ float shift_of(int m, int h, const Form& form, float scale) const {
+    return form.shift(row_max[m][h], scale);
   }
   // The base-2 maximum of a row, -inf if it saw no key.
-  __device__ __forceinline__ float base2_max(int m, int h, float scale) const {
-    return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : row_max[m][h] * scale;
+  template <typename LogitsVariant>
+  __device__ __forceinline__ float base2_max(int m, int h, const AttentionParams& params) const {
+    const float max = row_max[m][h] * LogitsVariant::softmax_scale(params);
+    if constexpr (LogitsVariant::kHasAnyLogits) {
+      // A row whose logits are finite has seen keys, however far its maximum is from 0.
+      constexpr float kMost = 0x1.fffffep127f;
+      // mutate: far-maximum-becomes-infinite
+      return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : fminf(fmaxf(max, -kMost), kMost);
+    }
+    return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : max;
   }
 };
 

@@ -61,7 +61,7 @@ struct TransformedLogits : LogitsDefaults {
   static constexpr bool kFoldsBias = kAlibi && !kSoftCap;
 
   struct FastPath {
-    static constexpr bool kHasMax = false;
+    static constexpr bool kHasMax = false, kHasFarMax = false;
     float scale[2], slope[2], bias[2];  // of the row of half h; the bias is the first key's
 
     // The exponents of a pair of keys of n-tile n.
@@ -161,16 +161,17 @@ struct TransformedLogits : LogitsDefaults {
 };
 
 // The caller's expression, which takes the place of each scaled logit (Config::kTransform).
-// Logits and maxima are natural; the softmax folds the way to base 2 into its FFMA.
+// Logits and maxima are natural.
 template <typename Expression, bool kRowScales>
 struct ExpressionLogits : LogitsDefaults {
   static constexpr bool kReadsRows = true;
   static constexpr bool kHasRowScales = kRowScales;
   static constexpr bool kFoldsBias = Expression::kIsLinear;
+  static constexpr bool kHasAnyLogits = true;
 
   // In tiles that move no maximum and hide no key, a linear transform goes into the exponent.
   struct FastPath {
-    static constexpr bool kHasMax = false;
+    static constexpr bool kHasMax = false, kHasFarMax = true;
     LogitAt rows[2];  // of half h
 
     __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) const {
@@ -211,12 +212,12 @@ struct ExpressionLogits : LogitsDefaults {
                    Expression::row_value(at)};
   }
   template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ ScaledForm apply(float (&s)[kMmaQ][kTilesS][4],
-                                                     const float (&)[kMmaQ][2], const RowInfo* rows,
-                                                     const LogitConstants&,
-                                                     const AttentionParams& params,
-                                                     const Request& request, int first_key,
-                                                     int lane, bool) {
+  static __device__ __forceinline__ NaturalForm apply(float (&s)[kMmaQ][kTilesS][4],
+                                                      const float (&)[kMmaQ][2],
+                                                      const RowInfo* rows, const LogitConstants&,
+                                                      const AttentionParams& params,
+                                                      const Request& request, int first_key,
+                                                      int lane, bool) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -233,7 +234,7 @@ struct ExpressionLogits : LogitsDefaults {
         }
       }
     }
-    return ScaledForm{kLog2e};
+    return NaturalForm{};
   }
 };
 

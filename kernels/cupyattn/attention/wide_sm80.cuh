@@ -280,7 +280,7 @@ struct WideSm80 {
                                                         const Form& form, float scale) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float shift = softmax.shift_of(0, h, scale);
+      const float shift = softmax.shift_of(0, h, form, scale);
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
         const float first = ptx::ex2_approx(form.exponent(s[0][n][2 * h], shift));
@@ -485,8 +485,7 @@ struct WideSm80 {
       if ((lane & 3) != 0) continue;
       shared.row_sum[key_warp][row_of(h)] = sum;
       if (key_warp == 0) {
-        shared.row_max[0][row_of(h)] =
-            softmax.base2_max(0, h, LogitsVariant::softmax_scale(params));
+        shared.row_max[0][row_of(h)] = softmax.template base2_max<LogitsVariant>(0, h, params);
       }
     }
     ptx::block_sync();  // mutate: wide-states-read-early

@@ -16,7 +16,13 @@ def test_draws_are_those_of_a_seed_and_of_every_problem() -> None:
     assert drawn[:50] == draw_cases(3, 50) and drawn[0] != draw_cases(4, 1)[0]
     kinds = {(x.api, x.head_dim_qk, x.head_dim_vo, x.kv_dtype, x.page_size) for x in drawn}
     assert len(kinds) >= len({x[:2] + x[3:5] for x in PROBLEMS})
-    assert {x.name.split("_")[2] for x in drawn} == {"prompt", "append", "decode", "verify", "mixed"}
+    assert {x.name.split("_")[2] for x in drawn} == {
+        "prompt",
+        "append",
+        "decode",
+        "verify",
+        "mixed",
+    }
 
 
 def test_kernels_of_all_candidates_are_known_without_a_gpu() -> None:
