@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Work:
 
     num_read     those that all requests have, each once; 0 where nobody asks
     shares_keys  several tiles of rows visit the same
-    splits, unsplit  what estimates have found for this work (makespan.best_split)
+    splits, unsplit, parts  what estimates have found for this work (makespan.best_split)
     """
 
     key_tiles: np.ndarray | None
@@ -59,6 +59,7 @@ class Work:
     unsplit: dict[object, float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    parts: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sorted: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     def array(self) -> np.ndarray:

@@ -4,7 +4,7 @@ first, in microseconds. By it prompts get their tiles, and splits of their keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -133,11 +133,14 @@ def _items_time(
     sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes, reading: float
 ) -> float:
     """launch_time without the launch itself, of sizes that are sorted, the largest first."""
+    num_items = sizes.size * num_kv_heads
+    share = times.alone if num_items <= slots.num_sms else 1.0
+    if 0 < num_items <= slots.blocks and not reading:  # one wave, whose longest ends last
+        return share * (times.key_tile * float(sizes[0]) + times.item)
     items = times.key_tile * sizes
     items += times.item
     if num_kv_heads > 1:
         items = items.repeat(num_kv_heads)
-    share = times.alone if items.size <= slots.num_sms else 1.0
     return share * makespan(items, slots.blocks, reading / share)
 
 
@@ -147,21 +150,37 @@ def best_split(
     slots: Slots,
     times: TileTimes,
     may_split: bool = True,
+    limit: float = math.inf,
 ) -> Split:
-    """The split of keys after which a launch, and the merge that a split needs, end soonest.
+    """The split of keys after which a launch, and the merge that a split needs, end soonest. The
+    time is no less than the limit, but nothing else is said of it, if they cannot end within that.
 
     It is remembered with the work, for a plan asks again what the choice of its tiles has asked.
     """
     key = num_kv_heads, slots, times, may_split
     found = work.splits.get(key)
     if found is None:
-        found = work.splits[key] = _best_split(work, *key)
+        found = _best_split(work, *key, limit)
+        if found.time < limit:
+            work.splits[key] = found
     return found
 
 
 def _best_split(
-    work: Work, num_kv_heads: int, slots: Slots, times: TileTimes, may_split: bool
+    work: Work,
+    num_kv_heads: int,
+    slots: Slots,
+    times: TileTimes,
+    may_split: bool,
+    most: float,
 ) -> Split:
+    soonest = times.least(work.total, work.num_tiles, num_kv_heads, slots)
+    if most < math.inf:
+        # Whole tiles take as long as the longest, and parts a merge.
+        share = times.alone if work.num_tiles * num_kv_heads <= slots.num_sms else 1.0
+        longest = times.launch + share * (times.item + times.key_tile * work.longest)
+        if min(max(soonest, longest), soonest + times.merge) >= most:
+            return Split(0, math.inf)
     reading, least = times.read * work.num_read * num_kv_heads, 0.0
     if work.shares_keys:  # blocks do not ask memory for all that they read
         least, reading = times.launch + _SHARED_READING * reading, 0.0
@@ -176,10 +195,12 @@ def _best_split(
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
         return whole
-    best, limit = whole, WORTHWHILE * whole.time
-    if times.least(work.total, work.num_tiles, num_kv_heads, slots) + times.merge >= limit:
+    best, limit = whole, min(WORTHWHILE * whole.time, most)
+    if soonest + times.merge >= limit:
         return whole
-    for chunk, parts, lengths, num_parts, num_whole, longest in _parts(work, num_kv_heads, slots):
+    for chunk, parts, lengths, num_parts, num_whole, longest in _parts(
+        work, num_kv_heads, slots.blocks
+    ):
         merge = times.merge + times.state * (num_parts - num_whole) * num_kv_heads
         num_items = num_parts * num_kv_heads
         longest = times.item + times.key_tile * longest
@@ -201,25 +222,39 @@ def _best_split(
     return best
 
 
-def _parts(
-    work: Work, num_kv_heads: int, slots: Slots
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, int, int, float]]:
-    """Of each split that is tried: key tiles of a part, the parts of each tile and how long they
-    are, how many parts there are, how many of them are a whole tile, and the longest."""
-    chunks = _chunks(work, num_kv_heads, slots.blocks)
-    if not chunks:
-        return
+class _Parts(NamedTuple):
+    """Keys split after `chunk` key tiles: the parts of each tile and how long they are, how many
+    they are, how many of them are a whole tile, and the longest."""
+
+    chunk: int
+    parts: np.ndarray
+    lengths: np.ndarray
+    num_parts: int
+    num_whole: int
+    longest: float
+
+
+def _parts(work: Work, num_kv_heads: int, num_slots: int) -> list[_Parts]:
+    """Each split that is tried; shapes of tiles of one size and as many slots share them."""
+    key = num_kv_heads, num_slots
+    found = work.parts.get(key)
+    if found is None:
+        chunks = _chunks(work, num_kv_heads, num_slots)
+        found = work.parts[key] = _make_parts(work, chunks) if chunks else []
+    return found
+
+
+def _make_parts(work: Work, chunks: list[int]) -> list[_Parts]:
     sizes = work.descending()
     parts = sizes / np.array(chunks, np.float64)[:, None]
     np.ceil(parts, out=parts)
     np.maximum(parts, 1.0, out=parts)
     lengths = sizes / parts
-    num_parts = parts.dot(ones(sizes.size)).tolist()
+    num_parts = map(int, parts.dot(ones(sizes.size)).tolist())
     num_whole = np.count_nonzero(parts == 1.0, axis=1).tolist()
     longest = np.maximum.reduce(lengths, axis=1).tolist()
-    for index, chunk in enumerate(chunks):
-        counts = int(num_parts[index]), num_whole[index]
-        yield chunk, parts[index], lengths[index], *counts, longest[index]
+    columns = chunks, parts, lengths, num_parts, num_whole, longest
+    return [_Parts(*row) for row in zip(*columns, strict=True)]
 
 
 def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:

@@ -287,7 +287,7 @@ def time_together(
     both = Work(sizes, max(work.longest, longest), work.total + int(np.add.reduce(few)), sizes.size)
     if times.least(both.total, both.num_tiles, num_kv_heads, slots) >= limit:
         return math.inf
-    chunk, time = best_split(both, num_kv_heads, slots, times)
+    chunk, time = best_split(both, num_kv_heads, slots, times, limit=limit)
     if time >= limit:
         return math.inf
     merge, is_few = 0.0, np.arange(sizes.size) < few.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def choose_tiles(
         least = shape.times.least(work.total, work.num_tiles, num_kv_heads, slots)
         if index and least >= limit:
             continue
-        time = best_split(work, num_kv_heads, slots, shape.times, may_split).time
+        most = limit if index else math.inf
+        time = best_split(work, num_kv_heads, slots, shape.times, may_split, most).time
         if index == 0 or time < limit:
             best, limit = TileChoice(index, time), _WORTHWHILE * time
         if index == 0:
