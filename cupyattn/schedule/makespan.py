@@ -281,9 +281,10 @@ def _chunk_of_parts(sizes: np.ndarray, most: int) -> int:
 
     Example: tiles of 361, 361, 103 and 103 key tiles have 18 parts of 58, and 16 of 61.
     """
-    chunk = -(-int(np.add.reduce(sizes)) // most)
+    sizes, all_ones = sizes.astype(np.float64), ones(sizes.size)
+    chunk = -(-int(sizes.dot(all_ones)) // most)
     while True:
-        num_parts = int(np.add.reduce(-(-sizes // chunk)))
+        num_parts = int(np.ceil(sizes / chunk).dot(all_ones))
         if num_parts <= most:
             return chunk
         chunk += max(1, chunk * (num_parts - most) // (num_parts + most))
