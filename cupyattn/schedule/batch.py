@@ -257,20 +257,11 @@ class TileWork:
         """Key tiles that all tiles of this shape visit at least, and how many tiles there are at
         least, without a count."""
         if self._rows_and_pairs is None:
-            self._rows_and_pairs = self._count_pairs()
+            requests, group_size = self.requests, self._group_size
+            pairs = self._masking.least_pairs(requests.qo_len, requests.kv_len)
+            self._rows_and_pairs = sum_of(requests.qo_len) * group_size, pairs * group_size
         rows, pairs = self._rows_and_pairs
         return max(0.0, pairs / (shape.tile_q * shape.tile_kv)), -(-rows // shape.tile_q)
-
-    def _count_pairs(self) -> tuple[int, float]:
-        """All rows of all requests and the keys that they see, but for a window's."""
-        qo_len = self.requests.qo_len.astype(np.float64)
-        rows = float(np.add.reduce(qo_len))
-        pairs = 0.0
-        if self._masking.window_left < 0:
-            pairs = float(qo_len.dot(self.requests.kv_len.astype(np.float64)))
-        if pairs and self._masking.window_right >= 0:
-            pairs -= 0.5 * (float(qo_len.dot(qo_len)) - rows)
-        return int(rows) * self._group_size, pairs * self._group_size
 
 
 class Tiles(NamedTuple):
@@ -339,15 +330,6 @@ def count_work(
             total = longest * kv_len.size
             return Work(None, longest, total, kv_len.size, total)
         spans = kv_len
-    elif masking.window_left < 0 <= masking.window_right and requests.is_shared is None:
-        # To the last key that the last row of a tile sees.
-        behind = requests.kv_len - requests.qo_len
-        whole, rest = divmod(shape.tile_q - 1, group_size)
-        behind += whole + 1 + masking.window_right
-        assert first_row is not None
-        spans = (first_row + rest) // group_size
-        spans += behind if request is None else behind[request]
-        spans = np.maximum(np.minimum(spans, kv_len), 0)
     else:
         spans = _spans(requests, tiles, kv_len, group_size, shape, masking)
     key_tiles = (spans + (shape.tile_kv - 1)) // shape.tile_kv
@@ -377,7 +359,9 @@ def _spans(
     is_shared = requests.is_shared
     if is_shared is not None and tiles.request is not None:
         is_shared = is_shared[tiles.request]
-    tokens = first_row // group_size, (first_row + (shape.tile_q - 1)) // group_size
+    # Only a window asks for the first one.
+    first = first_row // group_size if masking.window_left >= 0 else 0
+    tokens = first, (first_row + (shape.tile_q - 1)) // group_size
     return masking.span_lengths(*tokens, qo_len, kv_len, is_shared, shape.tile_kv)
 
 

@@ -46,17 +46,28 @@ class Masking:
 
         is_shared: the rows come after all these keys.
         """
-        begin: np.ndarray | int = 0
         end = kv_len
         if self.window_right >= 0:
-            last = np.minimum(last_token, qo_len - 1)
-            end = np.minimum(kv_len, last + (kv_len - qo_len + 1 + self.window_right))
+            # Tokens that a request does not have would see no more than all keys.
+            last = last_token + (1 + self.window_right)
+            end = np.minimum(kv_len, last + (kv_len - qo_len))
             if is_shared is not None:
                 end = np.where(is_shared, kv_len, end)
-        if self.window_left >= 0:
-            begin = np.maximum(first_token + (kv_len - qo_len - self.window_left), 0)
-            if is_shared is not None:
-                begin = np.where(is_shared, np.maximum(kv_len - self.window_left, 0), begin)
-            if self.has_mask:
-                begin = begin // tile_kv * tile_kv
+        if self.window_left < 0:
+            return np.maximum(end, 0)
+        begin = np.maximum(first_token + (kv_len - qo_len - self.window_left), 0)
+        if is_shared is not None:
+            begin = np.where(is_shared, np.maximum(kv_len - self.window_left, 0), begin)
+        if self.has_mask:
+            begin = begin // tile_kv * tile_kv
         return np.maximum(end - begin, 0)
+
+    def least_pairs(self, qo_len: np.ndarray, kv_len: np.ndarray) -> float:
+        """Pairs of a row and a key in its sight, custom mask aside, at least: of all requests."""
+        if self.window_left >= 0:
+            return 0.0
+        rows = qo_len.astype(np.float64)
+        pairs = float(rows.dot(kv_len.astype(np.float64)))
+        if self.window_right < 0:
+            return pairs
+        return pairs - 0.5 * (float(rows.dot(rows)) - float(np.add.reduce(rows)))
