@@ -2,8 +2,8 @@
 
     python tests/helpers/engines/packages.py FOLDER [vllm] [sglang]
 
-`CUPYATTN_ENGINES=FOLDER make test-slow ARGS="-k real_engines"` then runs them. Half a gigabyte is
-downloaded and 400 MB stay.
+`CUPYATTN_ENGINES=FOLDER make test-slow ARGS="-k real_engines"` then runs them, `make test-gpu` with
+the same words on a GPU. Half a gigabyte is downloaded and 400 MB stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENGINES = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
 REQUIRED = (
     "transformers==5.19.0 huggingface_hub tokenizers safetensors tqdm regex pydantic pydantic_core "
     "annotated-types typing-inspection msgspec cloudpickle cachetools cbor2 einops dill psutil "
-    "pyyaml pyzmq httpx2 httpcore2 truststore anyio h11 sniffio idna"
+    "nvidia-ml-py pyyaml pyzmq httpx2 httpcore2 truststore anyio h11 sniffio idna"
 ).split()
 
 

@@ -79,7 +79,9 @@ def _graphs(kit: Any, cases: Any, found: dict[str, str]) -> None:
             for more in (0, 2):
                 try:
                     graphs.run_dense_cuda_graph_decode_case(
-                        unittest.TestCase(), case, capture_batch_size=case.batch_size + more
+                        unittest.TestCase(),
+                        case,
+                        cuda_graph_capture_batch_size=case.batch_size + more,
                     )
                     found[f"{case.name} graph {more}"] = "passed"
                 except BaseException as error:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from array import array
 from typing import Any
 
 ABSENT = (
     "IPython PIL aiohttp anthropic blake3 compressed_tensors cv2 deep_gemm fastapi flashinfer "
     "gguf httpcore httpcore2 httpx httpx2 lark llguidance mistral_common numba openai "
-    "openai_harmony orjson outlines partial_json_parser prometheus_client pybase64 pynvml "
+    "openai_harmony orjson outlines partial_json_parser prometheus_client pybase64 "
     "sentencepiece setproctitle sgl_kernel starlette tiktoken torchaudio torchvision triton "
     "tvm_ffi uvicorn uvloop xgrammar"
 ).split()
@@ -30,6 +29,8 @@ _DEFAULTS = {
     "max_tokens": 12,
     "graphs": False,
     "memory": 0.5,
+    "length": 512,
+    "room": 4096,
 }
 
 
@@ -37,6 +38,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     """Tokens of prompts. Prompts longer than `cut` are read in two parts, the second after what
     the first left in the cache; the last prompt is read beside a step of the others."""
     from helpers.engines import absent
+    from helpers.engines.measured import measured
 
     options: Any = _DEFAULTS | given
     os.environ.update(HF_HUB_OFFLINE="1", SGLANG_USE_CPU_ENGINE="0")
@@ -59,9 +61,9 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         kv_cache_dtype=options["cache"],
         page_size=options["page_size"],
         disable_cuda_graph=not options["graphs"],
-        max_total_tokens=4096,
+        max_total_tokens=options["room"],
         max_running_requests=16,
-        context_length=512,
+        context_length=options["length"],
         mem_fraction_static=options["memory"],
         sampling_backend="pytorch",
         **options.get("more", {}),
@@ -71,13 +73,9 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     publish(args, role="scheduler", ranks=ranks)
     one_batch._init_process_global_configs()
     runner, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
-    seconds, tokens = [], []
-    for _ in range(options.get("rounds", 1)):
-        start = time.perf_counter()
-        tokens = _generate(one_batch, runner, options)
-        seconds.append(time.perf_counter() - start)
+    tokens, said = measured(lambda: _generate(one_batch, runner, options), options)
     backend = runner.torch_runner.attn_backend
-    return {"tokens": tokens, "backends": [type(backend).__name__], "seconds": seconds}
+    return {"tokens": tokens, "backends": [type(backend).__name__], **said}
 
 
 def _generate(one_batch: Any, runner: Any, options: Any) -> list[list[int]]:
@@ -160,6 +158,19 @@ def stand_in(device: str) -> None:
     if triton.__file__ == "absent":
         target = triton.runtime.driver.active.get_current_target.return_value
         target.backend = device
+    import sgl_kernel.utils
+
+    from helpers.engines import fa3
+
+    if sgl_kernel.__file__ == "absent":
+        # Graphs keep what they hand on, instead of a view that does not.
+        sgl_kernel.weak_ref_tensor = lambda x: x
+        sgl_kernel.utils.is_arch_support_pdl = lambda: device != "cpu"
+    if fa3.is_there():
+        import sgl_kernel.flash_attn
+
+        sgl_kernel.flash_attn.flash_attn_with_kvcache = fa3.with_kvcache
+        sgl_kernel.flash_attn.get_scheduler_metadata = lambda *_, **__: None
 
 
 def natively() -> None:
@@ -173,8 +184,10 @@ def natively() -> None:
 
     jit.load_jit = compile_nothing
     BaseFusedOp._resolve_forward_method = lambda self: self.forward_native
+    from sglang.srt.layers.dual_gemm import DualGemm
     from sglang.srt.mem_cache import memory_pool
 
+    DualGemm._select_mode = lambda *_: None
     memory_pool.can_use_store_cache = lambda *_: False
 
 

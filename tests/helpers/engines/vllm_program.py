@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import types
 from typing import Any
 
@@ -26,8 +25,11 @@ _ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME": "cupyattn",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "HF_HUB_OFFLINE": "1",
 }
+# Norms by torch, where a GPU would have compiled ones.
+_NATIVE = {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}}
 _DEFAULTS = {
     "backend": "CUSTOM",
     "by_name": False,
@@ -37,6 +39,9 @@ _DEFAULTS = {
     "eager": True,
     "block_size": 16,
     "chunk": 64,
+    "length": 512,
+    "seats": 4,
+    "bytes": 1 << 26,
     "prefixes": True,
     "memory": 0.9,
     "runner": 1,
@@ -48,6 +53,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     """Tokens of prompts. `by_name` passes the backend by attention_backend=, a word that vLLM reads
     after it has loaded its plug-ins; else it is in attention_config, which it reads before."""
     from helpers.engines import absent
+    from helpers.engines.measured import measured
 
     options: Any = _DEFAULTS | given
     os.environ.update(_ENVIRONMENT)
@@ -74,33 +80,29 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         enforce_eager=options["eager"],
         kv_cache_dtype=options["cache"],
         block_size=options["block_size"],
-        max_model_len=512,
+        max_model_len=options["length"],
         max_num_batched_tokens=options["chunk"],
-        max_num_seqs=4,
-        kv_cache_memory_bytes=1 << 26,
+        max_num_seqs=options["seats"],
+        kv_cache_memory_bytes=options["bytes"],
         gpu_memory_utilization=options["memory"],
         enable_prefix_caching=options["prefixes"],
         compilation_config={"custom_ops": ["none"], **options.get("compilation", {})},
         **({"attention_backend": name} if options["by_name"] else {}),
         attention_config={**({} if options["by_name"] else {"backend": name}), **prompts},
-        **options.get("more", {}),
+        **{**(_NATIVE if options["device"] != "cpu" else {}), **options.get("more", {})},
     )
     asked = [{"prompt_token_ids": x} for x in options["prompts"]]
     params = SamplingParams(
         temperature=0, max_tokens=options["max_tokens"], ignore_eos=True, detokenize=False
     )
-    seconds, answers = [], []
-    for _ in range(options.get("rounds", 1)):
-        start = time.perf_counter()
-        answers = llm.generate(asked, params, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
+    answers, said = measured(lambda: llm.generate(asked, params, use_tqdm=False), options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     return {
         "tokens": [list(x.outputs[0].token_ids) for x in answers],
         "cached": [x.num_cached_tokens for x in answers],
         "backends": sorted({x.attn_backend.__name__ for x in layers.values()}),
         "steps": steps,
-        "seconds": seconds,
+        **said,
     }
 
 
@@ -143,13 +145,16 @@ def _platform(device: str) -> None:
 
 def _extensions() -> None:
     """Modules of compiled extensions that are imported as a GPU is met. What is asked of the first
-    is defined below; FlashAttention's functions, which nothing here calls, are ours."""
+    is defined below; FlashAttention's functions, which only FLASH_ATTN calls, are ours where it is
+    not there."""
     from cupyattn import flash_attn
+    from helpers.engines import fa3
 
     sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
     made: Any = types.ModuleType("vllm.vllm_flash_attn")
-    made.flash_attn_varlen_func = flash_attn.flash_attn_varlen_func
-    made.get_scheduler_metadata = flash_attn.get_scheduler_metadata
+    theirs = fa3.varlen if fa3.is_there() else flash_attn.flash_attn_varlen_func
+    made.flash_attn_varlen_func = theirs
+    made.get_scheduler_metadata = lambda *_, **__: None
     made.compile_flash_attn_varlen_func_from_specs = lambda *_, **__: None
     made.is_fa_version_supported = lambda version, *_: version == 3
     made.fa_version_unsupported_reason = lambda *_: None
@@ -222,7 +227,11 @@ def _operators_of_cuda(define: Any) -> None:
     """What a GPU's prompts of latent attention need besides."""
     import torch
     import vllm._custom_ops as operators
+    import vllm.utils.torch_utils
     from vllm.v1.attention.ops import merge_attn_states
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+        triton_reshape_and_cache_flash,
+    )
 
     def gather(
         src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, token_to_seq: Any,
@@ -252,7 +261,16 @@ def _operators_of_cuda(define: Any) -> None:
         shown = types.SimpleNamespace(__cuda_array_interface__=facts)
         return torch.as_tensor(shown, device="cuda")
 
+    def silu_and_mul(out: Any, x: Any) -> None:
+        a, b = x.chunk(2, -1)
+        out.copy_(torch.nn.functional.silu(a) * b)
+
     define("_C::get_cuda_view_from_cpu_tensor", "(Tensor x) -> Tensor", view)
+    # Kept by name as layers are made; by custom_ops they run what torch has in its place.
+    define("_C::silu_and_mul", "(Tensor(a!) out, Tensor x) -> ()", silu_and_mul)
+    operators.reshape_and_cache_flash = triton_reshape_and_cache_flash
+    # Graphs keep what they return, instead of a view that does not.
+    vllm.utils.torch_utils.weak_ref_tensor = lambda x: x
     operators.gather_and_maybe_dequant_cache = gather
     operators.merge_attn_states = merge
 
