@@ -30,6 +30,8 @@ from ..core.dtypes import DType
 from ..core.parse import BOOLS, zeros_and_ones
 
 _MAX_CALLS = 4096
+# Of a program that changes torch's modes from call to call: it takes as long as such a call.
+_MAX_RENEWED = 64
 # Arrays of keys for which a call remembers where its other arrays were, and workspaces.
 _MAX_APART, _MAX_WORKSPACES = 256, 16
 
@@ -246,7 +248,7 @@ class Argument(NamedTuple):
     is_free: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CachedCall(Generic[_Checked]):
     """What calls of one signature share. It holds no array of the caller's.
 
@@ -259,6 +261,7 @@ class CachedCall(Generic[_Checked]):
     make_out, make_lse   make outputs of a shape like that of the first call, of any length
     address    of an array that they have made
     compare    compares all of the signature, not lengths; None where the framework has no such way
+    num_renewed  how often that was made anew
     """
 
     checked: _Checked
@@ -271,6 +274,7 @@ class CachedCall(Generic[_Checked]):
     address: Callable[[Any], int]
     current_stream: Callable[[], int]
     compare: _Compare | None
+    num_renewed: int = 0
 
     def overlaps(self, addresses: list[int], sizes: Sequence[int]) -> bool:
         """Whether the bytes of an output meet those of another array; the full checks find out
@@ -500,7 +504,10 @@ class CallCache(Generic[_Checked]):
                     found = group.last = self._refit(found, arrays, framework)
             if addresses is None:
                 addresses, shapes, facts = framework.read(arrays)
-                if shapes != found.shapes or facts != found.facts:
+                if shapes == found.shapes and facts == found.facts:
+                    if found.call.compare is not None:
+                        self._renew(found, arrays, framework)
+                else:
                     other = self._other(group, found, shapes, facts)
                     if other is None:
                         return None
@@ -512,6 +519,21 @@ class CallCache(Generic[_Checked]):
         if len(addresses) < len(self._absent):
             addresses += self._absent[len(addresses) :]
         return found, addresses
+
+    def _renew(self, found: Found[_Checked], arrays: Sequence[Any], framework: _Framework) -> None:
+        """Compare later calls with this one, which torch calls different where all facts are equal:
+        it was made in another mode, such as inference_mode(), and so will be those behind it."""
+        call = found.call
+        if call.num_renewed >= _MAX_RENEWED:
+            return
+        call.num_renewed += 1
+        varying = self._varying(call.single)
+        call.compare = framework.comparer(arrays, found.facts, varying, self._free)
+        found.compare = framework.comparer(arrays, found.facts)
+
+    def _varying(self, single: tuple[int, ...]) -> list[int | None]:
+        """The axes of lengths that later calls may have others of."""
+        return [None if place in single else axis for place, axis in enumerate(self._axes)]
 
     def _other(
         self, group: _Group[_Checked], last: Found[_Checked], shapes: list[Any], facts: list[Any]
@@ -629,7 +651,7 @@ class CallCache(Generic[_Checked]):
             return None
         axes = self._axes_of(shapes)
         single = tuple(place for place, axis in axes if shapes[place][axis] == 1)
-        varying = [None if place in single else axis for place, axis in enumerate(self._axes)]
+        varying = self._varying(single)
         call = CachedCall(
             checked=checked,
             axes=axes,

@@ -258,3 +258,41 @@ def test_memory_of_cupys_at_low_addresses_is_memory() -> None:
     made.insert((x,), (), "checked", array.view(x, "rows"), dtypes.float32, None, None)
     assert made.lookup((x,), ()) is not None
     call_cache._caches.remove(made)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_call_made_in_another_mode_of_torch_is_compared_in_that_one(
+    cache: CallCache[str], mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model is warmed up in one mode and runs in another; torch tells tensors of the two apart."""
+    insert(cache, rows(), None, None, rows(3))
+    reads = []
+    framework = call_cache._framework_by_type[torch.Tensor]
+
+    def read(arrays: Any) -> Any:
+        reads.append(len(arrays))
+        return framework.read(arrays)
+
+    monkeypatch.setitem(call_cache._framework_by_type, torch.Tensor, framework._replace(read=read))
+    is_fast = torch._C._dynamo.guards.TensorGuards is not None
+    for _ in range(3):
+        with mode():
+            for length in (4, 4, 4, 5, 6, 6, 6):
+                found = cache.lookup((rows(length), None, None, rows(3)), ())
+                assert found is not None and found[0].lengths[0] == length
+            reads.clear()
+            for length in (6, 7, 8, 8, 8, 9):
+                assert cache.lookup((rows(length), None, None, rows(3)), ())
+            assert len(reads) == (0 if is_fast else 6)
+        assert cache.lookup((rows(), None, None, rows(3)), ())
+
+
+def test_modes_that_change_from_call_to_call(cache: CallCache[str]) -> None:
+    """Making comparisons anew would take longer than to do without."""
+    insert(cache, rows(), None, None, rows(3))
+    for _ in range(2 * call_cache._MAX_RENEWED):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                found = cache.lookup((rows(), None, None, rows(3)), ())
+                assert found is not None
+    assert found[0].call.num_renewed <= call_cache._MAX_RENEWED
