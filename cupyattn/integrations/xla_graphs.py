@@ -47,12 +47,16 @@ def _driver() -> SimpleNamespace:
     cuda, c = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     pointer = ctypes.c_void_p
     cuda.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
-    cuda.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6
+    # Since CUDA 12.3 edges of the graph have data too, which are not asked for.
+    newer = getattr(cuda, "cuStreamGetCaptureInfo_v3", None)
+    capture_info = newer or cuda.cuStreamGetCaptureInfo_v2
+    capture_info.argtypes = [pointer] * (7 if newer else 6)
     cuda.cuUserObjectCreate.argtypes = [pointer] * 3 + [ctypes.c_uint] * 2
     cuda.cuGraphRetainUserObject.argtypes = [pointer, pointer, ctypes.c_uint, ctypes.c_uint]
     return SimpleNamespace(
         exchange_mode=cuda.cuThreadExchangeStreamCaptureMode,
-        capture_info=cuda.cuStreamGetCaptureInfo_v2,
+        capture_info=capture_info,
+        unasked=(None,) * (3 if newer else 2),
         create=cuda.cuUserObjectCreate,
         retain=cuda.cuGraphRetainUserObject,
         init=c.sem_init,
@@ -103,7 +107,7 @@ def _hold(stream: int, owners: list[_Memory]) -> None:
         _held[:] = [x for x in _held if driver.try_wait(x[0])]  # 0: it was posted
         _held.append((semaphore, owners))
     made = ctypes.c_void_p()
-    if driver.capture_info(stream, *places, None, None) == 0 and graph:
+    if driver.capture_info(stream, *places, *driver.unasked) == 0 and graph:
         begin, address = ctypes.addressof(made), ctypes.addressof(semaphore)
         if driver.create(begin, address, driver.post, 1, _NO_DESTRUCTOR_SYNC) == 0:
             driver.retain(graph, made, 1, _MOVE)
