@@ -40,7 +40,7 @@ _NO_MERGES = np.zeros(0, np.int32)
 _HIGH_HALF, _LOW_HALF = np.int64(32), np.int64(0xFFFFFFFF)
 # Batches of more requests are not worth keeping a table for.
 _MOST_REMEMBERED = 4096
-_ONES = np.ones(_MOST_REMEMBERED, np.int64)
+_ONES, _INDICES = np.ones(_MOST_REMEMBERED, np.int64), np.arange(_MOST_REMEMBERED)
 # Waves of the longest items that the short ones at the end of a list amount to. (A wave leaves
 # blocks 1 % further apart where items have few tiles.)
 _SHORT_WAVES = 3
@@ -286,15 +286,11 @@ def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | No
         return None
     # A sort of numbers is faster than one of indices: keys in the high half, downwards, and the
     # index in the low one.
-    packed = _indices(keys.size) - (keys << _HIGH_HALF)
+    indices = _INDICES[: keys.size] if keys.size <= _INDICES.size else np.arange(keys.size)
+    packed = indices - (keys << _HIGH_HALF)
     packed.sort()
     packed &= _LOW_HALF
     return packed
-
-
-@lru_cache(maxsize=64)
-def _indices(count: int) -> np.ndarray:
-    return np.arange(count)
 
 
 def sum_of(numbers: np.ndarray) -> int:

@@ -174,23 +174,18 @@ def _best_split(
     may_split: bool,
     most: float,
 ) -> Split:
+    """best_split; `most` is the limit."""
     soonest = times.least(work.total, work.num_tiles, num_kv_heads, slots)
-    if most < math.inf:
-        # Whole tiles take as long as the longest, and parts a merge.
-        share = times.alone if work.num_tiles * num_kv_heads <= slots.num_sms else 1.0
-        longest = times.launch + share * (times.item + times.key_tile * work.longest)
-        if min(max(soonest, longest), soonest + times.merge) >= most:
-            return Split(0, math.inf)
+    # Whole tiles take as long as the longest, and parts a merge.
+    share = times.alone if work.num_tiles * num_kv_heads <= slots.num_sms else 1.0
+    longest = times.launch + share * (times.item + times.key_tile * work.longest)
+    if min(max(soonest, longest), soonest + times.merge) >= most:
+        return Split(0, math.inf)
     reading, least = times.read * work.num_read * num_kv_heads, 0.0
     if work.shares_keys:  # blocks do not ask memory for all that they read
         least, reading = times.launch + _SHARED_READING * reading, 0.0
     launch = num_kv_heads, slots, times, reading
-    # The same with launches behind it as without: only times.launch differs.
-    key = num_kv_heads, slots, times.item, times.key_tile, times.alone, reading
-    unsplit = work.unsplit.get(key)
-    if unsplit is None:
-        unsplit = work.unsplit[key] = _items_time(work.descending(), *launch)
-    whole = Split(0, max(least, times.launch + unsplit))
+    whole = Split(0, max(least, times.launch + _unsplit_time(work, *launch)))
     if not may_split or work.longest <= 1:
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
@@ -198,28 +193,49 @@ def _best_split(
     best, limit = whole, min(WORTHWHILE * whole.time, most)
     if soonest + times.merge >= limit:
         return whole
-    for chunk, parts, lengths, num_parts, num_whole, longest in _parts(
-        work, num_kv_heads, slots.blocks
-    ):
-        merge = times.merge + times.state * (num_parts - num_whole) * num_kv_heads
-        num_items = num_parts * num_kv_heads
-        longest = times.item + times.key_tile * longest
-        busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
-        share = times.alone if num_items <= slots.num_sms else 1.0
-        is_one_wave = num_items <= slots.blocks
-        if is_one_wave and reading * num_items <= share * busy:
-            time = times.launch + share * longest  # the longest ends last
-        else:
-            soonest = times.launch + max(busy / slots.blocks, longest, reading)
-            if not is_one_wave and soonest + merge >= limit:
-                continue
-            items = lengths.repeat(parts.astype(np.int64))
-            items.sort()
-            time = times.launch + _items_time(items[::-1], *launch)
-        time = max(time, least) + merge
+    for split in _parts(work, num_kv_heads, slots.blocks):
+        merge = times.merge + times.state * (split.num_parts - split.num_whole) * num_kv_heads
+        time = max(_parts_time(split, work, *launch, limit - merge), least) + merge
         if time < limit:
-            best, limit = Split(chunk, time), time
+            best, limit = Split(split.chunk, time), time
     return best
+
+
+def _unsplit_time(
+    work: Work, num_kv_heads: int, slots: Slots, times: TileTimes, reading: float
+) -> float:
+    """What whole tiles take besides the launch: the same with launches behind it and without."""
+    key = num_kv_heads, slots, times.item, times.key_tile, times.alone, reading
+    found = work.unsplit.get(key)
+    if found is None:
+        sizes = work.descending()
+        found = work.unsplit[key] = _items_time(sizes, num_kv_heads, slots, times, reading)
+    return found
+
+
+def _parts_time(
+    split: _Parts,
+    work: Work,
+    num_kv_heads: int,
+    slots: Slots,
+    times: TileTimes,
+    reading: float,
+    limit: float,
+) -> float:
+    """When a launch of these parts is done; infinite if that cannot be within the limit."""
+    num_items = split.num_parts * num_kv_heads
+    longest = times.item + times.key_tile * split.longest
+    busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
+    share = times.alone if num_items <= slots.num_sms else 1.0
+    is_one_wave = num_items <= slots.blocks
+    if is_one_wave and reading * num_items <= share * busy:
+        return times.launch + share * longest  # the longest ends last
+    soonest = times.launch + max(busy / slots.blocks, longest, reading)
+    if not is_one_wave and soonest >= limit:
+        return math.inf
+    items = split.lengths.repeat(split.parts.astype(np.int64))
+    items.sort()
+    return times.launch + _items_time(items[::-1], num_kv_heads, slots, times, reading)
 
 
 class _Parts(NamedTuple):

@@ -70,4 +70,4 @@ class Masking:
         pairs = float(rows.dot(kv_len.astype(np.float64)))
         if self.window_right < 0:
             return pairs
-        return pairs - 0.5 * (float(rows.dot(rows)) - float(np.add.reduce(rows)))
+        return pairs - 0.5 * float(rows.dot(rows - 1.0))

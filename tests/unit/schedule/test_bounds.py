@@ -64,6 +64,20 @@ def test_bounds_are_below_counts_and_estimates(
         assert least <= counted <= best_split(work, heads, slots, shape.times).time
 
 
+@given(prompts(), st.sampled_from([1, 2, 8]), st.floats(0.5, 1.5))
+def test_a_limit_ends_an_estimate_that_cannot_be_within_it(
+    requests: BatchRequests, heads: int, share: float
+) -> None:
+    for shape in SHAPES:
+        slots, times = Slots(shape.num_slots, shape.num_sms), shape.times
+        assert times is not None
+        found = best_split(TileWork(requests, 4, Masking(-1, 0)).of(shape), heads, slots, times)
+        work = TileWork(requests, 4, Masking(-1, 0)).of(shape)
+        limited = best_split(work, heads, slots, times, limit=share * found.time)
+        assert limited == found or limited.time >= share * found.time
+        assert best_split(work, heads, slots, times) == found
+
+
 @given(prompts(), MASKS, st.sampled_from([1, 4, 7]), st.sampled_from([1, 2, 8]))
 def test_no_bound_changes_the_tiles_of_prompts(
     requests: BatchRequests, masking: Masking, group_size: int, heads: int
