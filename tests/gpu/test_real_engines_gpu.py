@@ -16,7 +16,7 @@ SIZES = [1, 2, 4]
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}
 VLLM: dict[str, Any] = {"eager": False, "compilation": GRAPHS, "memory": 0.05}
 CAPTURED = {"cuda_graph_bs_decode": [1, 2, 4, 6, 8], "cuda_graph_bs_prefill": [64, 256]}
-SGLANG: dict[str, Any] = {"graphs": True, "more": CAPTURED, "memory": 0.3}
+SGLANG: dict[str, Any] = {"graphs": True, "more": CAPTURED, "memory": 0.9}
 
 
 @pytest.fixture(scope="module")

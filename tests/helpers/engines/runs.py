@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -52,12 +53,16 @@ class Runs:
         return path
 
     def call(self, *words: str) -> Any:
-        """The last line that a program prints, read as JSON."""
+        """The last line of JSON that a program prints: engines may log more as they end."""
         made = subprocess.run(
             [sys.executable, "-m", *words], env=self.environment, capture_output=True, text=True
         )
         assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-4000:]
-        return json.loads(made.stdout.strip().splitlines()[-1])
+        for line in reversed(made.stdout.splitlines()):
+            if line.startswith(("{", "[")):
+                with contextlib.suppress(json.JSONDecodeError):
+                    return json.loads(line)
+        raise AssertionError(made.stdout[-2000:])
 
     def __call__(self, engine: str, kind: str, *, as_cached: bool = False, **given: Any) -> Any:
         """What an engine says of a model's kind, and `behind`: see models.differing."""
