@@ -31,6 +31,8 @@ Latent attention (MLA), planned and with lengths on the GPU; flash_mla has Flash
 Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
+Why a kernel runs:
+    explain
 Modules:
     flash_attn, flash_attn_interface, flash_mla (those libraries' functions), serving (an engine's
     attention backend), integrations (torch.compile, jax.jit, transformers), paging (page tables in
@@ -72,6 +74,7 @@ _EXPORTS = {
     "trtllm_ragged_attention_deepseek": "trtllm",
     "cudnn_batch_decode_with_kv_cache": "cudnn",
     "cudnn_batch_prefill_with_kv_cache": "cudnn",
+    "explain": "explanation",
     "merge_state": "cascade",
     "merge_state_in_place": "cascade",
     "merge_states": "cascade",
@@ -156,6 +159,7 @@ if TYPE_CHECKING:
     from .errors import PlanError as PlanError
     from .errors import UnsupportedError as UnsupportedError
     from .errors import WorkspaceError as WorkspaceError
+    from .explanation import explain as explain
     from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
     from .mla import (
         trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla,

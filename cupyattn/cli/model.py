@@ -10,6 +10,7 @@ from typing import Any
 from ..core import dtypes
 from ..core.parse import require_int
 from ..core.problem import LATENT_HEAD_DIMS
+from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.instances import OPERATIONS, Selection
 
@@ -27,10 +28,7 @@ def read(path: Path, given: Container[str] = ()) -> Selection:
     Raises ArgumentError for a file or field that is missing or makes no sense, UnsupportedError for
     a kind of attention without kernels.
     """
-    config = _load(path)
-    inner = config.get("text_config")
-    if "num_attention_heads" not in config and isinstance(inner, dict):
-        config = {"dtype": config.get("dtype"), "torch_dtype": config.get("torch_dtype"), **inner}
+    config = _load_text(path)
     is_latent = bool(config.get("kv_lora_rank"))
     fields: dict[str, Any] = {"options": (_options(config),), "operations": _ORDINARY}
     if is_latent:
@@ -44,9 +42,48 @@ def read(path: Path, given: Container[str] = ()) -> Selection:
     return Selection(**fields)
 
 
-def _latent(config: Mapping[str, Any], given: Container[str]) -> dict[str, Any]:
-    """What a model of latent attention needs: its prompts as heads of their own, without a cache of
-    theirs, and everything else in absorbed form."""
+def attention(path: Path, dtype: dtypes.DType | None = None) -> AttentionSpec:
+    """What a layer of the model at `path` asks of a batch, causal and over ragged keys of the
+    queries' type: of latent attention in absorbed form.
+
+    dtype: of queries, in place of the file's. Raises as `read`.
+    """
+    config = _load_text(path)
+    dtype = _dtypes(config)[0] if dtype is None else dtype
+    kv_heads, is_latent = 1, bool(config.get("kv_lora_rank"))
+    heads = _count(config, "num_attention_heads")
+    if is_latent:
+        latent, rope = _latent_dims(config)
+        qk, vo = latent + rope, latent
+    else:
+        kv_heads, (qk, vo) = heads // _group(config), _head_dims(config)
+    options = _options(config)
+    return AttentionSpec(
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim_qk=qk,
+        head_dim_vo=vo,
+        dtype_q=dtype,
+        dtype_kv=dtype,
+        dtype_o=dtype,
+        causal=True,
+        pos_encoding="ALIBI" if "alibi" in options else "NONE",
+        logits_soft_cap=float(config["attn_logit_softcapping"]) if "soft_cap" in options else 0.0,
+        latent=is_latent,
+    )
+
+
+def _load_text(path: Path) -> dict[str, Any]:
+    """The config of a model's text."""
+    config = _load(path)
+    inner = config.get("text_config")
+    if "num_attention_heads" not in config and isinstance(inner, dict):
+        config = {"dtype": config.get("dtype"), "torch_dtype": config.get("torch_dtype"), **inner}
+    return config
+
+
+def _latent_dims(config: Mapping[str, Any]) -> tuple[int, int]:
+    """The latent and the rope columns."""
     latent = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
     if latent not in LATENT_HEAD_DIMS:
         wanted = ", ".join(f"{a} and {b}" for a, b in LATENT_HEAD_DIMS)
@@ -54,9 +91,16 @@ def _latent(config: Mapping[str, Any], given: Container[str]) -> dict[str, Any]:
             f"--model: kv_lora_rank, qk_rope_head_dim: no kernels for {latent[0]} and {latent[1]}; "
             f"wanted {wanted}"
         )
+    return latent
+
+
+def _latent(config: Mapping[str, Any], given: Container[str]) -> dict[str, Any]:
+    """What a model of latent attention needs: its prompts as heads of their own, without a cache of
+    theirs, and everything else in absorbed form."""
+    _, rope = _latent_dims(config)
     fields: dict[str, Any] = {"operations": _LATENT, "groups": (1,), "page_sizes": (0,)}
     if "head_dims" not in given:
-        qk = _count(config, "qk_nope_head_dim") + latent[1]
+        qk = _count(config, "qk_nope_head_dim") + rope
         fields["head_dims"] = ((qk, _count(config, "v_head_dim")),)
     return fields
 

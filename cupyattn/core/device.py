@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError
@@ -57,6 +57,42 @@ NO_GPU = DeviceProps(
 """What plans on the CPU are sized for, an H100, so that a workspace which is too small there is too
 small here. Nothing is compiled for it and nothing launched."""
 
+# Kibibytes of shared memory that an SM has, and that a block of it may have.
+_SHARED_KIB = {
+    "sm_80": (164, 163),
+    "sm_86": (100, 99),
+    "sm_89": (100, 99),
+    "sm_90a": (228, 227),
+    "sm_100a": (228, 227),
+    "sm_120a": (100, 99),
+}
+# Cards that plans are made for without being here, by index from -2 on downwards.
+_imagined: list[DeviceProps] = []
+
+
+def is_here(index: int) -> bool:
+    """Whether a device is one of this machine's, so that kernels are loaded and launched on it."""
+    return index >= 0
+
+
+def imagine(props: DeviceProps) -> int:
+    """The index of a GPU of these properties, but for theirs, on which calls can be planned only.
+
+    `max_smem_per_block` and `smem_per_sm` of 0 are filled in by the architecture.
+    """
+    smem_per_sm, smem_per_block = (x << 10 for x in _SHARED_KIB[props.arch])
+    props = replace(
+        props,
+        index=-2 - len(_imagined),
+        smem_per_sm=props.smem_per_sm or smem_per_sm,
+        max_smem_per_block=props.max_smem_per_block or smem_per_block,
+    )
+    for known in _imagined:
+        if replace(known, index=props.index) == props:
+            return known.index
+    _imagined.append(props)
+    return props.index
+
 
 def overlaps_launches(arch: str) -> bool:
     """Whether a launch may begin while the one before it is running."""
@@ -94,13 +130,16 @@ def arch_of_capability(major: int, minor: int, label: str = "the GPU") -> str:
 
 @functools.cache
 def device_props(index: int) -> DeviceProps:
-    """The properties of CUDA device `index`, asked of the driver once per process; NO_GPU for -1.
+    """The properties of CUDA device `index`, asked of the driver once per process; NO_GPU for -1,
+    and what `imagine` was told for indices below.
 
     Raises DeviceError if CuPy or the driver is missing, ArgumentError if there is no such device,
     UnsupportedError if no kernels are built for it.
     """
     if index == NO_GPU.index:
         return NO_GPU
+    if index < NO_GPU.index:
+        return _imagined[-2 - index]
     runtime = cupy_module().cuda.runtime
     try:
         count = runtime.getDeviceCount()

@@ -55,6 +55,12 @@ PORTABLE = Variable(
     "0",
     "1 leaves out Hopper's own kernels, for those that run everywhere (read at the first launch)",
 )
+LOG = Variable(
+    "CUPYATTN_LOG",
+    "",
+    "choices: a line on stderr for each new choice of kernels, by the logger cupyattn.choices "
+    "(read at the first plan)",
+)
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "folder of the CUDA sources (default: those of the package)"
 )
@@ -65,4 +71,7 @@ XLA_GRAPHS = Variable(
     "JAX traces)",
 )
 
-ALL = (CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, XLA_GRAPHS, KERNELS_DIR)
+ALL = (
+    *(CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, XLA_GRAPHS, LOG),
+    KERNELS_DIR,
+)

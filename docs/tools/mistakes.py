@@ -61,6 +61,7 @@ _SYMPTOMS = (
     ),
     (
         "it is unclear which kernels served a call",
+        "`print(cupyattn.explain(wrapper))` says which and [why](howto/why_this_kernel.md); "
         '`logging.basicConfig(level="INFO")` names each kernel, with its configuration, when the '
         "process first loads it",
     ),

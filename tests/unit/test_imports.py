@@ -37,7 +37,7 @@ _RANKS = {
                 *("cudnn", "flash_attn", "flash_mla", "trtllm", "xqa"),
             ),
             ("dot_product", "flash_attn_interface"),
-            ("bench", "demo", "distributed", "serving"),
+            ("bench", "demo", "distributed", "explanation", "serving"),
             ("integrations",),
             ("cli",),
             ("__init__", "__main__"),

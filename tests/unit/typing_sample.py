@@ -158,6 +158,7 @@ def states(v: Tensor, s: Float, offsets: Int) -> None:
 def caches(k: Half, pages: Pages, offsets: Int, mask: Bool) -> None:
     rows, positions = cupyattn.get_batch_indices_positions(offsets, offsets, 9)
     assert_type(rows, Int)
+    assert_type(str(cupyattn.explain(None)), str)
     assert_type(cupyattn.get_seq_lens(offsets, offsets, 16), Int)
     cupyattn.append_paged_kv_cache(k, k, rows, positions, pages, offsets, offsets, offsets)
     assert_type(cupyattn.packbits(mask, "little"), Bool)

@@ -50,7 +50,7 @@ from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
 from ..tiles.config import TileConfig
 from ..tiles.select import DECODE, FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
-from . import candidates, rotate_batch, rotate_keys, tma_sm90
+from . import candidates, log_choices, rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
 from .candidates import Candidate
 from .equal_requests import EqualRequests, key_of_equal, uniform_of
@@ -116,6 +116,7 @@ class BatchLauncher:
         self._packed: dict[tuple[int, float, float, int, int, float, int], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
         self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
+        self._log = log_choices.log_of(spec, problem)
 
     def schedule(
         self,
@@ -134,6 +135,8 @@ class BatchLauncher:
         """
         schedule = self._within(requests, Splitting(may_split, split_tokens), capacity, most_bytes)
         schedule.requests = requests
+        if self._log is not None:
+            self._log.batch(self, schedule)
         return schedule
 
     def _within(
@@ -336,6 +339,10 @@ class BatchLauncher:
         """The kernels that plans have asked for so far."""
         return self._kernels.known()
 
+    def kernel(self, rows: str | tuple[str, str]) -> Kernel:
+        """The kernel of a part of a schedule (LaunchPart.rows)."""
+        return self._kernels.get(rows)
+
     def tiles(self, rows: str) -> TileConfig:
         """The tiles of a row class."""
         return self._kernels.get(rows).kinds[0]
@@ -364,6 +371,8 @@ class BatchLauncher:
         if begins_early and self.problem.is_wide and is_overlapped:
             early = tuple((launch._replace(is_dependent=True), x) for launch, x in part.launches)
             part = replace(part, launches=early)
+        if self._log is not None:
+            self._log.any_lengths(rows, self.kernel(rows).loaded.tiles.name)
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
 
@@ -540,7 +549,7 @@ class BatchLauncher:
         return plan
 
     def _is_debugging(self) -> bool:
-        return self.device_index != NO_GPU.index and cuda().is_debugging
+        return self.device_index > NO_GPU.index and cuda().is_debugging
 
     def _mixed_work(
         self, rows: tuple[str, str], requests: BatchRequests, splitting: Splitting

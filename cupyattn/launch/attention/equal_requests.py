@@ -90,4 +90,6 @@ class EqualRequests:
         uniform = made.uniform and made.uniform._replace(kv_len=kv_len)
         longest = kv_len if made.longest else 0
         shared = made.workspace_bytes, made.parts
-        return BatchSchedule(words, *shared, longest=longest, uniform=uniform)
+        return BatchSchedule(
+            words, *shared, longest=longest, uniform=uniform, candidate=made.candidate
+        )

@@ -85,6 +85,7 @@ class LaunchPart:
     merge_sizes   (split tiles, 0), or (tokens, levels)
     mask_maps where in the workspace is what the launch ahead of it leaves
     has_counters  blocks share work by counters, or count to know who merges
+    rows      of which kernel it is (kernels.Kernels.get)
     """
 
     launches: tuple[tuple[Launch, int], ...]
@@ -98,6 +99,7 @@ class LaunchPart:
     tiles: TileConfig | None = None
     mask_maps: int = 0
     has_counters: bool = True
+    rows: Rows = ""
 
 
 class Uniform(NamedTuple):
@@ -253,6 +255,7 @@ class Layout:
             persistent,
             mask_maps,
             persistent is not None or reserved.counters > 0 or not reserved.split_tiles,
+            rows,
         )
         num_counters = reserved.counters * heads * reserved.cluster if persistent is None else 1
         end = counters + 4 * num_counters

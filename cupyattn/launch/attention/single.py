@@ -11,7 +11,7 @@ import numpy as np
 
 from ...choose.card import card_of
 from ...choose.tile_times import large_tiles, shape_of, times_of
-from ...core.device import NO_GPU, DeviceProps, device_props, overlaps_launches
+from ...core.device import DeviceProps, device_props, is_here, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
@@ -32,7 +32,7 @@ from ..tiles.select import (
     row_class,
     tile_config,
 )
-from . import merge_splits, rotate_keys, scan_mask, tma_sm90
+from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90
 
 # k's pair in params.STRIDES, after q's.
 _K_STRIDES = struct.Struct("<2q")
@@ -72,7 +72,7 @@ class LoadedKernel(Generic[_Tiles]):
         """How many clusters of so many blocks run at a time."""
         if cluster not in self._most:
             found = self.num_slots // cluster
-            if self._device_index != NO_GPU.index:
+            if is_here(self._device_index):
                 from cupy.cuda import Device
 
                 with Device(self._device_index):
@@ -85,7 +85,7 @@ class LoadedKernel(Generic[_Tiles]):
 def _blocks_per_sm(function: int, tiles: TileConfig | MixedConfig, props: DeviceProps) -> int:
     """How many blocks run on an SM at a time; without a GPU as many as fit its shared memory, or as
     the registers of prefill_sm90 are dealt out for."""
-    if props is NO_GPU:
+    if not is_here(props.index):
         fitting = props.smem_per_sm // (tiles.shared_bytes + _RESERVED_BYTES)
         return min(fitting, min_blocks(tiles.config)) if tiles.name == "prefill_sm90" else fitting
     from cupy.cuda import Device, driver
@@ -167,6 +167,7 @@ class AttentionLauncher:
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
         self._heads = tma_sm90.Heads(problem, spec.num_kv_heads, spec.group_size, 0)
         self._maps: dict[tuple[int, int, int, bytes, int], tma_sm90.Maps] = {}
+        self._log = log_choices.log_of(spec, problem)
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths; plans are remembered by the number of key tiles."""
@@ -199,6 +200,8 @@ class AttentionLauncher:
             kernel.num_sms,
         )
         tiles = kernel.tiles
+        if self._log is not None:
+            self._log.single((qo_len, kv_len), name, tiles.name, plan)
         swizzle = sm90.ONE_HEAD
         if tiles.is_sm90:
             l2_bytes = device_props(self.device_index).l2_bytes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ... import array, jit
 from ...core import env, recording
-from ...core.device import NO_GPU, device_props
+from ...core.device import device_props, is_here
 from .params import LaunchBuffer, this_thread
 from .pdl import launch_clusters, launch_early
 
@@ -55,8 +55,8 @@ class Launch(NamedTuple):
 
 def load_function(name: str, config: jit.Config, device_index: int, shared_bytes: int = 0) -> int:
     """The handle of a kernel, compiled on first use, with so much shared memory a block; 0 for
-    NO_GPU, which nothing is launched on."""
-    if device_index == NO_GPU.index:
+    a GPU that is not here, which nothing is launched on."""
+    if not is_here(device_index):
         return 0
     kernel = jit.load(name, config, device_index, device_props(device_index).arch)
     kernel.set_shared_memory(shared_bytes)

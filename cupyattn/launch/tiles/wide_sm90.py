@@ -37,21 +37,11 @@ def choose(
     Latent attention of few rows has a kernel of its own. Pages without a factor 8 are gathered row
     by row.
     """
+    if refusal(problem):
+        return None
     is_latent, is_sparse = problem.latent, problem.sparse
     head_dims = problem.head_dim_qk, problem.head_dim_vo
-    has_dims = head_dims == LATENT and problem.paged if is_latent else head_dims in ORDINARY
-    has_option = (
-        problem.soft_cap
-        or problem.custom_mask
-        or problem.prescale_logits
-        or problem.pos_encoding != "NONE"
-        or problem.own_value_pages
-    )
     has_few_rows = is_latent and rows in _DECODE_ROWS
-    has_fp8 = is_latent and problem.dtype_kv is float8_e4m3fn
-    has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
-    if not (has_dims and has_dtype and problem.aligned) or has_option:
-        return None
     tma = is_latent and not (is_sparse or problem.key_scales) and has_boxes(page_size)
     if has_few_rows:
         tiles = decode_config(
@@ -76,6 +66,31 @@ def choose(
             fused_splits=FUSED_SPLITS_OF_FEW if rows in _DECODE_ROWS else 0,
         )
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
+
+
+def refusal(problem: AttentionProblem) -> str:
+    """Why these kernels do not serve a problem of wide heads; "" if they do."""
+    head_dims = problem.head_dim_qk, problem.head_dim_vo
+    if problem.latent:
+        if head_dims != LATENT:
+            return f"latent heads of {head_dims[1]} and {head_dims[0] - head_dims[1]} columns"
+        if not problem.paged:
+            return "latent keys without pages"
+    elif head_dims not in ORDINARY:
+        return f"head dims {head_dims[0]}/{head_dims[1]}"
+    has_fp8 = problem.latent and problem.dtype_kv is float8_e4m3fn
+    if not (has_fp8 or problem.dtype_kv is problem.dtype_q):
+        return f"keys of {problem.dtype_kv}"
+    if not problem.aligned:
+        return "rows off 16-byte boundaries"
+    options = {
+        "a soft cap": problem.soft_cap,
+        "a mask": problem.custom_mask,
+        "scales by head": problem.prescale_logits,
+        problem.pos_encoding: problem.pos_encoding != "NONE",
+        "values with pages of their own": problem.own_value_pages,
+    }
+    return next((name for name, has in options.items() if has), "")
 
 
 def has_boxes(page_size: int) -> bool:

@@ -13,7 +13,7 @@ import cupyattn
 from cupyattn import array
 from cupyattn.array import ArrayView, Device
 from cupyattn.core import dtypes
-from cupyattn.core.device import NO_GPU, device_props
+from cupyattn.core.device import NO_GPU, device_props, imagine
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.launch.attention.single import load_kernel
@@ -274,3 +274,20 @@ def test_latent_columns() -> None:
         replace(latent, head_dim_qk=sum(columns), head_dim_vo=columns[0]).check_supported()
     with pytest.raises(UnsupportedError, match="head_dim_ckv, head_dim_kpe: 512 and 32 are not"):
         replace(latent, head_dim_qk=544, head_dim_vo=512).check_supported()
+
+
+def test_a_card_that_is_imagined_is_planned_for_and_never_launched_on() -> None:
+    props = replace(
+        NO_GPU, name="NVIDIA A100", arch="sm_80", num_sms=108, max_smem_per_block=0, smem_per_sm=0
+    )
+    index = imagine(props)
+    assert index < NO_GPU.index and imagine(props) == index != imagine(replace(props, name="x"))
+    found = device_props(index)
+    assert (found.name, found.max_smem_per_block, found.smem_per_sm) == (
+        "NVIDIA A100",
+        163 << 10,
+        164 << 10,
+    )
+    problem = replace(GOOD, paged=True)
+    loaded = load_kernel(problem, "decode", index, True, 16)
+    assert loaded.function == 0 and loaded.num_slots % 108 == 0 and not loaded.has_clusters

@@ -1,0 +1,230 @@
+"""Explanations of plans: of a wrapper, or of a schedule that nobody is going to run."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..batch.wrapper import BatchWrapper, Plan
+from ..choose.card import Card, card_of
+from ..core import parse
+from ..core.device import NO_GPU, DeviceProps, device_props
+from ..core.tracing import untraced
+from ..errors import ArgumentError, PlanError
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.layout import BatchSchedule
+from ..launch.attention.words import batch_words, problem_words
+from ..schedule.batch import BatchRequests
+from ..wrappers.batch_pod import BatchPODWithPagedKVCacheWrapper
+from ..wrappers.pod import PODWithPagedKVCacheWrapper
+from ..wrappers.shared_prefix import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+)
+from .planned import planned_launches, row_bytes
+from .record import Choice, Explanation, Refusal
+from .refused import refusals, refused_clusters
+from .timeline import Rates
+
+_SHARED_PREFIX = (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+)
+# Operations of the matrix units of an SM in a clock, for 16-bit numbers.
+_PER_CLOCK = {"sm_80": 2048, "sm_90a": 4096, "sm_100a": 8192}
+_OTHER_PER_CLOCK = 1024
+# Where a driver tells neither: GB/s and MHz, of no card in particular.
+_SOME_MEMORY_RATE, _SOME_CLOCK = 1000.0, 1500.0
+
+
+@untraced
+def explain(wrapper: Any) -> Explanation:
+    """Why the kernels of a wrapper's plan run.
+
+    wrapper  any of the batch wrappers (decode, prefill, mixed, latent, cascade, sparse, POD, shared
+            prefix) after plan().
+
+    Returns an Explanation: `print` it for a table of the candidates with their estimated times in
+    microseconds, of what was refused and why, and of the launches with their tiles, blocks, waves
+    and splits; its fields have the same as values, and `picture()` is an SVG of the SMs over time.
+    It is about the variant that the last run needed, such as one of arrays off 16-byte boundaries,
+    or else the planned one. A wrapper of CPU arrays is explained as if on an H100, by which its
+    plans are sized.
+
+    Nothing is launched and nothing changes; it takes milliseconds. Raises ArgumentError for what is
+    no batch wrapper, PlanError before plan(). Semantics: this library's own.
+
+    Example: print(cupyattn.explain(wrapper))
+    """
+    notes: tuple[str, ...] = ()
+    if isinstance(wrapper, PODWithPagedKVCacheWrapper):
+        wrapper, notes = wrapper._decodes, ("these are the decodes; run() plans the prompt",)
+    elif isinstance(wrapper, _SHARED_PREFIX):
+        wrapper = wrapper._unique
+        notes = ("these are the requests' own keys; run() plans the shared prefix",)
+    if not isinstance(wrapper, BatchWrapper):
+        raise ArgumentError(
+            f"wrapper: got {parse.shown(wrapper)}; wanted a batch wrapper of cupyattn, such as "
+            "BatchDecodeWithPagedKVCacheWrapper, after plan()"
+        )
+    with wrapper._turns.planning:
+        first, *others = (_of_plan(x, notes) for x in _planned(wrapper))
+    return replace(first, parts=tuple(others))
+
+
+def _planned(wrapper: BatchWrapper) -> list[BatchWrapper]:
+    """The wrappers that have a plan of the last plan(): this one, or its parts."""
+    found: list[BatchWrapper] = [wrapper]
+    if isinstance(wrapper, BatchPODWithPagedKVCacheWrapper):
+        parts = {"together": wrapper, **wrapper._apart}
+        found = [part for name, part in parts.items() if name in wrapper._ready]
+    found = [x for x in found if x._current is not None]
+    if not found:
+        raise PlanError("explain() was called before plan(); call plan() first")
+    return found
+
+
+def _of_plan(wrapper: BatchWrapper, notes: tuple[str, ...]) -> Explanation:
+    plan = wrapper._require_plan()
+    variant = next(iter(plan.prepared), plan.geometry.default_variant)
+    preferred = wrapper._preferred
+    if preferred is not None and preferred[0] is plan.geometry and preferred[1] in plan.prepared:
+        variant = preferred[1]
+    launcher = plan.geometry.launcher(variant)
+    found = plan.prepared.get(variant)
+    schedule = None if found is None else found.schedule
+    if schedule is None or not schedule.words.size:
+        # Not made yet, or by the GPU, whose list is the one that the host makes.
+        probe = copy.copy(wrapper)  # whose workspace may grow
+        probe._outgrown = []
+        _, schedule = probe._schedule_variant(plan, variant)
+    return explain_schedule(
+        launcher, schedule, plan.batch.requests, (*_notes(plan, schedule), *notes), plan.split
+    )
+
+
+def _notes(plan: Plan, schedule: BatchSchedule) -> list[str]:
+    """What else decided about a wrapper's plan."""
+    found = []
+    if plan.geometry.given.device.kind == "cpu":
+        found.append("the arrays are on the CPU, where the reference answers; this is the plan of "
+                     f"an {_name(NO_GPU)}, by which it is checked")  # fmt: skip
+    if plan.capacity is not None:
+        found.append("a captured graph keeps the tiles of the first plan, whose longest request "
+                     "chose them; lists have room for any later plan")  # fmt: skip
+    if plan.batch.levels is not None:
+        found.append("levels of a cascade: each leaves states, which one launch merges")
+    return found
+
+
+def explain_schedule(
+    launcher: BatchLauncher,
+    schedule: BatchSchedule,
+    requests: BatchRequests,
+    notes: tuple[str, ...] = (),
+    split: tuple[int, bool] = (0, True),
+) -> Explanation:
+    """Why the kernels of a schedule run.
+
+    split: (keys of a part or 0, whether keys may be split), as the caller has said.
+    """
+    props = device_props(launcher.device_index)
+    card, problem = card_of(props), launcher.problem
+    page_size = launcher.spec.page_size
+    rates = _rates(card, props)
+    candidates, more = _candidates(launcher, schedule, requests, split)
+    launches, blocks = planned_launches(launcher, schedule, rates)
+    offered = {x.name for x in candidates}
+    offered |= {launch.tiles for launch in launches}
+    heads = launcher.num_kv_heads, launcher.group_size
+    refused: list[Refusal] = refusals(problem, page_size, props, offered)
+    refused += refused_clusters(problem, requests, heads, props, offered) if candidates else []
+    if schedule.rotated_bytes:
+        more.append(f"keys are rotated ahead, into {schedule.rotated_bytes:,} bytes")
+    key_bytes = _key_bytes(launcher, requests)
+    return Explanation(
+        card=_card_words(props),
+        times=_times_words(card, props),
+        problem=problem_words(launcher.spec, problem),
+        batch=batch_words(requests),
+        key_bytes=key_bytes,
+        key_time=key_bytes / rates.memory if props.memory_rate else None,
+        candidates=tuple(candidates),
+        refusals=tuple(refused),
+        launches=tuple(launches),
+        workspace_bytes=schedule.workspace_bytes,
+        word_bytes=schedule.words.nbytes,
+        notes=(*notes, *more),
+        blocks=tuple(blocks),
+        num_sms=props.num_sms,
+    )
+
+
+def _candidates(
+    launcher: BatchLauncher,
+    schedule: BatchSchedule,
+    requests: BatchRequests,
+    split: tuple[int, bool],
+) -> tuple[list[Choice], list[str]]:
+    """Those of a plan that chose among some, the soonest first, and what else there is to say."""
+    if split != (0, True):
+        return [], ["the caller says how keys are split, so rows alone choose the kernels"]
+    if any(part.merge_sizes[1] for part in schedule.parts) or not schedule.parts:
+        return [], []
+    taken, notes = schedule.candidate, []
+    if any(not isinstance(part.rows, str) for part in schedule.parts):
+        taken, notes = "by rows", ["one launch has blocks for many rows and for few"]
+    found = [
+        Choice(x.name, x.time if x.time < math.inf else None, x.name == taken)
+        for x in launcher.candidates(requests)
+    ]
+    found.sort(key=lambda x: math.inf if x.time is None else x.time)
+    times = {x.name: x.time for x in found if x.time is not None}
+    soonest = min(times, key=times.__getitem__, default=taken)
+    if taken in times and times[taken] > times[soonest]:
+        share = 1 - times[soonest] / times[taken]
+        notes.append(
+            f"{soonest} is estimated {share:.1%} sooner than what is taken, which others "
+            "replace only where more is to be gained"
+        )
+    return found, notes
+
+
+def _key_bytes(launcher: BatchLauncher, requests: BatchRequests) -> int:
+    """Of the keys and values that rows see, once for each request."""
+    keys, masking = requests.kv_len * (requests.qo_len > 0), launcher.masking
+    if masking.window_left >= 0:
+        keys = np.minimum(keys, requests.qo_len + masking.window_left)
+    return int(keys.sum()) * row_bytes(launcher) * launcher.num_kv_heads
+
+
+def _rates(card: Card, props: DeviceProps) -> Rates:
+    memory = props.memory_rate or card.memory_rate or _SOME_MEMORY_RATE
+    clock = props.sm_clock or card.sm_clock or _SOME_CLOCK
+    # GB/s are kilobytes in a microsecond, and MHz are clocks in one.
+    return Rates(1e3 * memory, clock * _PER_CLOCK.get(props.arch, _OTHER_PER_CLOCK))
+
+
+def _name(props: DeviceProps) -> str:
+    return "H100" if props is NO_GPU else props.name
+
+
+def _card_words(props: DeviceProps) -> str:
+    found = [f"{_name(props)}: {props.arch}", f"{props.num_sms} SMs"]
+    found += [f"{props.memory_rate:,.0f} GB/s"] if props.memory_rate else []
+    found += [f"{props.sm_clock:,.0f} MHz"] if props.sm_clock else []
+    return ", ".join(found)
+
+
+def _times_words(card: Card, props: DeviceProps) -> str:
+    """Where a card's times come from."""
+    if not card.scaled_from:
+        source = f"measured: {card.source}" if card.source else "which nobody has measured yet"
+        return f"of {card.name}, {source}"
+    if props is NO_GPU:
+        return f"of {card.scaled_from}"
+    return f"of {card.scaled_from}, scaled by memory's rate and clock; this card is not measured"

@@ -1,0 +1,208 @@
+"""What an explanation holds, and how it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from .picture import draw
+from .timeline import LaunchBlocks
+
+_NO_TIME = "—"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to serve the batch.
+
+    time      when all would be done, in microseconds; None where nothing is known of it
+    is_taken  it is what the plan has
+    """
+
+    name: str
+    time: float | None
+    is_taken: bool
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What does not serve the batch, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """One launch of a plan.
+
+    kernel, tiles   the entry of kernels/, and which of its tiles
+    tile_rows, tile_keys  of a tile: query tokens times heads of a group, and keys; two of each
+            where blocks are of two kinds
+    grid, blocks    the shape of the launch; `cluster` blocks share an item
+    blocks_at_a_time  that the card runs
+    waves           how often these are filled; of persistent blocks, the items of each
+    items           tiles of rows times parts of their keys, for all key heads
+    splits          the fewest and the most parts of the keys of a tile of rows
+    key_tiles       the fewest and the most of a block
+    read_bytes      of keys and values that all blocks read; most of it comes from L2 where tiles
+            share keys
+    states, state_bytes  partial results, which `merge` merges
+    is_beside       it begins beside the launch before it; else behind it
+    """
+
+    kernel: str
+    tiles: str
+    tile_rows: tuple[int, ...]
+    tile_keys: tuple[int, ...]
+    grid: tuple[int, int, int]
+    blocks: int
+    cluster: int
+    is_persistent: bool
+    blocks_at_a_time: int
+    waves: float
+    items: int
+    splits: tuple[int, int]
+    key_tiles: tuple[int, int]
+    read_bytes: int
+    states: int
+    state_bytes: int
+    merge: str
+    is_beside: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why the kernels of a plan run. `str()` is a table, and `picture()` an SVG of the SMs.
+
+    card        that the plan is for, and `times`, where its times come from
+    problem, batch  what is asked, in words
+    key_bytes   of all keys and values that rows see, once each, and `key_time`, what memory takes
+            for them in microseconds; None where its rate is not known
+    candidates  every way to serve the batch, the soonest first
+    refusals    what does not serve it
+    launches    of the plan, in their order
+    workspace_bytes, word_bytes  of partial results, and of lists that go to the device
+    notes       what else decided
+    parts       the explanations of further batches that the wrapper has planned
+    """
+
+    card: str
+    times: str
+    problem: str
+    batch: str
+    key_bytes: int
+    key_time: float | None
+    candidates: tuple[Choice, ...]
+    refusals: tuple[Refusal, ...]
+    launches: tuple[PlannedLaunch, ...]
+    workspace_bytes: int
+    word_bytes: int
+    notes: tuple[str, ...] = ()
+    parts: tuple[Explanation, ...] = ()
+    blocks: tuple[LaunchBlocks, ...] = field(default=(), repr=False, compare=False)
+    num_sms: int = field(default=1, repr=False)
+
+    @property
+    def taken(self) -> Choice | None:
+        """The candidate that the plan has; None where no candidates were compared."""
+        return next((x for x in self.candidates if x.is_taken), None)
+
+    def picture(self) -> str:
+        """An SVG of the SMs over time: a bar for each block, as the estimate deals them out."""
+        time = None if self.taken is None else self.taken.time
+        return draw(self.blocks, self.num_sms, time, f"{self.batch}, {self.card.partition(':')[0]}")
+
+    def __str__(self) -> str:
+        lines = [*self._heading(), ""]
+        lines += [*self._candidates(), ""] if self.candidates else []
+        lines += [*_table(_refusals(self.refusals)), ""] if self.refusals else []
+        lines += self._launches()
+        lines += [f"note: {note}" for note in self.notes]
+        for part in self.parts:
+            lines += ["", str(part)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _heading(self) -> list[str]:
+        keys = f"{_bytes(self.key_bytes)}"
+        if self.key_time is not None:
+            keys += f", which memory takes {_micros(self.key_time)} for"
+        return [
+            f"card       {self.card}",
+            f"times      {self.times}",
+            f"problem    {self.problem}",
+            f"batch      {self.batch}",
+            f"keys       {keys}",
+        ]
+
+    def _candidates(self) -> list[str]:
+        rows = [("candidate", "estimated", "")]
+        for x in self.candidates:
+            time = _NO_TIME if x.time is None else _micros(x.time)
+            rows.append((x.name, time, "taken" if x.is_taken else ""))
+        return _table(rows)
+
+    def _launches(self) -> list[str]:
+        if not self.launches:
+            return ["nothing is launched"]
+        rows = [_COLUMNS, *(_cells(launch) for launch in self.launches)]
+        sizes = f"workspace {_bytes(self.workspace_bytes)}, lists {_bytes(self.word_bytes)}"
+        return [*_table(rows), sizes]
+
+
+_COLUMNS = (
+    *("launch", "rows x keys", "grid", "blocks", "at a time", "waves", "parts of keys"),
+    *("key tiles", "keys read", "states", "merged by"),
+)
+
+
+def _cells(x: PlannedLaunch) -> tuple[str, ...]:
+    tiles = zip(x.tile_rows, x.tile_keys, strict=True)
+    name = f"{'+ ' if x.is_beside else ''}{x.kernel} ({x.tiles})"
+    blocks = f"{x.blocks:,}" + (f" in clusters of {x.cluster}" if x.cluster > 1 else "")
+    return (
+        name,
+        ", ".join(f"{rows} x {keys}" for rows, keys in tiles),
+        " x ".join(map(str, x.grid)),
+        blocks + (" persistent" if x.is_persistent else ""),
+        f"{x.blocks_at_a_time:,}",
+        f"{x.waves:.2f}",
+        _from_to(x.splits),
+        _from_to(x.key_tiles),
+        _bytes(x.read_bytes),
+        f"{x.states:,} ({_bytes(x.state_bytes)})" if x.states else _NO_TIME,
+        x.merge or _NO_TIME,
+    )
+
+
+def _refusals(refusals: Sequence[Refusal]) -> list[tuple[str, ...]]:
+    return [("not served by", "because"), *((x.name, x.reason) for x in refusals)]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of text, each as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _from_to(numbers: tuple[int, int]) -> str:
+    least, most = numbers
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _micros(time: float) -> str:
+    return f"{time:,.1f} us"
+
+
+def _bytes(size: int) -> str:
+    if size >= 10 << 20:
+        return f"{size / 2**20:,.0f} MiB"
+    return f"{size / 1024:,.1f} KiB" if size >= 1 << 10 else f"{size} B"

@@ -1,0 +1,86 @@
+"""CUPYATTN_LOG=choices: a line for each new choice of kernels."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from ...core import env
+from ...core.problem import AttentionProblem
+from ...core.spec import AttentionSpec
+from ...schedule import SinglePlan
+from .words import batch_words, problem_words
+
+if TYPE_CHECKING:
+    from .batch import BatchLauncher
+    from .layout import BatchSchedule
+
+_CHOICES = "choices"
+
+
+@functools.cache
+def _logger() -> logging.Logger | None:
+    """Where lines go; None where nobody has asked for them. It has a handler of its own if the
+    program has none."""
+    if _CHOICES not in env.LOG.get().replace(",", " ").split():
+        return None
+    logger = logging.getLogger("cupyattn.choices")
+    logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    return logger
+
+
+def log_of(spec: AttentionSpec, problem: AttentionProblem) -> ChoiceLog | None:
+    """The log of a launcher; None where nobody has asked for one."""
+    logger = _logger()
+    return None if logger is None else ChoiceLog(logger, problem_words(spec, problem))
+
+
+class ChoiceLog:
+    """Says each choice of one launcher once."""
+
+    def __init__(self, logger: logging.Logger, problem: str) -> None:
+        self._logger, self._problem = logger, problem
+        self._said: set[tuple[object, ...]] = set()
+
+    def single(self, lengths: tuple[int, int], tiles: str, kernel: str, plan: SinglePlan) -> None:
+        """Say what serves one request of so many rows and keys."""
+        if self._is_new((tiles, kernel)):
+            rows, keys = lengths
+            about = f"one request of {rows:,} x {keys:,}"
+            self._say(about, tiles, f"{kernel}, {plan.num_blocks:,} blocks")
+
+    def any_lengths(self, rows: str, kernel: str) -> None:
+        """Say what serves requests whose lengths stay on the device."""
+        if self._is_new((rows, kernel)):
+            self._say("lengths on the device", rows, kernel)
+
+    def _is_new(self, choice: tuple[object, ...]) -> bool:
+        is_new = choice not in self._said
+        self._said.add(choice)
+        return is_new
+
+    def _say(self, batch: str, choice: str, launches: str) -> None:
+        text = "cupyattn: %s; %s -> %s: %s"
+        self._logger.info(text, self._problem, batch, choice, launches)
+
+    def batch(self, launcher: BatchLauncher, schedule: BatchSchedule) -> None:
+        """Say what serves a batch, unless the one before was like it."""
+        kernels, requests = tuple(part.rows for part in schedule.parts), schedule.requests
+        if requests is None or not kernels or not self._is_new((schedule.candidate, *kernels)):
+            return
+        launches = []
+        for part in schedule.parts:
+            blocks = sum(math.prod(launch.grid) for launch, _ in part.launches)
+            tiles = launcher.kernel(part.rows).loaded.tiles
+            rows = part.rows if isinstance(part.rows, str) else " + ".join(part.rows)
+            launches.append(f"{tiles.name} ({rows}), {blocks:,} blocks")
+            launches += ["a merge"] if part.merge is not None else []
+        name = schedule.candidate or "fixed"
+        found = (x.time for x in launcher.candidates(requests) if x.name == schedule.candidate)
+        time = next(found, math.inf)
+        about = f"{name}, {time:,.1f} us estimated" if time < math.inf else name
+        self._say(batch_words(requests), about, "; ".join(launches))
