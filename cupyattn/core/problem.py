@@ -97,9 +97,8 @@ class AttentionProblem:
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
         if not (self.dtype_q.is_float16 or self.dtype_q is dtypes.float32):
-            raise UnsupportedError(
-                f"q: dtype {self.dtype_q} is not supported; cast q to float16 or bfloat16"
-            )
+            error = UnsupportedError if self.dtype_q.is_fp8 else ArgumentError
+            raise error(f"q: dtype {self.dtype_q} is not supported; cast q to float16 or bfloat16")
         if self.dtype_kv is not self.dtype_q and not self.dtype_kv.is_fp8:
             raise ArgumentError(
                 f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted the dtype of "
@@ -107,7 +106,7 @@ class AttentionProblem:
             )
         is_half_or_fp8 = self.dtype_o.is_float16 or self.dtype_o.is_fp8
         if not (is_half_or_fp8 or self.dtype_o is dtypes.float32):
-            raise UnsupportedError(
+            raise ArgumentError(
                 f"o_dtype: {self.dtype_o} is not a supported output; use float16, bfloat16, "
                 "float32, float8_e4m3fn or float8_e5m2"
             )

@@ -100,8 +100,9 @@ def _view_second(batch: Batch, vq: ArrayView, vk: ArrayView, vv: ArrayView) -> A
         )
     found = {v.dtype for v in (vq, second, vk, vv)}
     if len(found) > 1 or vk.dtype.is_fp8:
+        of_q = "fp8" if batch.is_fp8_q else vq.dtype
         raise UnsupportedError(
-            f"qv: is of {second.dtype} beside q of {vq.dtype}, {names.k} of {vk.dtype} and "
+            f"qv: is of {second.dtype} beside q of {of_q}, {names.k} of {vk.dtype} and "
             f"{names.v} of {vv.dtype}; wanted float16 or bfloat16 of all four"
         )
     array.same_device(q=vq, qv=second, **{names.k: vk, names.v: vv})

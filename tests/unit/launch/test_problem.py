@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fp8 q": ({"dtype_q": dtypes.float8_e4m3fn}, UnsupportedError, "q: dtype float8_e4m3fn"),
     "mixed": ({"dtype_kv": dtypes.bfloat16}, ArgumentError, "k, v: dtype bfloat16 with q of"),
     "integer cache": ({"dtype_kv": dtypes.int8}, ArgumentError, "k, v: dtype int8"),
-    "integer out": ({"dtype_o": dtypes.uint8}, UnsupportedError, "o_dtype: uint8"),
+    "integer out": ({"dtype_o": dtypes.uint8}, ArgumentError, "o_dtype: uint8"),
     "no dim": ({"head_dim_qk": 0}, UnsupportedError, "head_dim_qk: 0 is not supported; wanted a"),
     "odd dim": ({"head_dim_qk": 100}, UnsupportedError, "head_dim_qk: 100 .* multiple of 8"),
     "large dim": ({"head_dim_qk": 264}, UnsupportedError, "head_dim_qk: 264 .* from 8 to 256"),

@@ -179,7 +179,7 @@ ROWS = [
     decode("block sparse", "enable_block_sparse_attention", UnsupportedError,
            enable_block_sparse_attention=True),
     decode("dtype of the answer", "out_dtype: unknown dtype 'f7'", out_dtype="f7"),
-    decode("integer answer", "int8 is not a supported output | float8_e5m2", UnsupportedError,
+    decode("integer answer", "int8 is not a supported output | float8_e5m2", 
            out_dtype="int8", out=None),
     decode("another dtype", "out: dtype is float32; wanted float16", out_dtype="float16"),
     decode("shape of out", "out: shape is [3, 4, 8]", out=of("float32", B, HQ, 8)),

@@ -165,8 +165,8 @@ SHAPES = [
 ]
 
 DTYPES = [
-    prefill("integer q", "q: dtype int32 is not supported | cast", UNSUPPORTED, q=of("int32", *Q)),
-    prefill("boolean q", "q: dtype bool | cast q", UNSUPPORTED, q=of("bool", *Q)),
+    prefill("integer q", "q: dtype int32 is not supported | cast", q=of("int32", *Q)),
+    prefill("boolean q", "q: dtype bool | cast q", q=of("bool", *Q)),
     prefill("fp8 q", "q: dtype float8_e4m3fn | bfloat16", UNSUPPORTED, q=of("e4m3", *Q)),
     prefill("double q", "q: dtype float64 is not supported | cast", q=np.zeros(Q)),
     prefill("complex k", "k: dtype complex64 is not supported", k=np.zeros(KV, np.complex64)),
@@ -178,8 +178,8 @@ DTYPES = [
     prefill("unknown o_dtype", "o_dtype: unknown dtype 'int4' | known dtypes are", o_dtype="int4"),
     prefill("double o_dtype", "o_dtype: unknown dtype", o_dtype=np.float64),
     prefill("unhashable o_dtype", "o_dtype: unknown dtype {}", o_dtype={}),
-    prefill("integer o_dtype", "o_dtype: int8 is not | use float16", UNSUPPORTED, o_dtype=np.int8),
-    prefill("bool o_dtype", "o_dtype: bool is not a", UNSUPPORTED, o_dtype="bool"),
+    prefill("integer o_dtype", "o_dtype: int8 is not | use float16", o_dtype=np.int8),
+    prefill("bool o_dtype", "o_dtype: bool is not a", o_dtype="bool"),
 ]
 
 ARRAYS = [
