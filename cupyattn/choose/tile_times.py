@@ -37,7 +37,7 @@ def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -
     tile = sm90.find(problem, page_size, name)
     if isinstance(tile, str) or not sm90.is_plain(problem):
         return None
-    found = _nearest(card, tile)
+    found = _nearest(card, tile, (problem.head_dim_qk, problem.head_dim_vo))
     if found is None:
         return None
     key, timed = found
@@ -60,16 +60,23 @@ def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -
     )
 
 
-def _nearest(card: Card, tile: sm90.Tile) -> tuple[TileKey, TimedTile] | None:
-    """The timed tile of the least dims that hold those of a tile. Those of ragged keys stand in for
-    pages that were not timed."""
+def _nearest(card: Card, tile: sm90.Tile, own: tuple[int, int]) -> tuple[TileKey, TimedTile] | None:
+    """The timed tile of the least dims that hold a problem's own, or else those of its tile. Those
+    of ragged keys stand in for pages that were not timed."""
+    names = _KERNEL, tile.name, tile.keys
+    timed = sorted(key[-2:] for key in card.tiles if key[:3] == names)
+    within = [(tile.keys, x) for x in timed if _holds(x, own) and _holds(tile.dims, x)]
     kinds = ("paged", "ragged") if tile.keys == "paged" else (tile.keys,)
-    for dims in dict.fromkeys((tile.dims, *sm90.dims_that_hold(tile.dims))):
-        for keys in kinds:
-            key = TileKey(_KERNEL, tile.name, keys, *dims)
-            if key in card.tiles:
-                return key, card.tiles[key]
+    others = ((keys, x) for x in (tile.dims, *sm90.dims_that_hold(tile.dims)) for keys in kinds)
+    for keys, dims in (*within, *others):
+        key = TileKey(_KERNEL, tile.name, keys, *dims)
+        if key in card.tiles:
+            return key, card.tiles[key]
     return None
+
+
+def _holds(dims: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    return own[0] <= dims[0] and own[1] <= dims[1]
 
 
 def shape_of(

@@ -126,18 +126,13 @@ _DIMS = tuple((qk, vo) for kind, qk, vo in _TILES if kind == "paged")
 
 # With more keys registers spill at 80 columns.
 _SLIM = _THREE._replace(tile_kv=112)
-# Tiles of plain attention over ragged keys that differ from those above (measured). Rows of heads
-# of an odd multiple of 8 columns begin off 32 bytes, and TMA copies 12 to 14 bytes of them a cycle:
-# 192 rows take what it brings where 128 would wait.
-# By the larger head dim: up to the second number and beyond the first.
-_PLAIN = {
-    (64, 80): _SLIM,
-    (128, 160): _THREE._replace(tile_kv=64, stages=3, query_slots=1),
-}
-_PLAIN_ODD = {
-    **_PLAIN,
-    (80, 96): _THREE._replace(tile_kv=96),
-}
+_PLAIN_96 = _THREE._replace(tile_kv=96)
+_PLAIN_160 = _THREE._replace(tile_kv=64, stages=3, query_slots=1)
+# Tiles of plain attention over ragged keys that differ from those above (measured), by the larger
+# head dim: up to the second number and beyond the first. Rows of heads of an odd multiple of 8
+# columns begin off 32 bytes, and TMA copies fewer bytes of them a cycle: 192 rows take what it
+# brings where 128 would wait.
+_PLAIN = {(64, 80): _SLIM, (80, 96): _PLAIN_96, (128, 160): _PLAIN_160}
 
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
@@ -176,7 +171,20 @@ _OTHERS = {
     ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
     ("flat", "ragged", 96, 96): _FLAT,
     ("flat", "ragged", 128, 128): _FLAT,
+    ("broad", "ragged", 80, 80): _PLAIN_96,
     ("tall", "ragged", 80, 80): _SLIM._replace(persistent=False),
+    ("middle", "ragged", 80, 80): _TWO._replace(query_slots=1, persistent=False),
+    ("short", "ragged", 80, 80): _LONE,
+    ("lean", "ragged", 80, 80): _LEAN,
+    ("flat", "ragged", 80, 80): _FLAT,
+    ("tall", "ragged", 96, 96): _PLAIN_96._replace(persistent=False),
+    ("tall", "ragged", 160, 160): _PLAIN_160._replace(persistent=False),
+    ("middle", "ragged", 160, 160): _TALL._replace(persistent=False),
+    ("short", "ragged", 160, 160): _LONE._replace(tile_kv=48),
+    ("broad", "ragged", 192, 192): _TALL._replace(tile_kv=64, stages=3),
+    ("middle", "ragged", 192, 192): _TALL._replace(persistent=False),
+    ("broad", "ragged", 256, 128): _DEEP._replace(tile_kv=80),
+    ("middle", "ragged", 256, 128): _DEEP._replace(persistent=False),
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
     ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
     ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
@@ -241,9 +249,9 @@ def find(problem: AttentionProblem, page_size: int, name: str = "large") -> Tile
 def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | str:
     """A tile that is not for long launches: those of plain attention, and some under a cap."""
     dims, keys = tile_dims(problem), _kind(problem).removesuffix(" capped")
-    if keys == "ragged" and not problem.soft_cap and dims == (96, 96) and _is_slim(problem):
-        dims = 80, 80
-    shape = _OTHERS.get((name, keys, *dims)) or _OTHERS.get((name, keys, *tile_dims(problem)))
+    if keys == "ragged" and not problem.soft_cap:
+        dims, _ = _plain_shape(problem, dims, None)
+    shape = _OTHERS.get((name, keys, *dims))
     if shape is None:
         return f"it has no tile for {keys} keys of such head dims"
     if not is_plain(problem):
@@ -277,10 +285,6 @@ def is_plain(problem: AttentionProblem) -> bool:
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
 
 
-def _is_slim(problem: AttentionProblem) -> bool:
-    return max(problem.head_dim_qk, problem.head_dim_vo) <= 80
-
-
 def _find_large(problem: AttentionProblem, page_size: int) -> Tile | str:
     """The tile of long launches, which serves all options."""
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
@@ -308,10 +312,8 @@ def _plain_shape(
     problem: AttentionProblem, dims: tuple[int, int], shape: _Shape | None
 ) -> tuple[tuple[int, int], _Shape | None]:
     """The dims and the tile of plain attention over ragged keys; `dims`, `shape`: with options."""
-    own = problem.head_dim_qk, problem.head_dim_vo
-    is_odd = (own[0] | own[1]) % 16 != 0
-    for (beyond, most), plain in (_PLAIN_ODD if is_odd else _PLAIN).items():
-        if beyond < max(own) <= most:
+    for (beyond, most), plain in _PLAIN.items():
+        if beyond < max(problem.head_dim_qk, problem.head_dim_vo) <= most:
             return (most, most), plain
     return dims, shape
 
