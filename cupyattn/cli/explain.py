@@ -59,6 +59,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--dtype", help="of queries (default: the model's)")
     parser.add_argument("--kv-dtype", help="of keys, such as float8_e4m3fn (default: of queries)")
+    parser.add_argument(
+        "--no-causal", action="store_true", help="rows see all keys, as in an encoder"
+    )
     parser.add_argument("--window", type=int, default=-1, help="keys to the left that a row sees")
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share the heads"
@@ -116,6 +119,7 @@ def _spec(args: argparse.Namespace) -> AttentionSpec:
         num_kv_heads=max(1, spec.num_kv_heads // shares),
         dtype_kv=dtype_kv,
         page_size=require_int(args.page_size, "--page-size", 0),
+        causal=not args.no_causal,
         window_left=require_int(args.window, "--window", -1),
     )
 
@@ -131,7 +135,7 @@ def _requests(text: str, spec: AttentionSpec) -> BatchRequests:
                 f"--batch: got {part!r}; wanted COUNTxROWS:KEYS, such as {_LENGTHS}, of lengths up "
                 f"to {MAX_LENGTH}"
             )
-        if keys < rows:
+        if keys < rows and spec.causal:
             raise ArgumentError(
                 f"--batch: got {part!r}, with {rows} query tokens and {keys} keys; wanted all keys "
                 "of a request, those of its query tokens among them"

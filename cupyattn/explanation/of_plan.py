@@ -113,6 +113,9 @@ def _notes(plan: Plan, schedule: BatchSchedule) -> list[str]:
     if plan.geometry.given.device.kind == "cpu":
         found.append("the arrays are on the CPU, where the reference answers; this is the plan of "
                      f"an {_name(NO_GPU)}, by which it is checked")  # fmt: skip
+    asked, spec = plan.geometry.spec.dtype_q, plan.geometry.spec.as_on_gpu()
+    if asked is not spec.dtype_q:
+        found.append(f"there are no kernels for {asked}: this is the plan of {spec.dtype_q}")
     if plan.capacity is not None:
         found.append("a captured graph keeps the tiles of the first plan, whose longest request "
                      "chose them; lists have room for any later plan")  # fmt: skip
@@ -146,13 +149,20 @@ def explain_schedule(
     if schedule.rotated_bytes:
         more.append(f"keys are rotated ahead, into {schedule.rotated_bytes:,} bytes")
     key_bytes = _key_bytes(launcher, requests)
+    key_time = key_bytes / rates.memory if props.memory_rate else None
+    taken = next((x.time for x in candidates if x.is_taken), None)
+    if taken is not None and key_time is not None and taken < key_time:
+        more.append(
+            f"{taken:,.1f} us is less than memory takes for the keys: unless L2 has them, the "
+            "estimate is too low"
+        )
     return Explanation(
         card=_card_words(props),
         times=_times_words(card, props),
         problem=problem_words(launcher.spec, problem),
         batch=batch_words(requests),
         key_bytes=key_bytes,
-        key_time=key_bytes / rates.memory if props.memory_rate else None,
+        key_time=key_time,
         candidates=tuple(candidates),
         refusals=tuple(refused),
         launches=tuple(launches),

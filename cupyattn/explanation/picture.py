@@ -14,7 +14,7 @@ _COLOURS = "#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#ef4444", "#64748b"
 _MERGE_COLOUR = "#111827"
 _LEFT, _TOP, _WIDTH = 70, 56, 1000
 # Of one SM; all of them take so many pixels at least.
-_ROW, _LEAST_HEIGHT = 5, 120
+_ROW, _LEAST_HEIGHT = 5, 400
 # Neighbours are drawn as one bar where a launch has more blocks than this.
 _MOST_BARS = 12000
 _TICKS = 8
@@ -56,7 +56,7 @@ def _bars(bars: Bars, scale: float, row: float, colour: str) -> str:
     x = _LEFT + scale * begin
     width = np.maximum(scale * (end - begin) - gap, 0.3)
     y = _TOP + row * (sm + at)
-    height = row * bars.share * (0.9 if bars.share == 1.0 else 0.96)
+    height = row * bars.share * 0.94
     numbers = zip(x.tolist(), y.tolist(), width.tolist(), strict=True)
     path = "".join(f"M{a:.1f} {b:.1f}h{w:.1f}v{height:.1f}h-{w:.1f}z" for a, b, w in numbers)
     return f'<path d="{path}" fill="{colour}"><title>{escape(bars.name)}</title></path>'

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cupyattn.explanation.picture import draw
+from cupyattn.explanation.timeline import LaunchBlocks
 from cupyattn.schedule.batch import BatchRequests, Splitting, plan_batch
 from cupyattn.schedule.masking import Masking
 from cupyattn.schedule.single import tile_span
@@ -268,6 +270,15 @@ def fp8() -> str:
     return c.render()
 
 
+def sms() -> str:
+    """What `cupyattn explain --plot` draws: chunks on some SMs, decodes on the others and after."""
+    items = np.array([28, 25, 22, 19, 16, 13, 10, 7]).repeat(8).astype(float)
+    chunks = LaunchBlocks("prefill_sm90 (large)", items, 1, most_blocks=14)
+    keys = np.linspace(40, 8, 80)
+    decodes = LaunchBlocks("decode_sm80 (decode)", keys, 2, is_beside=True, has_merge=True)
+    return draw([chunks, decodes], 24, 124.0, "8 chunks and 20 decodes on a card of 24 SMs")
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "states": states,
     "packed_rows": packed_rows,
@@ -279,4 +290,5 @@ PICTURES: dict[str, Callable[[], str]] = {
     "latent": latent,
     "cuda_graphs": cuda_graphs,
     "fp8": fp8,
+    "sms": sms,
 }

@@ -72,6 +72,8 @@ def test_each_shipped_card_has_its_own_times(ask: Any, card: str) -> None:
 def test_options_of_the_command(ask: Any) -> None:
     _, text = ask("--batch", "4x2000:2000", "--page-size", "0", "--window", "100")
     assert "ragged keys, causal, a window of 100 keys" in text
+    status, text = ask("--batch", "900:90", "--no-causal")
+    assert status == 0 and "pages of 16 tokens\n" in text and "1 x 900 rows over 90 keys" in text
     _, text = ask("--batch", "1:9", "--kv-dtype", "float8_e4m3fn", "--dtype", "float16")
     assert "float16 over keys of float8_e4m3fn" in text
     _, text = ask("--batch", "1:9", "--tensor-parallel", "4")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import batches
+from helpers.batches import HKV, HQ, D
+from helpers.fake_batch import Device
 
 import cupyattn
 from cupyattn.core.device import NO_GPU
@@ -52,7 +56,6 @@ def test_decodes_beside_chunks() -> None:
     assert found.key_bytes == keys * 8 * 2 * 2 * 128
     assert found.key_time == pytest.approx(found.key_bytes / NO_GPU.memory_rate / 1e3)
     assert found.taken is not None and found.taken.name == found.candidates[0].name
-    assert [x.name for x in found.candidates if x.time is None] == ["by rows"]
     times = [x.time for x in found.candidates if x.time is not None]
     assert times == sorted(times)
     chunks, decodes = found.launches
@@ -65,14 +68,15 @@ def test_decodes_beside_chunks() -> None:
 
 
 def test_splits_states_and_who_merges() -> None:
-    one = cupyattn.explain(paged([(1, 40000)]))
+    one = cupyattn.explain(paged([(1, 40000)], fixed_split_size=250))
     (launch,) = one.launches
-    parts = launch.splits[1]
-    assert launch.splits == (parts, parts) and parts > 1
+    tiles = 4000 // launch.tile_keys[0]  # of 250 pages
+    parts = -(-(40000 // launch.tile_keys[0]) // tiles)
+    assert launch.splits == (parts, parts) and launch.key_tiles[1] <= tiles
     assert launch.states == launch.blocks == 8 * parts
     assert launch.state_bytes == 4 * launch.states * 16 * 129 == one.workspace_bytes
     assert launch.merge == "the last block of a tile"
-    assert launch.read_bytes == one.key_bytes and max(launch.key_tiles) <= 40000 // 64 // parts + 1
+    assert launch.read_bytes == one.key_bytes
     chunk = cupyattn.explain(paged([(64, 60000)], (8, 8)))
     (launch,) = chunk.launches
     assert launch.states and "a launch of " in launch.merge
@@ -114,7 +118,7 @@ def test_the_text_has_everything() -> None:
         assert part in text
     for candidate in found.candidates:
         assert f"\n{candidate.name} " in text
-    assert "—" in text and " us   taken\n" in text
+    assert "—" in text and " us " in text and " taken\n" in text
     for refusal in found.refusals:
         assert refusal.reason in text
     assert "+ decode_sm80 (decode)" in text and "80 persistent" in text
@@ -127,9 +131,8 @@ def refused(*args: Any, **options: Any) -> dict[str, str]:
 
 def test_refusals_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     found = refused([(700, 900)])
-    assert found == {
-        "prefill_sm90 (broad, tall, flat)": "it has no tile for paged keys of such head dims"
-    }
+    assert "it has no tile for paged keys of such head dims" in found.values()
+    assert all(name.startswith("prefill_sm90 (") for name in found)
     found = refused([(1, 900)] * 64)
     assert "512 blocks are more than 132 SMs" in found["decode in clusters"]
     assert "decode in clusters" not in refused([(1, 900)] * 2)
@@ -149,6 +152,32 @@ def test_options_in_words() -> None:
     assert found.problem.startswith("bfloat16 over keys of float8_e4m3fn, ")
     found = cupyattn.explain(paged([(n, 100 * n) for n in range(1, 9)]))
     assert found.batch == "8 requests of 1 to 8 rows over 100 to 800 keys"
+
+
+def test_float32_and_estimates_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(np.zeros(MIB, np.uint8))
+    w.plan(offsets([3]), offsets([9]), 8, 8, 64, q_data_type="float32")
+    assert "no kernels for float32: this is the plan of float16" in str(cupyattn.explain(w))
+    w = paged([(1, 4096)] * 64)
+    (launcher,) = (x.launcher for x in w._current.prepared.values())
+    real = launcher.candidates
+    for factor in (0.1, 10.0):
+
+        def scaled(requests: Any, factor: float = factor) -> Any:
+            return [replace(x, time=factor * x.time) for x in real(requests)]
+
+        monkeypatch.setattr(launcher, "candidates", scaled)
+        is_low = "less than memory takes" in str(cupyattn.explain(w))
+        assert is_low == (factor < 1)
+
+
+def test_other_wrappers() -> None:
+    sparse = cupyattn.BlockSparseAttentionWrapper(np.zeros(64 * MIB, np.uint8))
+    sparse.plan(offsets([2, 1]), np.array([0, 1, 1], np.int32), 64, 64, 32, 32, 8, 8, 64)
+    assert cupyattn.explain(sparse).launches
+    sinks = cupyattn.BatchAttentionWithAttentionSinkWrapper(np.zeros(64 * MIB, np.uint8))
+    sinks.plan(*tables([(9, 90)] * 3, 16), 8, 8, 64, 16, causal=True)
+    assert cupyattn.explain(sinks).taken is not None
 
 
 def test_given_splits_choose_by_rows() -> None:
@@ -240,6 +269,21 @@ def test_the_last_run_decides_which_variant(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # --- on a GPU ---
+
+
+def test_a_list_that_the_gpu_has_made(device: Device) -> None:
+    """The host plans it again, which is the same list, and leaves the wrapper as it was."""
+    for seed in range(2):
+        b = batches.make([1] * 3, [9, 44 + seed, 30], 4, seed=seed)
+        w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+        w.plan(*[device.put(x) for x in b.table], HQ, HKV, D, 4)
+    assert device.stream.readings == [True]
+    (prepared,) = w._current.prepared.values()
+    assert not prepared.schedule.words.size
+    before = {name: x for name, x in vars(w).items() if name != "_turns"}
+    (launch,) = cupyattn.explain(w).launches
+    assert launch.items == 3 * HKV and launch.read_bytes == (9 + 45 + 30) * HKV * 4 * D
+    assert {name: x for name, x in vars(w).items() if name != "_turns"} == before
 
 
 def test_a_plan_on_a_gpu(make: Callable[..., Any], gpu: Any, stream: Any) -> None:
