@@ -25,7 +25,7 @@ from ..wrappers.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
-from .planned import planned_launches, row_bytes
+from .planned import has_levels, planned_launches, row_bytes
 from .record import Choice, Explanation, Refusal
 from .refused import refusals, refused_clusters
 from .timeline import Rates
@@ -141,11 +141,10 @@ def explain_schedule(
     rates = _rates(card, props)
     candidates, more = _candidates(launcher, schedule, requests, split)
     launches, blocks = planned_launches(launcher, schedule, rates)
-    offered = {x.name for x in candidates}
-    offered |= {launch.tiles for launch in launches}
+    offered = {x.name for x in candidates} | {x.tiles for x in launches} if candidates else None
     heads = launcher.num_kv_heads, launcher.group_size
     refused: list[Refusal] = refusals(problem, page_size, props, offered)
-    refused += refused_clusters(problem, requests, heads, props, offered) if candidates else []
+    refused += refused_clusters(problem, requests, heads, props, offered) if offered else []
     if schedule.rotated_bytes:
         more.append(f"keys are rotated ahead, into {schedule.rotated_bytes:,} bytes")
     key_bytes = _key_bytes(launcher, requests)
@@ -183,7 +182,7 @@ def _candidates(
     """Those of a plan that chose among some, the soonest first, and what else there is to say."""
     if split != (0, True):
         return [], ["the caller says how keys are split, so rows alone choose the kernels"]
-    if any(part.merge_sizes[1] for part in schedule.parts) or not schedule.parts:
+    if has_levels(schedule) or not schedule.parts:
         return [], []
     taken, notes = schedule.candidate, []
     if any(not isinstance(part.rows, str) for part in schedule.parts):

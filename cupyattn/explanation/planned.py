@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +36,25 @@ def planned_launches(
 ) -> tuple[list[PlannedLaunch], list[LaunchBlocks]]:
     """Each kernel of a schedule, and what its blocks take by the card's rates."""
     found, blocks = [], []
-    is_beside = False
+    is_beside, is_of_levels = False, has_levels(schedule)
     for part in schedule.parts:
         if not part.launches:
             continue
         kernel, work = launcher.kernel(part.rows), _work_of(launcher, schedule, part)
+        states = _num_states(launcher, work, is_of_levels)
         may_overlap = is_beside and part.launches[0][0].prologue is None
-        found.append(_launch(launcher, part, kernel, work, may_overlap))
+        launch = _launch(launcher, part, kernel, work, states)
+        merge = _merge(part, states, is_of_levels)
+        found.append(replace(launch, is_beside=may_overlap, merge=merge))
         times = _block_times(launcher, kernel, work, found[-1], rates)
         blocks.append(_blocks(found[-1], kernel, times, part.merge is not None))
         is_beside |= part.tiles is not None
     return found, blocks
+
+
+def has_levels(schedule: BatchSchedule) -> bool:
+    """Whether it is that of a cascade, whose launches leave states for one merge."""
+    return any(part.merge_sizes[1] for part in schedule.parts)
 
 
 def row_bytes(launcher: BatchLauncher) -> int:
@@ -72,8 +81,7 @@ def _work_of(launcher: BatchLauncher, schedule: BatchSchedule, part: LaunchPart)
     )
     tile_kv = tile_kv * part.launches[0][0].cluster  # whose blocks share keys
     # Rows of a cascade may be behind all keys of a level, which lists do not tell.
-    is_of_levels = part.merge_sizes[1] > 0
-    masking = Masking() if is_of_levels else launcher.masking
+    masking = Masking() if has_levels(schedule) else launcher.masking
     row = items[:, _FIRST_ROW]
     tokens = row // group, (row + tile_q - 1) // group
     spans = masking.span_lengths(*tokens, qo_len, kv_len, None, int(tile_kv.max(initial=1)))
@@ -85,7 +93,7 @@ def _work_of(launcher: BatchLauncher, schedule: BatchSchedule, part: LaunchPart)
 
 
 def _launch(
-    launcher: BatchLauncher, part: LaunchPart, kernel: Kernel, work: _Work, is_beside: bool
+    launcher: BatchLauncher, part: LaunchPart, kernel: Kernel, work: _Work, states: int
 ) -> PlannedLaunch:
     heads, loaded = launcher.num_kv_heads, kernel.loaded
     launch, _ = part.launches[0]
@@ -94,9 +102,7 @@ def _launch(
     if launch.cluster > 1:
         slots = loaded.most_clusters(launch.cluster) * launch.cluster
     is_persistent = part.tiles is not None and part.tiles.is_persistent
-    is_of_levels = part.merge_sizes[1] > 0
     num_items = work.splits.size * heads
-    states = num_items if is_of_levels else int(np.count_nonzero(work.splits > 1)) * heads
     tile_rows = max(kind.tile_q for kind in kernel.kinds)
     return PlannedLaunch(
         kernel=loaded.tiles.name,
@@ -115,18 +121,24 @@ def _launch(
         read_bytes=int(work.keys.sum()) * row_bytes(launcher) * heads,
         states=states,
         state_bytes=4 * states * tile_rows * (launcher.problem.head_dim_vo + 1),
-        merge=_merge(part, states),
-        is_beside=is_beside,
+        merge="",
+        is_beside=False,
     )
 
 
-def _merge(part: LaunchPart, states: int) -> str:
+def _num_states(launcher: BatchLauncher, work: _Work, is_of_levels: bool) -> int:
+    """The partial results that a launch leaves: of tiles whose keys are split, or of all."""
+    parts = work.splits.size if is_of_levels else int(np.count_nonzero(work.splits > 1))
+    return parts * launcher.num_kv_heads
+
+
+def _merge(part: LaunchPart, states: int, is_of_levels: bool) -> str:
     """Who merges partial results."""
     if part.merge is not None:
         return f"a launch of {math.prod(part.merge.grid):,} blocks"
     if not states:
         return ""
-    return "the last launch" if part.merge_sizes[1] else "the last block of a tile"
+    return "the merge of all levels" if is_of_levels else "the last block of a tile"
 
 
 def _block_times(

@@ -203,6 +203,6 @@ def _micros(time: float) -> str:
 
 
 def _bytes(size: int) -> str:
-    if size >= 10 << 20:
-        return f"{size / 2**20:,.0f} MiB"
+    if size >= 1 << 20:
+        return f"{size / 2**20:,.{0 if size >= 10 << 20 else 1}f} MiB"
     return f"{size / 1024:,.1f} KiB" if size >= 1 << 10 else f"{size} B"

@@ -19,9 +19,10 @@ def refusals(
     problem: AttentionProblem,
     page_size: int,
     props: DeviceProps,
-    offered: Collection[str],
+    offered: Collection[str] | None,
 ) -> list[Refusal]:
-    """Hopper's own kernels that a problem does not have. offered: names of candidates."""
+    """Hopper's own kernels that a problem does not have. offered: names of candidates, or None
+    where none were compared."""
     own = "wide_sm90" if problem.is_wide else "prefill_sm90"
     if props.arch != _HOPPER:
         return [Refusal(own, f"it is made for {_HOPPER}, and the card is {props.arch}")]
@@ -32,7 +33,8 @@ def refusals(
         return [Refusal(own, f"it does not serve {reason}")] if reason else []
     by_reason: dict[str, list[str]] = {}
     for name in LARGE_TILES:
-        reason = _of_tile(problem, page_size, props, name, name in offered)
+        is_offered = offered is None or name in offered
+        reason = _of_tile(problem, page_size, props, name, is_offered)
         by_reason.setdefault(reason, []).append(name)
     by_reason.pop("", None)
     return [

@@ -136,7 +136,7 @@ class BatchLauncher:
         schedule = self._within(requests, Splitting(may_split, split_tokens), capacity, most_bytes)
         schedule.requests = requests
         if self._log is not None:
-            self._log.batch(self, schedule)
+            self._log.batch(self, schedule, requests)
         return schedule
 
     def _within(
@@ -192,6 +192,8 @@ class BatchLauncher:
         most_parts: of a tile."""
         if most_parts > MOST_PARTS:
             shape = self._kernels.merged_if_many(shape)
+        if self._log is not None:
+            self._log.any_lengths(rows, self.kernel(rows).loaded.tiles.name)
         part, _, workspace_bytes = self._layout.part(rows, self._reserved(rows, shape, made), 0, 0)
         return BatchSchedule(_NO_MERGES, workspace_bytes, (part,))
 
@@ -466,6 +468,8 @@ class BatchLauncher:
         merges = np.concatenate([table.reshape(-1) for table in tables])
         works[-1] = works[-1]._replace(merges=merges)
         made = self._layout.lay_out(works, levels.positions)
+        if self._log is not None:
+            self._log.batch(self, made, requests)
         return rotate_batch.reserve_rotated(made, requests, self._keys, capacity)
 
     def gains_by_levels(self, requests: BatchRequests, flat: BatchRequests) -> bool:

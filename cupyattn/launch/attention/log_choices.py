@@ -11,6 +11,7 @@ from ...core import env
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import SinglePlan
+from ...schedule.batch import BatchRequests
 from .words import batch_words, problem_words
 
 if TYPE_CHECKING:
@@ -67,10 +68,12 @@ class ChoiceLog:
         text = "cupyattn: %s; %s -> %s: %s"
         self._logger.info(text, self._problem, batch, choice, launches)
 
-    def batch(self, launcher: BatchLauncher, schedule: BatchSchedule) -> None:
-        """Say what serves a batch, unless the one before was like it."""
-        kernels, requests = tuple(part.rows for part in schedule.parts), schedule.requests
-        if requests is None or not kernels or not self._is_new((schedule.candidate, *kernels)):
+    def batch(
+        self, launcher: BatchLauncher, schedule: BatchSchedule, requests: BatchRequests
+    ) -> None:
+        """Say what serves a batch, or the levels of a cascade."""
+        kernels = tuple(part.rows for part in schedule.parts)
+        if not kernels or not self._is_new((schedule.candidate, *kernels)):
             return
         launches = []
         for part in schedule.parts:
@@ -79,8 +82,11 @@ class ChoiceLog:
             rows = part.rows if isinstance(part.rows, str) else " + ".join(part.rows)
             launches.append(f"{tiles.name} ({rows}), {blocks:,} blocks")
             launches += ["a merge"] if part.merge is not None else []
-        name = schedule.candidate or "fixed"
-        found = (x.time for x in launcher.candidates(requests) if x.name == schedule.candidate)
-        time = next(found, math.inf)
+        name, time = schedule.candidate, math.inf
+        if name:
+            found = (x.time for x in launcher.candidates(requests) if x.name == name)
+            time = next(found, math.inf)
+        else:
+            name = "by rows"
         about = f"{name}, {time:,.1f} us estimated" if time < math.inf else name
         self._say(batch_words(requests), about, "; ".join(launches))

@@ -231,6 +231,9 @@ def test_pod_shared_prefixes_and_cascades() -> None:
     cascade.plan(*([a, b] for a, b in zip(prefix, own, strict=True)), 8, 8, 64, 16)
     found = cupyattn.explain(cascade)
     assert "levels of a cascade" in str(found) and all(x.states for x in found.launches)
+    assert "nobody timed" not in str(found)
+    merges = [x.merge for x in found.launches]
+    assert "a launch of " in merges[-1] and set(merges[:-1]) <= {"the merge of all levels"}
 
 
 def test_nothing_planned_and_nothing_to_launch() -> None:

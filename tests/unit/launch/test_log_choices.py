@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+import cupyattn
 from cupyattn.launch.attention import log_choices
 from cupyattn.launch.attention.batch import BatchLauncher
 from cupyattn.launch.attention.single import AttentionLauncher
@@ -52,6 +54,25 @@ def test_one_request_and_lengths_on_the_device(caplog: pytest.LogCaptureFixture)
         single.plan(2000, 2500)
     (line,) = caplog.messages
     assert "one request of 2,000 x 2,000 -> " in line and "prefill_sm90, " in line
+
+
+def test_levels_of_a_cascade(caplog: pytest.LogCaptureFixture) -> None:
+    w = cupyattn.MultiLevelCascadeAttentionWrapper(2, np.zeros(64 << 20, np.uint8))
+    ends = np.arange(65, dtype=np.int32)
+    pages = np.arange(512 + 64 * 4, dtype=np.int32)
+    w.plan(
+        [np.array([0, 64], np.int32), ends],
+        [np.array([0, 512], np.int32), 4 * ends],
+        [pages[:512], pages[512:]],
+        [np.array([16], np.int32), np.full(64, 16, np.int32)],
+        *(16, 8, 256, 16),
+    )
+    (line,) = caplog.messages
+    assert (
+        "; 65 requests: 1 x 64 rows over 8,192 keys; 64 x 1 row over 64 keys -> by rows: " in line
+    )
+    assert line.endswith("; a merge")
+    assert line.startswith("cupyattn: float16, 16 query heads over 8 key heads, head dim 256")
 
 
 def test_nobody_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
