@@ -22,7 +22,8 @@ _MOST_ERROR = 0.02  # between the outputs of two candidates, of their norm: roun
 
 def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:
     """(entry name, Config) of the kernels of all candidates of these cases, once each."""
-    from cupyattn.launch.attention import candidates, merge_splits
+    from cupyattn.choose import candidates
+    from cupyattn.launch.attention import merge_splits
 
     found: dict[tuple[str, Any], None] = {}
     seen = set()
@@ -68,8 +69,8 @@ def rows_of(cases: Iterable[BatchCase], commit: str, deadline: float, seed: int)
 def _rows_of_case(
     case: BatchCase, commit: str, deadline: float, clock: Clock, seed: int
 ) -> Iterator[Row]:
+    from cupyattn.choose import candidates
     from cupyattn.core.device import device_props
-    from cupyattn.launch.attention import candidates
 
     inputs = make_batch_inputs(case)
     launcher, schedule = _planned(_bind(case, inputs, "tiles"))

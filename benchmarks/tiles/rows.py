@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -51,8 +52,11 @@ def line(row: Row) -> str:
 
 def read(path: Path) -> list[Row]:
     """The rows of a file. ValueError with the line that is none."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        lines = file.read().splitlines()
     found = []
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, text in enumerate(lines, 1):
         try:
             data: dict[str, Any] = json.loads(text)
             case = data["case"]

@@ -7,8 +7,9 @@ products take by its clock. (More SMs need no scale: they are more slots.)
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from ..schedule.makespan import TileTimes
 from ..schedule.sm_partition import BesideTimes
 from ..schedule.tile_shape import DecodeKinds, DecodeTimes
 
+# What may change logits besides a scale and a cap (tile_times.option_names).
+OPTIONS = "rope_llama", "alibi", "mask", "rows"
 FOLDER = Path(__file__).with_name("cards")
 # The fields of a card's records that memory decides; all others are latencies, or products.
 _MEMORY_TIMES = ("key_tile",)
@@ -56,6 +59,7 @@ class Card:
     source       the measured rows, and the commit that they come from; "" if nobody measured it
     state_rate   bytes of states that all SMs write and read in a microsecond
     key_rate     bytes of keys that blocks of prefill read in a microsecond
+    options      times as long a key tile of prefill takes with an option
     scaled_from  the card that was measured, if this one was not
     """
 
@@ -70,6 +74,7 @@ class Card:
     key_rate: float
     decode: DecodeKinds
     beside: BesideTimes
+    options: Mapping[str, float]
     tiles: Mapping[TileKey, TimedTile]
     scaled_from: str = ""
 
@@ -111,9 +116,28 @@ def _scaled(record: Any, factor: float, fields: tuple[str, ...]) -> Any:
     return record._replace(**{name: factor * getattr(record, name) for name in fields})
 
 
-@lru_cache(maxsize=64)
+_used: Card | None = None
+
+
+@contextlib.contextmanager
+def using(card: Card) -> Iterator[None]:
+    """Launchers that are made meanwhile plan by this card, on every device: for measurements. Not
+    for threads."""
+    global _used
+    before, _used = _used, card
+    try:
+        yield
+    finally:
+        _used = before
+
+
 def card_of(props: DeviceProps) -> Card:
     """The card of a device: its own, by name; else the nearest of its architecture, scaled."""
+    return _used or _known_card(props)
+
+
+@lru_cache(maxsize=64)
+def _known_card(props: DeviceProps) -> Card:
     known = shipped()
     for card in known:
         if props.name in card.match:
@@ -146,8 +170,7 @@ def read(text: str, where: str) -> Card:
 
 def _card(data: dict[str, Any]) -> Card:
     card, measured = data["card"], data["measured"] or {}
-    decode = {name: float(x) for name, x in data["decode"].items() if name == "key_tile"}
-    kinds = [DecodeTimes(**data["decode"][kind], **decode) for kind in DecodeKinds._fields]
+    kinds = [DecodeTimes(**data["decode"][kind]) for kind in DecodeKinds._fields]
     return Card(
         name=str(card["name"]),
         match=tuple(map(str, card["match"])),
@@ -160,6 +183,7 @@ def _card(data: dict[str, Any]) -> Card:
         key_rate=float(data["rates"]["keys"]),
         decode=DecodeKinds(*kinds),
         beside=BesideTimes(**{name: float(x) for name, x in data["beside"].items()}),
+        options={name: float(data["options"][name]) for name in OPTIONS},
         tiles=dict(_tile(row) for row in data["tiles"]),
     )
 
@@ -168,6 +192,5 @@ def _tile(row: dict[str, Any]) -> tuple[TileKey, TimedTile]:
     names = [name for name in TileTimes._fields if name in row]
     times = TileTimes(**{name: float(row[name]) for name in names})
     launch, key_tile = map(float, row["capped"])
-    rows, keys = map(int, row["area"])
     key = TileKey(row["kernel"], row["tile"], row["keys"], *map(int, row["dims"]))
-    return key, TimedTile(times, rows * keys, (launch, key_tile))
+    return key, TimedTile(times, int(row["area"]), (launch, key_tile))

@@ -13,6 +13,20 @@ from ..schedule.tile_shape import TileShape
 from .card import Card, TileKey, TimedTile, card_of
 
 _KERNEL = "prefill_sm90"
+PORTABLE_KERNEL = "prefill_sm80"
+_LIKE_PORTABLE_KEYS = {
+    "ragged": ("ragged", "paged"),
+    "paged": ("paged", "ragged"),
+    "fp8": ("fp8", "paged"),
+}
+# By the kind of keys, those whose times stand in for its own, the best first.
+_LIKE_KEYS = {
+    "ragged": ("ragged",),
+    "paged": ("paged", "ragged"),
+    "gathered": ("gathered",),
+    "fp8": ("fp8", "gathered"),
+    "fp8 gathered": ("fp8 gathered", "fp8", "gathered"),
+}
 
 
 def large_tiles(
@@ -32,20 +46,44 @@ def large_tiles(
 
 
 def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -> TileTimes | None:
-    """The times of a tile of prefill_sm90; None if it does not serve the problem, or was not timed
-    with such keys and options."""
+    """The times of a tile of prefill_sm90; None if it does not serve the problem, or no like tile
+    was timed."""
     tile = sm90.find(problem, page_size, name)
-    if isinstance(tile, str) or not sm90.is_plain(problem):
+    if isinstance(tile, str):
         return None
-    found = _nearest(card, tile, (problem.head_dim_qk, problem.head_dim_vo))
-    if found is None:
-        return None
-    key, timed = found
-    # Half of what a key tile takes is in proportion to its columns, and all of it to its area.
+    key = nearest(card, problem, tile)
+    return key and scaled(card, problem, tile, key, card.tiles[key])
+
+
+def nearest(card: Card, problem: AttentionProblem, tile: sm90.Tile) -> TileKey | None:
+    """The timed tile of the least head dims that hold those of a problem, its own first. Those of
+    ragged keys stand in for pages that were not timed, and those of gathered rows for others."""
+    like = _LIKE_KEYS[tile.keys]
+    fitting = [
+        key
+        for key in card.tiles
+        if key[:2] == (_KERNEL, tile.name)
+        and key.keys in like
+        and key.head_dim_qk >= problem.head_dim_qk
+        and key.head_dim_vo >= problem.head_dim_vo
+    ]
+    return min(fitting, key=lambda x: (sum(x[-2:]), like.index(x.keys)), default=None)
+
+
+def scaled(
+    card: Card, problem: AttentionProblem, tile: sm90.Tile, key: TileKey, timed: TimedTile
+) -> TileTimes:
+    """The times of a tile by those of a like one, which is `key`."""
+    return _scaled(card, problem, (tile.num_rows, tile.num_keys), key, timed)
+
+
+def _scaled(
+    card: Card, problem: AttentionProblem, area: tuple[int, int], key: TileKey, timed: TimedTile
+) -> TileTimes:
+    """Half of what a key tile takes is in proportion to its columns, and all to its area."""
+    num_rows, num_keys = area
     columns = (problem.head_dim_qk + problem.head_dim_vo) / (key.head_dim_qk + key.head_dim_vo)
-    key_tile = (1 + columns) / 2 * timed.times.key_tile
-    if key[-2:] != tile.dims:
-        key_tile *= tile.area / timed.area
+    key_tile = (1 + columns) / 2 * num_rows * num_keys / timed.area * timed.times.key_tile
     launch = timed.times.launch
     if problem.soft_cap:
         launch += timed.capped[0]
@@ -53,26 +91,51 @@ def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -
     row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
     return timed.times._replace(
         launch=launch,
-        key_tile=key_tile,
+        key_tile=_of_options(card, problem) * key_tile,
         # A state is written and read, in float32.
-        state=2 * 4 * tile.num_rows * problem.head_dim_vo / card.state_rate,
-        read=tile.num_keys * row_bytes / card.key_rate,
+        state=2 * 4 * num_rows * problem.head_dim_vo / card.state_rate,
+        read=num_keys * row_bytes / card.key_rate,
     )
 
 
-def _nearest(card: Card, tile: sm90.Tile, own: tuple[int, int]) -> tuple[TileKey, TimedTile] | None:
-    """The timed tile of the least dims that hold a problem's own, or else those of its tile. Those
-    of ragged keys stand in for pages that were not timed."""
-    names = _KERNEL, tile.name, tile.keys
-    timed = sorted(key[-2:] for key in card.tiles if key[:3] == names)
-    within = [(tile.keys, x) for x in timed if _holds(x, own) and _holds(tile.dims, x)]
-    kinds = ("paged", "ragged") if tile.keys == "paged" else (tile.keys,)
-    others = ((keys, x) for x in (tile.dims, *sm90.dims_that_hold(tile.dims)) for keys in kinds)
-    for keys, dims in (*within, *others):
-        key = TileKey(_KERNEL, tile.name, keys, *dims)
-        if key in card.tiles:
-            return key, card.tiles[key]
-    return None
+def _of_options(card: Card, problem: AttentionProblem) -> float:
+    """Times as long a key tile takes with what a problem does to its logits besides a cap."""
+    factor = 1.0
+    for name in option_names(problem):
+        factor *= card.options[name]
+    return factor
+
+
+def option_names(problem: AttentionProblem) -> list[str]:
+    """Of card.options, those that a problem has."""
+    found = [] if problem.pos_encoding == "NONE" else [problem.pos_encoding.lower()]
+    if problem.custom_mask:
+        found.append("mask")
+    if problem.reads_rows and problem.pos_encoding != "ALIBI":
+        found.append("rows")
+    return found
+
+
+def portable_keys(problem: AttentionProblem) -> str:
+    """The kind of keys, by which the times of prefill_sm80 are found."""
+    return "fp8" if problem.dtype_kv.is_fp8 else "paged" if problem.paged else "ragged"
+
+
+def nearest_portable(card: Card, problem: AttentionProblem, rows: str) -> TileKey | None:
+    """The tile of prefill_sm80 of a row class that was timed with the likest keys and dims."""
+    like = _LIKE_PORTABLE_KEYS[portable_keys(problem)]
+    own = problem.head_dim_qk + problem.head_dim_vo
+    fitting = [x for x in card.tiles if x[:2] == (PORTABLE_KERNEL, rows) and x.keys in like]
+    return min(fitting, key=lambda x: (like.index(x.keys), abs(sum(x[-2:]) - own)), default=None)
+
+
+def portable_times_of(
+    card: Card, problem: AttentionProblem, rows: str, area: tuple[int, int]
+) -> TileTimes | None:
+    """The times of prefill_sm80 for a row class, whose tiles have so many rows and keys; None if no
+    like tile was timed."""
+    key = nearest_portable(card, problem, rows)
+    return key and _scaled(card, problem, area, key, card.tiles[key])
 
 
 def _holds(dims: tuple[int, ...], own: tuple[int, ...]) -> bool:

@@ -253,6 +253,12 @@ class TileWork:
             found = self._works[size] = count_work(*given, self.num_keys)
         return found
 
+    def forget(self) -> None:
+        """Let go of the splits that estimates have found (makespan.best_split)."""
+        for work in self._works.values():
+            work.splits.clear()
+            work.unsplit.clear()
+
     def at_least(self, shape: TileShape) -> tuple[float, int]:
         """Key tiles that all tiles of this shape visit at least, and how many tiles there are at
         least, without a count."""

@@ -142,16 +142,6 @@ class Partition(NamedTuple):
     time: float
 
 
-class LaunchChoice(NamedTuple):
-    """One of several shapes for a launch of prefill, blocks that run at a time, and when all is
-    done, in microseconds. is_alone: it serves requests of few rows too, else launches follow."""
-
-    chosen: int
-    num_slots: int
-    time: float
-    is_alone: bool
-
-
 def streams_of(
     few: Sequence[BatchRequests],
     num_kv_heads: int,
@@ -173,50 +163,6 @@ def streams_of(
     return Streams(keys, num_bytes, num_items, times, len(few), has_tiny_pages, is_capped)
 
 
-def choose_launches(
-    works: TileWork, streams: Streams, num_kv_heads: int, shapes: Sequence[TileShape]
-) -> LaunchChoice:
-    """The launches by which requests of many rows (`works`) and those of few are done soonest: one
-    of prefill that serves all, or one for the many which leaves SMs to the streams, or all SMs to
-    one after the other.
-
-    All shapes have times. The first is that of persistent blocks, which can leave SMs; those for
-    few keys serve all requests or none; the others' blocks have an item each.
-    """
-    best = LaunchChoice(0, 0, math.inf, False)
-    together, soonest, is_settled = best, streams.time(), False
-    longest = max(works.longest, streams.longest)
-    # Shapes whose tiles need a count only to say whether later ones are looked at.
-    passed: list[TileShape] = []
-    for index, shape in enumerate(shapes):
-        if longest > shape.most_keys if shape.most_keys else is_settled:
-            continue
-        limit = _WORTHWHILE * best.time
-        limits = limit, min(_AS_SOON * best.time, _WORTHWHILE * together.time)
-        if index and _is_slower(works, streams, num_kv_heads, shape, *limits):
-            passed.append(shape)
-            is_settled = is_settled or _WORTHWHILE * best.time <= soonest
-            continue
-        if passed and not shape.most_keys:
-            is_settled = is_settled or any(_is_long(works.of(x), num_kv_heads, x) for x in passed)
-            passed.clear()
-            if is_settled:
-                continue
-        work = works.of(shape)
-        if not shape.most_keys:
-            first = followed(shape, streams.times) if shape.is_persistent else shape
-            num_slots, time = best_partition(work, num_kv_heads, first, streams, index == 0, limit)
-            if time < limit:
-                best = LaunchChoice(index, num_slots, time, False)
-        limit = min(_AS_SOON * best.time, _WORTHWHILE * together.time)
-        time = time_together(work, num_kv_heads, shape, streams, limit)
-        if time < limit:
-            together = LaunchChoice(index, shape.num_slots, time, True)
-        is_long = _is_long(work, num_kv_heads, shape)
-        is_settled = is_settled or is_long or _WORTHWHILE * best.time <= soonest
-    return together if together.time <= _AS_SOON * best.time else best
-
-
 @functools.lru_cache(maxsize=256)
 def followed(shape: TileShape, beside: BesideTimes) -> TileShape:
     """Persistent blocks that launches follow."""
@@ -225,29 +171,7 @@ def followed(shape: TileShape, beside: BesideTimes) -> TileShape:
     return replace(shape, times=times._replace(launch=times.launch + beside.followed))
 
 
-def _is_long(work: Work, num_kv_heads: int, shape: TileShape) -> bool:
-    """Whether the slots are busy for some of the longest items."""
-    return work.total * num_kv_heads > _LONG * work.longest * shape.num_slots
-
-
-def _is_slower(
-    works: TileWork,
-    streams: Streams,
-    num_kv_heads: int,
-    shape: TileShape,
-    limit_apart: float,
-    limit_together: float,
-) -> bool:
-    """Whether blocks of this shape, with the streams behind them or one launch for all, cannot end
-    within these limits, whatever a count of their tiles says."""
-    total, num_tiles = works.at_least(shape)
-    if not shape.most_keys:
-        if _least_on_all(total, num_tiles, num_kv_heads, shape, streams) < limit_apart:
-            return False
-    return _least_together(total, num_tiles, num_kv_heads, shape, streams) >= limit_together
-
-
-def _least_on_all(
+def least_on_all(
     total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
 ) -> float:
     """When blocks on all SMs that there is room for, and the streams behind them, are done at
@@ -261,7 +185,19 @@ def _least_on_all(
     return max(least, streams.time())
 
 
-def _least_together(
+def least_followed(
+    total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
+) -> float:
+    """When blocks that launches follow, and the streams behind them, are done at least."""
+    if not shape.is_persistent:
+        return least_on_all(total, num_tiles, num_kv_heads, shape, streams)
+    times = shape.times
+    assert times is not None
+    least = times.least(total, num_tiles, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
+    return max(least, streams.time())
+
+
+def least_together(
     total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
 ) -> float:
     """When one launch that serves all is done at least."""
@@ -278,7 +214,7 @@ def time_together(
     """When one launch that serves all is done; infinite if that cannot be within the limit."""
     times, slots = shape.times, Slots(shape.num_slots, shape.num_sms)
     assert times is not None
-    if _least_together(work.total, work.num_tiles, num_kv_heads, shape, streams) >= limit:
+    if least_together(work.total, work.num_tiles, num_kv_heads, shape, streams) >= limit:
         return math.inf
     # Few rows are one tile.
     few = (streams.keys + (shape.tile_kv - 1)) // shape.tile_kv
@@ -327,7 +263,7 @@ def best_partition(
     assert times is not None
     facts = work.total, work.num_tiles, num_kv_heads
     soonest = times.least(*facts, Slots(shape.num_slots, shape.num_sms))
-    soonest, on_all = max(soonest, streams.time()), _least_on_all(*facts, shape, streams)
+    soonest, on_all = max(soonest, streams.time()), least_on_all(*facts, shape, streams)
     if soonest >= limit or (not is_persistent and on_all >= limit):
         return Partition(shape.num_slots, math.inf)
     # Tiny pages change whether a launch of their own is worth it, but not which SMs it should have.

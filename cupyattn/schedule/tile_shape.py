@@ -9,6 +9,9 @@ from typing import NamedTuple
 from .balance import BLOCK_OVERHEAD, Costs, are_even
 from .makespan import TileTimes
 
+# Keys and values of a tile of each of two blocks an SM, which DecodeTimes.key_tile is of.
+_TILE_BYTES = 64 * 512
+
 
 class DecodeTimes(NamedTuple):
     """What a launch of decode takes in microseconds, of a card (choose/card.py).
@@ -19,7 +22,7 @@ class DecodeTimes(NamedTuple):
     least_share  of a key tile's time, that of a block whose keys memory brings at once
     merge        what a split adds at all
     part         what each part of a tile adds, for as many rows as are merged at a time
-    key_tile     what memory takes for a key tile of each slot
+    key_tile     what memory takes for a key tile of each slot, of 32 KB for two slots an SM
     """
 
     start: float
@@ -48,11 +51,17 @@ class DecodeKinds(NamedTuple):
 
     def of(self, shape: TileShape) -> DecodeTimes:
         """The times of these blocks."""
-        if shape.decode is not None:
-            return shape.decode
-        if shape.num_slots < 2 * shape.num_sms:
-            return self.one_an_sm
-        return self.two_an_sm if shape.is_fused else self.merged_apart
+        found: DecodeTimes = getattr(self, self.kind_of(shape))
+        return found
+
+    @staticmethod
+    def kind_of(shape: TileShape) -> str:
+        """The field that has them."""
+        if shape.cluster > 1:
+            return "cluster"
+        if not shape.is_fused:
+            return "merged_apart"
+        return "one_an_sm" if shape.num_slots < 2 * shape.num_sms else "two_an_sm"
 
 
 # block, merge, state and part of the Costs of splits that a launch merges, also fitted.
@@ -158,11 +167,13 @@ def decode_time(
     total: int,
     num_kv_heads: int,
     rows: int,
+    key_bytes: int = 512,
 ) -> float:
     """When a launch of decode is done, in microseconds, whose keys are split as suits it best.
 
-    num_tiles  of so many rows, each for all KV heads, which together have no more than its slots
+    num_tiles  of so many rows, each for all KV heads
     longest    keys of one of them; `total`: of all
+    key_bytes  of a key and its value
 
     A block waits for its keys, or memory decides: the longest tile's keys, or all keys over all
     slots. Parts divide the former, and cost a merge.
@@ -171,9 +182,10 @@ def decode_time(
     waits = times.key_tile * times.least_share * key_tiles
     all_tiles = max(total / shape.tile_kv, 1.0)
     # Clusters leave SMs idle, but memory is as fast without them.
-    full = max(shape.num_slots, shape.num_sms / shape.cluster)
-    busy = times.key_tile * all_tiles * num_kv_heads / full
-    first = times.start + times.row * rows + times.block
+    num_bytes = max(total, shape.tile_kv) * key_bytes * num_kv_heads
+    busy = times.key_tile * num_bytes / (2 * shape.num_sms * _TILE_BYTES)
+    waves = max(1.0, num_tiles * num_kv_heads / shape.num_slots)
+    first = times.start + times.row * rows + times.block * waves
     whole = first + max(waits, busy)
     # As many parts in all as run at a time, but for the end of each tile. Where tiles alone take
     # more of the slots, parts of uneven ones come in waves, and nothing is beside the start of

@@ -8,13 +8,14 @@ launch merges.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
+from ...choose import candidates
+from ...choose.candidates import Batch, Candidate, Keys, Offer
 from ...core.device import NO_GPU, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
@@ -49,10 +50,9 @@ from ..driver import params
 from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
 from ..tiles.config import TileConfig
-from ..tiles.select import DECODE, FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
-from . import candidates, log_choices, rotate_batch, rotate_keys, tma_sm90
+from ..tiles.select import DECODE, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
+from . import log_choices, rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
-from .candidates import Candidate
 from .equal_requests import EqualRequests, key_of_equal, uniform_of
 from .kernels import (
     MOST_PARTS,
@@ -60,7 +60,6 @@ from .kernels import (
     Kernel,
     KernelGroup,
     Kernels,
-    Keys,
     group_by_row_class,
 )
 from .layout import (
@@ -79,7 +78,6 @@ _MAX_EQUAL = 64  # each holds a work list
 _LEAST_GAIN = 5.0
 # In microseconds: what a launch beside others takes at least, and what one of a portable kernel for
 # few rows over pages takes beyond that.
-_LAUNCH, _OF_FEW = 4.0, 10.0
 _NO_MERGES = np.zeros(0, np.int32)
 _NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
@@ -209,111 +207,74 @@ class BatchLauncher:
             return self._of_requests(
                 [self._kernel_work(rows, shape, plan, most, splitting)], requests, capacity
             )
-        classes = group_by_row_class(requests, self.group_size)
-        found, slots = [(rows, self._works(x)) for rows, x in classes], -1
-        forced = self._forced(found, requests) if candidates.forced() else None
-        if forced is not None:
-            found, slots = forced.parts, forced.slots
-        elif not splitting.is_given:
-            found, slots = self._choose_launches(found, requests)
-        mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
+        candidate = self._choose(requests, splitting)
+        parts, slots = candidate.parts, candidate.slots
+        mixed = None
+        if slots < 0 and len(parts) > 1:
+            mixed = self._kernels.mixed_rows(requests.qo_len)
         if mixed is not None:
-            return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
-        is_by_rows = slots < 0
-        if is_by_rows:
-            slots = 0 if forced is not None else self._slots_of_first(found)
+            schedule = self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
+            schedule.candidate = candidate.name
+            return schedule
+        if splitting.is_given:
+            slots = self._slots_of_first(parts)
         works: list[KernelWork] = []
-        name = ""
-        for rows, chosen in found:
-            shape = self._kernels.get(rows).shapes[0]
-            if slots:
+        for rows, chosen in parts:
+            shape = candidate.shape or self._kernels.shape(rows)
+            if slots > 0:
                 shape = _with_slots(shape, slots)
-            elif forced is not None:
-                shape = forced.shape or shape
-            elif len(found) == 1 and rows in FEW:
-                keys = Keys(requests.kv_len.size, chosen.longest, chosen.num_keys)
-                rows, shape = self.choose(keys, requests.qo_range()[1], splitting)
-            name = forced.name if forced else candidates.name_of(found, rows, shape, is_by_rows)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
-                is_free = not splitting.is_given and len(found) == 1
+                is_free = not splitting.is_given and len(parts) == 1
                 if is_free and plan.num_states > MOST_PARTS:
                     shape = self._kernels.merged_by(shape, plan)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                works.append(
-                    self._kernel_work(rows, shape, plan, exact, splitting, slots, is_exact=True)
-                )
+                of_plan = shape, plan, exact, splitting, max(slots, 0)
+                works.append(self._kernel_work(rows, *of_plan, is_exact=True))
             slots = 0
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
             schedule.uniform = uniform_of(requests, schedule)
-        schedule.candidate = name
+        schedule.candidate = candidate.name
         return schedule
+
+    def _choose(self, requests: BatchRequests, splitting: Splitting) -> Candidate:
+        """What serves these requests: the soonest, unless the caller says how keys are split."""
+        batch = self.batch_of(requests)
+        if splitting.is_given or not batch.parts:
+            return Candidate("by rows", batch.parts)
+        if name := candidates.forced():
+            offered = candidates.candidates(self._kernels, batch)
+            if asked := [x for x in offered if x.name == name]:
+                return asked[0]
+        return candidates.best(self._kernels, batch)
 
     def candidates(self, requests: BatchRequests) -> list[Candidate]:
         """Every way to serve these requests, and when each would be done."""
+        return candidates.candidates(self._kernels, self.batch_of(requests))
+
+    def batch_of(self, requests: BatchRequests) -> Batch:
+        """What candidates are made for."""
         classes = group_by_row_class(requests, self.group_size)
-        return self._candidates([(rows, self._works(x)) for rows, x in classes], requests)
-
-    def _candidates(
-        self, found: list[tuple[str, TileWork]], requests: BatchRequests
-    ) -> list[Candidate]:
+        parts = [(rows, self._works(x)) for rows, x in classes]
         many, streams = None, None
-        few = [works.requests for rows, works in found if rows not in (SMALL, LARGE)]
-        if few and len(few) < len(found):
-            rows = requests.qo_len * self.group_size
-            many = self._works(requests.select((rows > MOST_ROWS[VERIFY]).nonzero()[0]))
+        few = [x for rows, x in classes if rows not in (SMALL, LARGE)]
+        if few and len(parts) > 1:
             streams = self._kernels.streams_of(few, self.masking)
-        works, longest = self._works_of_all(found, requests), requests.qo_range()[1]
-        heads = self.num_kv_heads, self.group_size
-        batch = candidates.Batch(found, works, *heads, longest, streams, many)
-        return candidates.candidates(self._kernels, batch)
-
-    def _forced(
-        self, found: list[tuple[str, TileWork]], requests: BatchRequests
-    ) -> Candidate | None:
-        """The candidate that a measurement asks for, if there is such a one."""
-        name = candidates.forced()
-        return next((x for x in self._candidates(found, requests) if x.name == name), None)
-
-    def _choose_launches(
-        self, found: list[tuple[str, TileWork]], requests: BatchRequests
-    ) -> tuple[list[tuple[str, TileWork]], int]:
-        """The requests of each kernel, with tiles of prefill_sm90 chosen by when all launches are
-        done, and the blocks of the first launch that run at a time; 0: as many as it has, -1: that
-        is not chosen. One launch serves all, or those of few rows have launches that follow."""
-        if not found or (found[0][0] == DECODE and self.problem.paged):
-            return found, -1
-        if found[0][0] == LARGE:
-            # Tiles of prefill_sm90 are faster for SMALL too, and need no launch of their own.
-            few = [kind for kind in found if kind[0] not in (SMALL, LARGE)]
-            many = found[0][1]
-            if len(few) + 1 < len(found):
+            if len(few) < len(parts):
                 rows = requests.qo_len * self.group_size
                 many = self._works(requests.select((rows > MOST_ROWS[VERIFY]).nonzero()[0]))
-            kinds = [x.requests for _, x in few]
-            works = self._works_of_all(found, requests)
-            choice = self._kernels.choose_launches(works, many, kinds, self.masking)
-            if choice.time == math.inf and len(found) > 1:
-                return found, -1
-            if choice.is_alone:
-                return [(choice.name, works)], 0
-            return [(choice.name, many), *few], choice.slots
-        tiles, works = None, self._works_of_all(found, requests)
-        if len(found) == 1 or not self.problem.paged:
-            tiles = self._kernels.tiles_of_few(found[0][0], works)
-        if found[0][0] == SMALL and self.problem.paged:
-            if not tiles or works.longest <= sm90.MOST_KEYS_OF_SHORT_ITEMS:
-                together = self._kernels.choose_tiles(works)
-                if together.time < _LAUNCH * len(found) + _OF_FEW:
-                    return [(together.name, works)], 0
-        return ([(tiles, works)], 0) if tiles else (found, -1)
+        works = parts[0][1] if len(parts) == 1 else self._works(requests)
+        facts = requests.qo_range()[1], self._kernels.key_bytes
+        return Batch(parts, works, self.num_kv_heads, self.group_size, *facts, streams, many)
+
+    @property
+    def offer(self) -> Offer:
+        """The kernels that may serve requests."""
+        return self._kernels
 
     def _works(self, requests: BatchRequests) -> TileWork:
         return TileWork(requests, self.group_size, self.masking)
-
-    def _works_of_all(self, found: list[tuple[str, TileWork]], requests: BatchRequests) -> TileWork:
-        return found[0][1] if len(found) == 1 else self._works(requests)
 
     def _slots_of_first(self, found: list[tuple[str, TileWork]]) -> int:
         """Blocks of the first of several launches that run at a time, if its kernel has not been

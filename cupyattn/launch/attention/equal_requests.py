@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schedule.batch import WORK_FIELDS, BatchRequests, Splitting
 from ...schedule.masking import Masking
-from ..tiles.select import MOST_ROWS, VERIFY
+from ..tiles.select import DECODE, MOST_ROWS
 from .layout import ITEM_BYTES, BatchSchedule, Capacity, Uniform
 
 _Q_START, _QO_LEN, _KV_START, _KV_LEN = map(
@@ -40,9 +40,9 @@ def key_of_equal(
     if raw[kv_len.itemsize :] != raw[: -kv_len.itemsize]:
         return None
     most = uniform if capacity is None else max(uniform, capacity.max_qo_len)
-    is_long = most * group_size > MOST_ROWS[VERIFY]
-    if is_long and has_table:  # rotated keys take room by where they are
+    if has_table:  # rotated keys take room by where they are
         return None
+    is_long = most * group_size > MOST_ROWS[DECODE]
     # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
     # that a tile of some of the rows sees.
     is_exact = is_long or masking.window_left >= 0

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...choose.candidates import MARGIN, Keys
 from ...choose.card import Card, card_of
-from ...choose.tile_times import large_tiles, shape_of, times_of
+from ...choose.tile_times import large_tiles, portable_times_of, shape_of, times_of
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests, TileWork
+from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
 from ...schedule.levels import Served
-from ...schedule.makespan import TileTimes
+from ...schedule.makespan import Slots, TileTimes, best_split
 from ...schedule.masking import Masking
-from ...schedule.sm_partition import Streams, choose_launches, streams_of
-from ...schedule.tile_choice import choose_tiles
+from ...schedule.sm_partition import Streams, streams_of
 from ...schedule.tile_shape import CLUSTERS, TileShape, decode_time
 from ..tiles.config import TileConfig
 from ..tiles.select import (
     DECODE,
-    LARGE,
+    FEW,
     MOST_ROWS,
     ROW_CLASSES,
     SMALL,
@@ -31,7 +30,6 @@ from ..tiles.select import (
     few_rows,
     row_class,
 )
-from ..tiles.sm90 import MOST_KEYS_OF_SHORT_ITEMS
 from .single import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
@@ -56,43 +54,6 @@ _ROWS_BELOW = np.array([0, *MOST_ROWS.values()])
 _FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
-
-
-class Choice(NamedTuple):
-    """Tiles of the last row class (select.LARGE_TILES), and when all would be done, in
-    microseconds; infinite where nothing is known of it.
-
-    is_alone  one launch serves all requests; else those of few rows have launches that follow
-    slots     blocks that then run at a time; 0: as many as the kernel has
-    """
-
-    name: str
-    time: float
-    is_alone: bool = True
-    slots: int = 0
-
-
-class Keys(NamedTuple):
-    """The keys of so many requests: those of the longest, and of all."""
-
-    num_requests: int
-    longest: int
-    total: int
-
-    @classmethod
-    def of(cls, kv_len: np.ndarray) -> Keys:
-        if not kv_len.size:
-            return cls(0, 0, 0)
-        return cls(kv_len.size, int(np.maximum.reduce(kv_len)), int(np.add.reduce(kv_len)))
-
-    @classmethod
-    def equal(cls, num_requests: int, kv_len: int) -> Keys:
-        return cls(num_requests, kv_len, num_requests * kv_len)
-
-    def within(self, most: int) -> Keys:
-        """The keys that rows see if each row sees so many at most."""
-        total = min(self.total, self.num_requests * most)
-        return Keys(self.num_requests, min(self.longest, most), total)
 
 
 # Plans ask for the same few shapes.
@@ -146,7 +107,6 @@ class Kernels:
         self._card = card_of(self._props)
         self._known: dict[Rows, Kernel | None] = {}
         self._large: dict[str, TileShape] | None = None
-        self._followed: tuple[list[str], list[TileShape]] | None = None
         self._few: dict[str, list[tuple[str, TileShape]]] = {}
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
@@ -200,52 +160,9 @@ class Kernels:
         """The kernels that plans have asked for so far."""
         return [kernel for kernel in self._known.values() if kernel is not None]
 
-    def choose_tiles(self, works: TileWork) -> Choice:
-        """The tiles of the last row class by which one launch of all these requests is done
-        soonest."""
-        shapes = self.timed_shapes()
-        if not shapes:
-            return Choice(LARGE, math.inf)
-        index, time = choose_tiles(works, self._num_kv_heads, [*shapes.values()])
-        return Choice([*shapes][index], time)
-
-    def choose_launches(
-        self,
-        works: TileWork,
-        many: TileWork,
-        few: Sequence[BatchRequests],
-        masking: Masking,
-    ) -> Choice:
-        """The tiles for one launch of all these requests, or of those of many rows with a launch
-        behind it for each class of `few`: what is done soonest."""
-        shapes = self.timed_shapes()
-        if len(shapes) == 1 and not few:
-            return Choice(next(iter(shapes)), 0.0)
-        if not shapes or not few:
-            return self.choose_tiles(works)
-        names, timed = self._followed_shapes()
-        streams = self.streams_of(few, masking)
-        index, slots, time, is_alone = choose_launches(many, streams, self._num_kv_heads, timed)
-        slots = 0 if is_alone or slots == timed[index].num_slots else slots
-        return Choice(names[index], time, is_alone, slots)
-
-    def tiles_of_few(self, rows: str, works: TileWork) -> str | None:
-        """Tiles of prefill_sm90 for requests of up to 64 rows, and of 17 at least over pages; None
-        if blocks of the portable kernels are as fast: those of decode where memory decides, and
-        for few rows of long requests, whose parts they merge themselves."""
-        shape, problem = self.timed_shapes().get(_SHORT), self._problem
-        is_slow = (
-            problem.paged and problem.soft_cap and problem.head_dim_qk > _MOST_DIM_OF_CAPPED_FEW
-        )
-        if shape is None or is_slow:
-            return None
-        longest = works.longest
-        if rows == DECODE and longest > MOST_KEYS_OF_SHORT_ITEMS:
-            return None
-        key_tiles = works.num_keys // shape.tile_kv * self._num_kv_heads
-        if rows != SMALL and key_tiles > _MOST_TILES_OF_SMALL * shape.num_slots:
-            return None
-        return _SHORT if problem.paged else self.choose_tiles(works).name
+    @property
+    def is_paged(self) -> bool:
+        return self._problem.paged
 
     @property
     def card(self) -> Card:
@@ -260,46 +177,26 @@ class Kernels:
             self._large = {name: shape_of(*timed, *facts) for name, timed in made.items()}
         return self._large
 
-    def _followed_shapes(self) -> tuple[list[str], list[TileShape]]:
-        """Those that launches may follow: only the first persistent tiles were timed so."""
-        if self._followed is None:
-            shapes = self.timed_shapes()
-            first = next(iter(shapes))
-            names = [
-                x
-                for x, shape in shapes.items()
-                if x == first or shape.most_keys or not shape.is_persistent
-            ]
-            self._followed = names, [shapes[name] for name in names]
-        return self._followed
-
     def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
         """The kernel for a row class, a tile of rows each request, and what a plan must know of its
         only kind of tiles: that by which requests of so many keys are done soonest."""
-        kernel = self.get(rows)
-        shape = kernel.shapes[0]
-        if not kernel.kinds[0].fused_merge or self._problem.is_wide:
-            return rows, shape
-        # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
-        # prefill divide the rows: nothing is merged, and they are faster unless memory decides.
-        num_blocks = keys.num_requests * self._num_kv_heads
-        tiles_a_slot = num_blocks * -(-keys.longest // shape.tile_kv) / shape.num_slots
-        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
-            return SMALL, self.get(SMALL).shapes[0]
-        best = rows, shape
-        if most_rows > _MOST_PASSES * shape.rows_at_a_time:
-            best = rows, _merged_apart(shape)
-        if not self._may_be_few(kernel, rows, num_blocks):
-            return best
-        facts = *keys, self._num_kv_heads, most_rows
-        kinds = self._card.decode
-        limit = _WORTHWHILE * decode_time(best[1], kinds.of(best[1]), *facts)
-        for name, few in self._shapes_of_few(rows):
-            if num_blocks <= few.num_slots:
-                time = decode_time(few, kinds.of(few), *facts)
-                if time < limit:
-                    best, limit = (name, few), time
-        return best
+        offered = self.blocks_of_few_rows(rows, keys, most_rows)
+        if rows not in FEW or (len(offered) == 1 and rows != VERIFY):
+            return offered[0]
+        facts = *keys, self._num_kv_heads, most_rows, self.key_bytes
+        times = self._card.decode
+        found = [
+            (decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered
+        ]
+        if rows == VERIFY and (of_small := self.portable_times(SMALL)) is not None:
+            # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Those of
+            # prefill divide the rows, and nothing is merged.
+            shape = self.shape(SMALL)
+            work, slots = keys.work(shape.tile_kv), Slots(shape.num_slots, shape.num_sms)
+            time = best_split(work, self._num_kv_heads, slots, of_small).time
+            found.append((MARGIN[rows] * time, SMALL, shape))
+        _, name, shape = min(found, key=lambda one: one[0])
+        return name, shape
 
     def _may_be_few(self, kernel: Kernel, rows: str, num_blocks: int) -> bool:
         """Whether each of so many blocks may have an SM of its own."""
@@ -325,28 +222,49 @@ class Kernels:
             found = self._few[rows] = [(name, shape) for shape in shapes]
         return found
 
-    def blocks_of_few_rows(self, rows: str, keys: Keys) -> list[tuple[str, TileShape]]:
+    def blocks_of_few_rows(
+        self, rows: str, keys: Keys, most_rows: int
+    ) -> list[tuple[str, TileShape]]:
         """The blocks of decode for requests of a row class: the class of their kernel, and their
         shape."""
         kernel = self.get(rows)
         shape = kernel.shapes[0]
-        found = [(rows, shape)]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
-            return found
-        found.append((rows, _merged_apart(shape)))
+            return [(rows, shape)]
+        if most_rows > _MOST_PASSES * shape.rows_at_a_time:
+            shape = _merged_apart(shape)
+        found = [(rows, shape)]
         num_blocks = keys.num_requests * self._num_kv_heads
         if self._may_be_few(kernel, rows, num_blocks):
             of_few = self._shapes_of_few(rows)
             found += [(name, few) for name, few in of_few if num_blocks <= few.num_slots]
         return found
 
+    def shape(self, rows: str) -> TileShape:
+        """The shape of the kernel of a row class."""
+        return self.get(rows).shapes[0]
+
+    def portable_times(self, rows: str) -> TileTimes | None:
+        """What blocks of prefill_sm80 take for a row class; None if they do not serve it, or were
+        not timed."""
+        (tiles,) = self.get(rows).kinds
+        if tiles.name != "prefill_sm80":
+            return None
+        area = tiles.tile_q, tiles.tile_kv
+        times = portable_times_of(self._card, self._problem, rows, area)
+        return times and times.of_group(self._group_size)
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a key and its value."""
+        head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
+        return head_dims * self._problem.dtype_kv.itemsize
+
     def streams_of(self, few: Sequence[BatchRequests], masking: Masking) -> Streams:
         """What launches of decode for these requests read."""
-        head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
-        key_bytes = head_dims * self._problem.dtype_kv.itemsize
         has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
         of_problem = has_tiny_pages, self._problem.soft_cap
-        of_heads = self._num_kv_heads, key_bytes
+        of_heads = self._num_kv_heads, self.key_bytes
         return streams_of(few, *of_heads, masking, self._card.beside, *of_problem)
 
     def choose_for_any_length(self, num_requests: int, most_rows: int) -> TileShape | None:
@@ -371,13 +289,6 @@ class Kernels:
         """The shape of a plan some of whose tiles have more than MOST_PARTS."""
         is_fused = shape.is_fused and shape.part_cost > 0 and not self._problem.is_wide
         return _merged_apart(shape) if is_fused and shape.cluster == 1 else shape
-
-    def _is_plain(self) -> bool:
-        """Whether the kernels of this problem were compared for these rows."""
-        problem = self._problem
-        has_options = problem.custom_mask or problem.soft_cap or problem.pos_encoding != "NONE"
-        is_measured = problem.dtype_kv.is_float16 and problem.paged and problem.head_dim_qk <= 128
-        return is_measured and not has_options
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
         """The row group_by_row_class of a mixed kernel for requests of so many query tokens.

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from ...choose.candidates import best_tiles
 from ...choose.card import card_of
 from ...choose.tile_times import large_tiles, shape_of, times_of
 from ...core.device import DeviceProps, device_props, is_here, overlaps_launches
@@ -17,7 +18,6 @@ from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
 from ...schedule.batch import BatchRequests, TileWork
 from ...schedule.makespan import TileTimes
-from ...schedule.tile_choice import choose_tiles
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..driver.pdl import most_clusters
@@ -255,10 +255,10 @@ class AttentionLauncher:
             return LARGE
         zero = np.zeros(1, np.int64)
         requests = BatchRequests(zero + qo_len, zero + kv_len, zero, zero)
-        facts = self.group_size, self.num_kv_heads, props.num_sms
-        shapes = [shape_of(*timed, *facts) for timed in made.values()]
         works = TileWork(requests, self.group_size, masking)
-        return list(made)[choose_tiles(works, self.num_kv_heads, shapes).chosen]
+        facts = self.group_size, self.num_kv_heads, props.num_sms
+        shapes = {name: shape_of(*timed, *facts) for name, timed in made.items()}
+        return best_tiles(works, self.num_kv_heads, shapes)
 
     def _part(
         self, kernel: LoadedKernel[TileConfig], plan: SinglePlan, first_q_tile: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ... import jit
@@ -254,7 +253,7 @@ def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | 
     shape = _OTHERS.get((name, keys, *dims))
     if shape is None:
         return f"it has no tile for {keys} keys of such head dims"
-    if not is_plain(problem):
+    if not _is_plain(problem):
         return "its tile is compiled for plain logits of 16-bit keys, or under a cap"
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return "no box of a tensor map fits the pages"
@@ -271,15 +270,11 @@ def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | 
 def tile_dims(problem: AttentionProblem) -> tuple[int, int]:
     """The head dims whose tiles a problem has: the least of the tables that hold its own. Columns
     that it lacks are not multiplied, but for a few zeros (tile/warpgroup_tile.cuh)."""
-    return next(dims_that_hold((problem.head_dim_qk, problem.head_dim_vo)))
+    own = problem.head_dim_qk, problem.head_dim_vo
+    return next(dims for dims in _DIMS if own[0] <= dims[0] and own[1] <= dims[1])
 
 
-def dims_that_hold(own: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The head dims of the tables that are as large as these, the least first."""
-    return (dims for dims in _DIMS if own[0] <= dims[0] and own[1] <= dims[1])
-
-
-def is_plain(problem: AttentionProblem) -> bool:
+def _is_plain(problem: AttentionProblem) -> bool:
     """Whether keys have 16 bits and nothing but a scale and a cap changes their logits."""
     has_option = problem.custom_mask or problem.reads_rows
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
@@ -293,7 +288,7 @@ def _find_large(problem: AttentionProblem, page_size: int) -> Tile | str:
         return "it does not rotate fp8 keys, nor keys beside values with pages of their own"
     keys, dims = _kind(problem), tile_dims(problem)
     shape = _shape(problem, keys)
-    if keys == "ragged" and is_plain(problem):
+    if keys == "ragged" and _is_plain(problem):
         dims, shape = _plain_shape(problem, dims, shape)
     if shape and problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do not

@@ -40,5 +40,5 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     rows.write(made, path)
     assert rows.read(path) == made
     path.write_text(path.read_text("utf-8") + '{"card": 1}\n', "utf-8")
-    with pytest.raises(ValueError, match="rows.jsonl:3: this is no row"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:3: this is no row"):
         rows.read(path)

@@ -264,7 +264,7 @@ def test_memory_of_cupys_at_low_addresses_is_memory() -> None:
 def test_a_call_made_in_another_mode_of_torch_is_compared_in_that_one(
     cache: CallCache[str], mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model is warmed up in one mode and runs in another; torch tells tensors of the two apart."""
+    """A model is warmed up in one mode and runs in another, whose tensors torch tells apart."""
     insert(cache, rows(), None, None, rows(3))
     reads = []
     framework = call_cache._framework_by_type[torch.Tensor]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cupyattn.launch.attention import candidates
+from cupyattn.choose import candidates
 from cupyattn.launch.attention.batch import BatchLauncher
 from cupyattn.schedule.batch import BatchRequests
 
@@ -33,13 +33,14 @@ def names(lengths: Lengths, heads: tuple[int, int] = (32, 8)) -> list[str]:
 
 
 def test_what_serves_prompts_decodes_and_both() -> None:
-    assert names([(700, 900)]) == [*PROMPTS, "by rows"]
-    few = ["decode", "decode merged apart", "decode alone"]
-    assert names([(1, 900)] * 2) == [*PROMPTS, *few, "decode x8", "decode x4"]
-    assert names([(1, 900)] * 64) == [*PROMPTS, *few[:2]]
+    assert names([(700, 900)]) == PROMPTS
+    assert names([(1, 900)] * 2) == ["decode", "decode alone", "decode x8", "decode x4"]
+    assert names([(1, 900)] * 64) == ["decode"]
+    assert names([(1, 900)] * 64, (64, 4)) == ["decode merged apart"]
+    assert names([(16, 900)] * 2) == [*PROMPTS, "by rows"]
     assert "small" in names([(8, 900)] * 40)
     both = names([(700, 900), (1, 900)])
-    assert both == [*PROMPTS, *(f"{x} + others" for x in PROMPTS), "by rows"]
+    assert both == [name for x in PROMPTS for name in (x, f"{x} + others")]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupyattn.schedule.tile_choice import choose_tiles
 
 from cupyattn.choose import card, tile_times
 from cupyattn.core import dtypes
@@ -16,7 +17,6 @@ from cupyattn.core.device import NO_GPU, DeviceProps
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.masking import Masking
-from cupyattn.schedule.tile_choice import choose_tiles
 
 ROWS = Path(__file__).parents[3] / "benchmarks/results/2026-11-27-h100-tiles/head_dims.jsonl"
 NUM_SMS = 132

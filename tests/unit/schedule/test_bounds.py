@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.offers import batch_of, choose
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupyattn.choose.candidates import Batch, alone, with_others
 from cupyattn.choose.card import card_of
 from cupyattn.core.device import NO_GPU
-from cupyattn.schedule import Masking, sm_partition
+from cupyattn.schedule import Masking
 from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.makespan import Slots, TileTimes, best_split
-from cupyattn.schedule.sm_partition import choose_launches, streams_of
-from cupyattn.schedule.tile_choice import choose_tiles
+from cupyattn.schedule.sm_partition import streams_of
 from cupyattn.schedule.tile_shape import TileShape
 
 BESIDE = card_of(NO_GPU).beside
@@ -37,16 +38,6 @@ def prompts(draw: st.DrawFn) -> BatchRequests:
     rows = np.array([n for n, _ in drawn])
     keys = np.maximum(rows + [more - draw(st.sampled_from([0, 0, 20])) for _, more in drawn], 1)
     return BatchRequests(rows, keys, rows.cumsum() - rows, keys.cumsum() - keys)
-
-
-def without_bounds() -> pytest.MonkeyPatch:
-    """As if nothing was known before a count."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(TileTimes, "least", lambda *_: 0.0)
-    patch.setattr(sm_partition, "_is_slower", lambda *_: False)
-    patch.setattr(sm_partition, "_least_on_all", lambda *_: 0.0)
-    patch.setattr(sm_partition, "_least_together", lambda *_: 0.0)
-    return patch
 
 
 @given(prompts(), MASKS, st.sampled_from([1, 3, 4, 7]), st.sampled_from([1, 2, 8]))
@@ -78,17 +69,21 @@ def test_a_limit_ends_an_estimate_that_cannot_be_within_it(
         assert best_split(work, heads, slots, times) == found
 
 
+def soonest_of_all(batch: Batch) -> float:
+    """Without bounds: every candidate is estimated."""
+    found = [alone(batch, "", shape) for shape in SHAPES]
+    if batch.many is not None:
+        found += [with_others(batch, "", shape) for shape in SHAPES]
+    return min(candidate.time for candidate in found)
+
+
 @given(prompts(), MASKS, st.sampled_from([1, 4, 7]), st.sampled_from([1, 2, 8]))
 def test_no_bound_changes_the_tiles_of_prompts(
     requests: BatchRequests, masking: Masking, group_size: int, heads: int
 ) -> None:
-    found = choose_tiles(TileWork(requests, group_size, masking), heads, SHAPES)
-    patch = without_bounds()
-    try:
-        wanted = choose_tiles(TileWork(requests, group_size, masking), heads, SHAPES)
-    finally:
-        patch.undo()
-    assert found == wanted
+    found = choose(batch_of(TileWork(requests, group_size, masking), None, heads, 1), SHAPES)
+    fresh = batch_of(TileWork(requests, group_size, masking), None, heads, 1)
+    assert found.time == soonest_of_all(fresh)
 
 
 @given(
@@ -104,11 +99,8 @@ def test_no_bound_changes_launches_beside_decodes(
     ones, masking = np.ones(len(keys), np.int64), Masking(-1, 0)
     few = BatchRequests(ones, np.array(keys), ones, ones)
     streams = streams_of([few], heads, 512, masking, BESIDE, has_tiny_pages)
-    found = choose_launches(TileWork(requests, group_size, masking), streams, heads, SHAPES)
-    patch = without_bounds()
-    try:
-        works = TileWork(requests, group_size, masking)
-        wanted = choose_launches(works, streams, heads, SHAPES)
-    finally:
-        patch.undo()
-    assert found == wanted
+    batches = [
+        batch_of(TileWork(requests, group_size, masking), streams, heads, group_size)
+        for _ in range(2)
+    ]
+    assert choose(batches[0], SHAPES).time == pytest.approx(soonest_of_all(batches[1]), rel=1e-9)

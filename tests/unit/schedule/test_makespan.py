@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupyattn.choose.candidates import best_tiles
 from cupyattn.schedule.balance import Work
 from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.makespan import (
@@ -20,7 +21,6 @@ from cupyattn.schedule.makespan import (
     makespan,
 )
 from cupyattn.schedule.masking import Masking
-from cupyattn.schedule.tile_choice import choose_tiles
 from cupyattn.schedule.tile_shape import TileShape
 
 TIMES = TileTimes(launch=6.0, item=2.0, key_tile=1.0, merge=4.0, state=0.01)
@@ -206,9 +206,9 @@ def test_short_tiles_are_for_work_that_does_not_fill_the_card(
     count: int, length: int, chosen: int
 ) -> None:
     works = TileWork(prompts(count, length), 4, CAUSAL)
-    assert choose_tiles(works, 8, [TALL, SHORT]).chosen == chosen
+    assert best_tiles(works, 8, {"0": TALL, "1": SHORT}) == str(chosen)
 
 
 def test_the_first_shape_stays_if_another_gains_nothing() -> None:
     works = TileWork(prompts(1, 2048), 4, CAUSAL)
-    assert choose_tiles(works, 8, [TALL, TALL]).chosen == 0
+    assert best_tiles(works, 8, {"0": TALL, "1": TALL}) == "0"

@@ -7,29 +7,46 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import offers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn.choose.card import shipped
+from cupyattn.choose.candidates import Candidate
 from cupyattn.schedule import Masking
 from cupyattn.schedule.batch import BatchRequests, TileWork, count_work, make_tiles
 from cupyattn.schedule.makespan import TileTimes
 from cupyattn.schedule.mixed import Kinds
 from cupyattn.schedule.sm_partition import (
-    LaunchChoice,
+    BesideTimes,
     Streams,
     best_partition,
-    choose_launches,
     persistent_grid_size,
     streams_of,
     time_beside,
     time_together,
 )
-from cupyattn.schedule.tile_choice import choose_tiles
 from cupyattn.schedule.tile_shape import TileShape
 
 # Fitted to the times of an H200.
-TIMES = next(card.beside for card in shipped() if card.name == "H200")
+TIMES = BesideTimes(
+    product_rate=4.6e6,
+    stream_rate=75e3,
+    max_share=0.42,
+    memory_rate=4.3e6,
+    rate_beside_products=3.2e6,
+    rate_of_block=45e3,
+    start=4.0,
+    latency=9.0,
+    further_launch=4.0,
+    longest=0.35,
+    item=0.85,
+    tiny_page_item=5.0,
+    tiny_page_rate=50e3,
+    capped=1.3,
+    slowdown=1.07,
+    late_merge=6.0,
+    followed=3.0,
+)
 LARGE, SMALL = TileShape(128, 128, 132, 4.0), TileShape(16, 64, 264, 0.25)
 
 
@@ -68,7 +85,9 @@ def test_more_decodes_take_more_but_never_most(rows: int, count: int, keys: int)
 CAUSAL = Masking(-1, 0)
 # Persistent tiles, and others of one item a block, as over pages of 16 at head dim 128.
 SHAPES = [
-    TileShape(128, 128, 132, times=TileTimes(12.9, 3.3, 1.65, 0.90), num_sms=132),
+    TileShape(
+        128, 128, 132, times=TileTimes(9.9, 3.3, 1.65, 0.90), num_sms=132, is_persistent=True
+    ),
     TileShape(128, 128, 132, times=TileTimes(6.8, 3.9, 1.67, 0.90), num_sms=132),
     TileShape(64, 64, 264, times=TileTimes(7.2, 3.1, 1.01, 0.68), num_sms=132),
 ]
@@ -89,9 +108,9 @@ def streams(decodes: Lengths, heads: int = 8) -> Streams:
     return streams_of([requests_of(decodes)], heads, 512, CAUSAL, TIMES)
 
 
-def choose(chunks: Lengths, decodes: Lengths, heads: int = 8) -> LaunchChoice:
+def choose(chunks: Lengths, decodes: Lengths, heads: int = 8, group: int = 4) -> Candidate:
     few = streams(decodes, heads)
-    return choose_launches(works_of(chunks), few, heads, SHAPES)
+    return offers.choose(offers.batch_of(works_of(chunks, group), few, heads, group), SHAPES)
 
 
 def test_streams_are_what_each_request_sees() -> None:
@@ -125,35 +144,29 @@ def test_capped_decodes_take_longer() -> None:
 def test_a_chunk_leaves_sms_to_many_decodes() -> None:
     """Measured on an H200: 562 us with 108 of 132 SMs, 630 to 686 with all."""
     found = choose([(2048, 8192)], [(1, 4096)] * 63)
-    assert not found.is_alone
-    assert 96 <= found.num_slots <= 112
+    assert found.name == "0 + others"
+    assert 96 <= found.slots <= 112
     assert found.time == pytest.approx(562, rel=0.08)
 
 
 def test_a_few_short_decodes_join_the_chunks() -> None:
     """A launch of their own would follow blocks that have no SM to spare."""
     found = choose([(512, 3072), (512, 512), (512, 2560), (512, 1536)], [(1, 470)] * 6, heads=5)
-    assert found.is_alone
+    assert "others" not in found.name
 
 
 def test_chunks_before_decodes_have_tiles_of_their_own() -> None:
     """Measured on an H200: 90 us with blocks of one item, 93 with persistent ones, 97 in one
     launch."""
     found = choose([(1024, 6144)] * 4, [(1, 3317)] * 20, heads=1)
-    assert (found.chosen, found.num_slots, found.is_alone) == (1, 132, False)
+    assert (found.name, found.slots) == ("1 + others", 0)
     assert found.time == pytest.approx(90, rel=0.1)
 
 
 def test_a_merge_of_prompts_would_come_late() -> None:
     """Measured: 145 us where 80 blocks take whole items, 169 to 180 where their keys are split."""
-    found = choose_of_three([(2048, 10_240), (2048, 2048)], [(1, 19_525)] * 43)
-    assert not found.is_alone and found.num_slots <= 88
-
-
-def choose_of_three(chunks: Lengths, decodes: Lengths) -> LaunchChoice:
-    """Three heads that share one of keys."""
-    few = streams(decodes, 1)
-    return choose_launches(works_of(chunks, 3), few, 1, SHAPES)
+    found = choose([(2048, 10_240), (2048, 2048)], [(1, 19_525)] * 43, heads=1, group=3)
+    assert "others" in found.name and found.slots <= 88
 
 
 @pytest.mark.parametrize("heads", [1, 8])
@@ -167,7 +180,7 @@ def test_keys_of_many_decodes_take_one_launch_as_long_as_memory_does(heads: int)
 
 def test_keys_that_memory_brings_are_left_to_decode() -> None:
     found = choose([(128, 128)] * 4, [(1, 20_000)] * 70)
-    assert not found.is_alone
+    assert "others" in found.name
     assert found.time >= streams([(1, 20_000)] * 70).time()
 
 
@@ -206,7 +219,7 @@ def test_no_choice_is_estimated_slower_than_one_launch_after_another(data: st.Da
     keys = st.integers(1, 9000).map(lambda n: (1, n))
     decodes = data.draw(st.lists(keys, min_size=1, max_size=80))
     heads = data.draw(st.sampled_from([1, 2, 5, 8]))
-    alone = choose_tiles(works_of(chunks), heads, SHAPES).time
+    alone = offers.choose(offers.batch_of(works_of(chunks), None, heads, 4), SHAPES).time
     few = streams(decodes, heads)
     apart = alone + max(few.time(), few.busy() / 132)
     assert choose(chunks, decodes, heads).time <= 1.04 * apart

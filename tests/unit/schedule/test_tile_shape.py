@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyattn.choose.card import shipped
 from cupyattn.schedule.balance import Work, best_chunk
-from cupyattn.schedule.tile_shape import TileShape, decode_time
+from cupyattn.schedule.tile_shape import DecodeKinds, DecodeTimes, TileShape, decode_time
 
 # Fitted to the times of an H200.
-TIMES = next(card.decode for card in shipped() if card.name == "H200")
+TIMES = DecodeKinds(
+    cluster=DecodeTimes(3.9, 0.035, 5.75, 0.5, 3.65, 0.06, 2.2),
+    one_an_sm=DecodeTimes(3.05, 0.06, 4.55, 0.485, 3.8, 0.037, 2.2),
+    two_an_sm=DecodeTimes(5.35, 0.02, 1.2, 0.44, 4.95, 0.064, 2.2),
+    merged_apart=DecodeTimes(7.9, 0.05, 3.75, 0.525, 1.2, 0.001, 2.2),
+)
 FEW = TileShape(16, 128, 132, 0.25, 0.03, rows_at_a_time=8, num_sms=132)
 USUAL = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52, num_sms=132)
 # As many clusters run at a time on an H200.

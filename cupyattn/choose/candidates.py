@@ -1,0 +1,337 @@
+"""Every way to serve a batch by launches, and when each would be done.
+
+A plan takes the soonest. `python -m benchmarks tiles` times them all, by force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..core.problem import AttentionProblem
+from ..launch.tiles.select import DECODE, FEW, LARGE, SMALL, VERIFY
+from ..schedule.balance import Work
+from ..schedule.batch import TileWork
+from ..schedule.makespan import Slots, TileTimes, best_split
+from ..schedule.sm_partition import (
+    Streams,
+    best_partition,
+    followed,
+    least_followed,
+    least_together,
+    time_together,
+)
+from ..schedule.tile_shape import TileShape, decode_time
+from .card import Card
+from .tile_times import portable_times_of
+
+Parts = list[tuple[str, TileWork]]
+# What the time of tiles of prefill counts beside that of blocks of decode for few rows of a class:
+# estimates of the latter are too low for 17 to 32 rows (by rows of an H100).
+MARGIN = {DECODE: 0.9, VERIFY: 0.85}
+
+
+class Keys(NamedTuple):
+    """The keys of so many requests: those of the longest, and of all."""
+
+    num_requests: int
+    longest: int
+    total: int
+
+    @classmethod
+    def of(cls, kv_len: np.ndarray) -> Keys:
+        if not kv_len.size:
+            return cls(0, 0, 0)
+        return cls(kv_len.size, int(np.maximum.reduce(kv_len)), int(np.add.reduce(kv_len)))
+
+    @classmethod
+    def equal(cls, num_requests: int, kv_len: int) -> Keys:
+        return cls(num_requests, kv_len, num_requests * kv_len)
+
+    def work(self, tile_kv: int) -> Work:
+        """The work of a tile of rows each, all as long as the longest."""
+        key_tiles = -(-self.longest // tile_kv)
+        return Work(None, key_tiles, key_tiles * self.num_requests, self.num_requests)
+
+    def within(self, most: int) -> Keys:
+        """The keys that rows see if each row sees so many at most."""
+        total = min(self.total, self.num_requests * most)
+        return Keys(self.num_requests, min(self.longest, most), total)
+
+
+class Offer(Protocol):
+    """The kernels that serve a problem on a device (launch/attention/kernels.py)."""
+
+    @property
+    def card(self) -> Card: ...
+    @property
+    def is_paged(self) -> bool: ...
+    def timed_shapes(self) -> Mapping[str, TileShape]:
+        """Tiles of prefill_sm90 that serve all rows, by name."""
+        ...
+
+    def blocks_of_few_rows(
+        self, rows: str, keys: Keys, most_rows: int
+    ) -> list[tuple[str, TileShape]]:
+        """The blocks of decode for requests of a row class: the class of their kernel, and their
+        shape."""
+        ...
+
+    def shape(self, rows: str) -> TileShape:
+        """The shape of the kernel of a row class."""
+        ...
+
+    def portable_times(self, rows: str) -> TileTimes | None:
+        """What blocks of prefill_sm80 take for a row class; None if they do not serve it, or were
+        not timed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to serve a batch.
+
+    name   of the tiles that serve all ("short"), "large + others" where launches for fewer rows
+           follow, "by rows" for a launch a row class, or the blocks of decode ("decode x8" are
+           clusters of eight)
+    parts  the launches: of which row class or tiles, and what they do
+    slots  blocks of the first launch that run at a time; 0: as many as it has, -1: by rows
+    shape  of the only launch, where its kernel has blocks of several shapes
+    time   when all is done, in microseconds; infinite where nothing is known of it
+    """
+
+    name: str
+    parts: Parts
+    slots: int = -1
+    shape: TileShape | None = None
+    time: float = math.inf
+
+
+_forced: str = ""
+
+
+def forced() -> str:
+    """The name of the candidate that plans have to take; "" if they choose."""
+    return _forced
+
+
+@contextlib.contextmanager
+def only(name: str) -> Iterator[None]:
+    """Plans take the candidate of this name, where they have it: for measurements. Not for
+    threads."""
+    global _forced
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What candidates are made for: the requests of each row class, and of all.
+
+    key_bytes  of a key and its value
+    streams    what the classes of few rows read, if others are there
+    many       the requests that launches for few rows may follow
+    """
+
+    parts: Parts
+    works: TileWork
+    num_kv_heads: int
+    group_size: int
+    max_qo_len: int
+    key_bytes: int
+    streams: Streams | None
+    many: TileWork | None
+
+    @property
+    def most_rows(self) -> int:
+        return self.max_qo_len * self.group_size
+
+
+class _Form(NamedTuple):
+    """A candidate that has not been estimated: it is not done before `least`.
+
+    estimate  the candidate; its time may be anything from the limit on that it is given
+    margin    times as long it counts, where others are the usual ones
+    """
+
+    least: float
+    estimate: Callable[[float], Candidate]
+    margin: float = 1.0
+
+
+def best(offer: Offer, batch: Batch) -> Candidate:
+    """The candidate that is done soonest.
+
+    Estimates go by their bounds, and end where none is left that may be sooner.
+    """
+    return _soonest(_forms(offer, batch))
+
+
+def _soonest(forms: list[_Form]) -> Candidate:
+    found = None
+    limit = math.inf
+    for form in sorted(forms, key=lambda form: form.margin * form.least):
+        if found is not None and form.margin * form.least >= limit:
+            break
+        candidate = form.estimate(limit / form.margin)
+        if found is None or form.margin * candidate.time < limit:
+            found, limit = candidate, form.margin * candidate.time
+    assert found is not None, "no requests"
+    return found
+
+
+def best_tiles(works: TileWork, num_kv_heads: int, shapes: Mapping[str, TileShape]) -> str:
+    """The tiles by which one launch of requests of many rows is done soonest."""
+    batch = Batch([(LARGE, works)], works, num_kv_heads, 1, 0, 0, None, None)
+    return best_of(batch, shapes).name
+
+
+def best_of(batch: Batch, shapes: Mapping[str, TileShape]) -> Candidate:
+    """The soonest of these tiles, with or without launches for few rows behind them."""
+    return _soonest(_forms_of_tiles(batch, shapes))
+
+
+def candidates(offer: Offer, batch: Batch) -> list[Candidate]:
+    """Every way to serve a batch."""
+    return [form.estimate(math.inf) for form in _forms(offer, batch)]
+
+
+def _forms(offer: Offer, batch: Batch) -> list[_Form]:
+    if not batch.parts:
+        return []
+    shapes = offer.timed_shapes()
+    found = _forms_of_tiles(batch, shapes)
+    (rows, _), *others = batch.parts
+    if not others and rows == DECODE and offer.is_paged:
+        # Tiles of prefill gain nothing here, and would be one more kernel for an engine to compile.
+        return [_known(x) for x in _of_few_rows(offer, batch)]
+    if not others and rows in FEW:
+        found = [form._replace(margin=MARGIN[rows]) for form in found]
+        return found + [_known(x) for x in _of_few_rows(offer, batch)]
+    if found and rows == LARGE:
+        return found  # the tiles of prefill_sm90 are those of its class
+    return [*found, _known(_by_rows(offer, batch))]
+
+
+def _forms_of_tiles(batch: Batch, shapes: Mapping[str, TileShape]) -> list[_Form]:
+    found = []
+    for name, shape in shapes.items():
+        assert shape.times is not None
+        if batch.many is not None and batch.streams is not None:
+            count = *batch.many.at_least(shape), batch.num_kv_heads, shape, batch.streams
+            found.append(_Form(least_together(*count), partial(alone, batch, name, shape)))
+            found.append(_Form(least_followed(*count), partial(with_others, batch, name, shape)))
+        else:
+            slots = Slots(shape.num_slots, shape.num_sms)
+            least = shape.times.least(*batch.works.at_least(shape), batch.num_kv_heads, slots)
+            found.append(_Form(least, partial(alone, batch, name, shape)))
+    return found
+
+
+def _known(candidate: Candidate) -> _Form:
+    return _Form(candidate.time, lambda limit: candidate)
+
+
+def alone(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) -> Candidate:
+    """One launch of prefill_sm90 serves all."""
+    assert shape.times is not None
+    if batch.many is not None and batch.streams is not None:
+        work = batch.many.of(shape)
+        time = time_together(work, batch.num_kv_heads, shape, batch.streams, limit)
+    else:
+        time = _split_time(batch.works.of(shape), batch.num_kv_heads, shape, shape.times, limit)
+    return Candidate(name, [(name, batch.works)], 0, None, time)
+
+
+def with_others(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) -> Candidate:
+    """Launches for the requests of few rows follow one for those of many, on SMs of their own if
+    its blocks are persistent."""
+    assert batch.many is not None and batch.streams is not None
+    of_first = followed(shape, batch.streams.times) if shape.is_persistent else shape
+    may_leave = shape.is_persistent and not shape.most_keys
+    slots, time = best_partition(
+        batch.many.of(shape), batch.num_kv_heads, of_first, batch.streams, may_leave, limit
+    )
+    few = [part for part in batch.parts if part[0] not in (SMALL, LARGE)]
+    slots = 0 if slots == shape.num_slots else slots
+    return Candidate(f"{name} + others", [(name, batch.many), *few], slots, None, time)
+
+
+def _by_rows(offer: Offer, batch: Batch) -> Candidate:
+    """A launch a row class, by the portable kernels where prefill_sm90 does not serve."""
+    (rows, works), *others = batch.parts
+    time = math.inf
+    if not others:
+        time = _portable_time(offer, batch, rows, works)
+    elif batch.streams is not None and batch.many is None:
+        time = batch.streams.time()
+    return Candidate("by rows", batch.parts, -1, None, time)
+
+
+def _portable_time(offer: Offer, batch: Batch, rows: str, works: TileWork) -> float:
+    """When the portable blocks of prefill are done; infinite where they were not timed."""
+    times = offer.portable_times(rows)
+    if times is None:
+        return math.inf
+    return _time_of_portable(batch, offer.shape(rows), works, times)
+
+
+def portable_time(
+    card: Card, problem: AttentionProblem, rows: str, offer: Offer, batch: Batch
+) -> float:
+    """The same by another card."""
+    shape, ((_, works),) = offer.shape(rows), batch.parts
+    times = portable_times_of(card, problem, rows, (shape.tile_q, shape.tile_kv))
+    assert times is not None
+    return _time_of_portable(batch, shape, works, times.of_group(batch.group_size))
+
+
+def _time_of_portable(batch: Batch, shape: TileShape, works: TileWork, times: TileTimes) -> float:
+    return _split_time(works.of(shape), batch.num_kv_heads, shape, times, math.inf)
+
+
+def _split_time(
+    work: Work, num_kv_heads: int, shape: TileShape, times: TileTimes, limit: float
+) -> float:
+    slots = Slots(shape.num_slots, shape.num_sms)
+    return best_split(work, num_kv_heads, slots, times, limit=limit).time
+
+
+def _of_few_rows(offer: Offer, batch: Batch) -> list[Candidate]:
+    """The blocks of decode for requests of one row class, and those of prefill for more rows."""
+    ((rows, works),) = batch.parts
+    keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
+    found = [
+        Candidate(name_of_blocks(rows, shape), [(kernel_rows, works)], -1, shape, time)
+        for kernel_rows, shape, time in blocks(offer, batch, rows, keys)
+    ]
+    if rows == VERIFY:
+        time = _portable_time(offer, batch, SMALL, works)
+        found.append(Candidate(SMALL, [(SMALL, works)], -1, offer.shape(SMALL), time))
+    return found
+
+
+def blocks(offer: Offer, batch: Batch, rows: str, keys: Keys) -> list[tuple[str, TileShape, float]]:
+    """The blocks of decode for requests of one row class: the class of their kernel, their shape,
+    and when they are done."""
+    facts = *keys, batch.num_kv_heads, batch.most_rows, batch.key_bytes
+    times = offer.card.decode
+    offered = offer.blocks_of_few_rows(rows, keys, batch.most_rows)
+    return [(name, shape, decode_time(shape, times.of(shape), *facts)) for name, shape in offered]
+
+
+def name_of_blocks(rows: str, shape: TileShape) -> str:
+    if shape.cluster > 1:
+        return f"{rows} x{shape.cluster}"
+    if shape.decode is not None:
+        return f"{rows} alone"
+    return rows if shape.is_fused else f"{rows} merged apart"

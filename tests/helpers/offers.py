@@ -1,0 +1,23 @@
+"""Batches of prompts and decodes, and tiles that are offered for them, for tests of the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cupyattn.choose.candidates import Batch, Candidate, Parts, best_of
+from cupyattn.launch.tiles.select import DECODE, LARGE
+from cupyattn.schedule.batch import TileWork
+from cupyattn.schedule.sm_partition import Streams
+from cupyattn.schedule.tile_shape import TileShape
+
+
+def batch_of(works: TileWork, streams: Streams | None, num_kv_heads: int, group_size: int) -> Batch:
+    """Prompts, and decodes that launches behind theirs may serve."""
+    parts: Parts = [(LARGE, works)] + ([(DECODE, works)] if streams is not None else [])
+    many = None if streams is None else works
+    return Batch(parts, works, num_kv_heads, group_size, 0, 512, streams, many)
+
+
+def choose(batch: Batch, shapes: Sequence[TileShape]) -> Candidate:
+    """The soonest of these tiles, by the names "0", "1", ..."""
+    return best_of(batch, {str(index): shape for index, shape in enumerate(shapes)})

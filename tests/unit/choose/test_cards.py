@@ -1,0 +1,75 @@
+"""Cards hold what was measured: their estimates and choices on the committed rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.tiles import fit, rows
+from cupyattn.choose import card as cards
+from cupyattn.choose.card import Card, card_of, read, shipped
+from cupyattn.choose.fit import text_of
+from cupyattn.core.device import NO_GPU
+from cupyattn.errors import ArgumentError
+
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+# Rows of batches that no card was fitted to, by the card.
+HELD_OUT = {"H100": "2026-11-27-h100-tiles/rows-3.jsonl.gz"}
+
+
+def card_named(name: str) -> Card:
+    return next(card for card in shipped() if card.name == name)
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_a_cards_choices_cost_little_on_rows_that_it_was_not_fitted_to(name: str) -> None:
+    found = fit.check(card_named(name), rows.read(RESULTS / HELD_OUT[name]))
+    errors = [x for some in found.errors.values() for x in some]
+    regrets = [x for some in found.regrets.values() for x in some]
+    assert len(errors) > 3000 and len(regrets) > 500
+    assert np.median(np.abs(errors)) <= 0.08
+    assert np.mean(regrets) <= 1.02 and np.percentile(regrets, 95) <= 1.10
+
+
+def test_a_fit_finds_times_that_differ_from_those_it_begins_with() -> None:
+    """Half as fast a card, by rows that it would have: a fit ends near it."""
+    measured = rows.read(RESULTS / HELD_OUT["H100"])[:1500]
+    slower = [replace(row, us=2 * row.us) for row in measured]
+    card = card_named("H100")
+    before, after = (fit.check(x, slower) for x in (card, fit.fit(card, slower)))
+    biases = [
+        np.median([x for some in found.errors.values() for x in some]) for found in (before, after)
+    ]
+    assert biases[0] < -0.6 and abs(biases[1]) < 0.05
+
+
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_a_card_is_its_file(name: str) -> None:
+    text = (cards.FOLDER / f"{name.lower()}.json").read_text("utf-8")
+    assert text_of(read(text, name)) == text
+
+
+def test_a_card_without_a_file_is_the_nearest_scaled() -> None:
+    pcie = replace(
+        NO_GPU, name="NVIDIA H100 PCIe", num_sms=114, memory_rate=2039.0, sm_clock=1755.0
+    )
+    near, made = card_named("H100"), card_of(pcie)
+    assert (made.scaled_from, made.source, made.num_sms) == ("H100", "", 114)
+    key = next(iter(made.tiles))
+    assert made.tiles[key].times.key_tile == pytest.approx(
+        near.tiles[key].times.key_tile * near.sm_clock / 1755
+    )
+    assert made.key_rate == pytest.approx(near.key_rate * 2039 / near.memory_rate)
+    assert made.decode.cluster.key_tile > near.decode.cluster.key_tile
+    assert card_of(replace(NO_GPU, name="NVIDIA H200")) == card_named("H200")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"card": {}}', '{"card": 1, "measured": null}', "[" * 100_000]
+)
+def test_a_file_that_is_no_card_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"here\.json: this is no file of a card's times"):
+        read(text, "here.json")
