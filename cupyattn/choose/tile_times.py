@@ -57,7 +57,7 @@ def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -
 
 def nearest(card: Card, problem: AttentionProblem, tile: sm90.Tile) -> TileKey | None:
     """The timed tile of the least head dims that hold those of a problem, its own first. Those of
-    ragged keys stand in for pages that were not timed, and those of gathered rows for others."""
+    ragged keys stand in for pages that were not timed, and those of gathered rows for fp8."""
     like = _LIKE_KEYS[tile.keys]
     fitting = [
         key
@@ -67,7 +67,7 @@ def nearest(card: Card, problem: AttentionProblem, tile: sm90.Tile) -> TileKey |
         and key.head_dim_qk >= problem.head_dim_qk
         and key.head_dim_vo >= problem.head_dim_vo
     ]
-    return min(fitting, key=lambda x: (sum(x[-2:]), like.index(x.keys)), default=None)
+    return min(fitting, key=lambda x: (like.index(x.keys), sum(x[-2:])), default=None)
 
 
 def scaled(

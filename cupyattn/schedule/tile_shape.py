@@ -187,6 +187,8 @@ def decode_time(
     waves = max(1.0, num_tiles * num_kv_heads / shape.num_slots)
     first = times.start + times.row * rows + times.block * waves
     whole = first + max(waits, busy)
+    if not rows:
+        return whole
     # As many parts in all as run at a time, but for the end of each tile. Where tiles alone take
     # more of the slots, parts of uneven ones come in waves, and nothing is beside the start of
     # clusters.

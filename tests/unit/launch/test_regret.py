@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupyattn.schedule.tile_choice import choose_tiles
 
 from cupyattn.choose import card, tile_times
+from cupyattn.choose.candidates import Batch, best_of
 from cupyattn.core import dtypes
 from cupyattn.core.device import NO_GPU, DeviceProps
 from cupyattn.core.problem import AttentionProblem
@@ -40,12 +40,13 @@ def chosen(row: dict[str, Any], props: DeviceProps) -> tuple[str, float]:
     made = tile_times.large_tiles(AttentionProblem(kind, kind, kind, *row["dims"]), props, 0)
     heads, kv_heads = row["heads"]
     group = heads // kv_heads
-    shapes = [tile_times.shape_of(*timed, group, kv_heads, NUM_SMS) for timed in made.values()]
+    facts = group, kv_heads, NUM_SMS
+    shapes = {name: tile_times.shape_of(*timed, *facts) for name, timed in made.items()}
     queries, keys = lengths(row["queries"]), lengths(row["keys"])
     requests = BatchRequests(queries, keys, queries.cumsum() - queries, keys.cumsum() - keys)
     works = TileWork(requests, group, Masking(-1, 0 if row["causal"] else -1))
-    choice = choose_tiles(works, kv_heads, shapes)
-    return list(made)[choice.chosen], choice.time
+    choice = best_of(Batch([("large", works)], works, kv_heads, group, 0, 0, None, None), shapes)
+    return choice.name, choice.time
 
 
 @pytest.mark.parametrize("rows", [ROWS], ids=lambda path: path.stem)
