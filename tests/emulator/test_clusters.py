@@ -11,6 +11,7 @@ import pytest
 from helpers import batch_cases
 from helpers.share import one_of
 
+from cupyattn.choose import candidates
 from cupyattn.launch.attention import kernels
 from cupyattn.schedule.tile_shape import TileShape
 
@@ -31,7 +32,8 @@ def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return 2.0 if shape.decode is None else 1.0 / shape.cluster
 
         monkeypatch.setattr(kernels, "CLUSTERS", [size for size in sizes if size > 1])
-        monkeypatch.setattr(kernels, "decode_time", time)
+        for module in (kernels, candidates):
+            monkeypatch.setattr(module, "decode_time", time)
 
     prefer(8, 4)
     return prefer

@@ -57,7 +57,9 @@ def check_far_biases(qo_len: int, kernel: str = "", is_by_row: bool = False, **f
 @pytest.mark.parametrize("is_by_row", [False, True])
 @pytest.mark.parametrize("kernel", SINGLE)
 def test_biases_of_any_finite_size(kernel: str, is_by_row: bool) -> None:
-    check_far_biases(SINGLE[kernel][0], kernel, is_by_row)
+    # Where one SM is busy anyway no keys are split.
+    num_sms = 1 if kernel == "prefill_sm90" else 6
+    check_far_biases(SINGLE[kernel][0], kernel, is_by_row, num_sms=num_sms)
 
 
 def test_a_batch() -> None:

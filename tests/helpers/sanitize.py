@@ -36,6 +36,8 @@ PARTS = {
     "serving": 3,
     "flash_attn": 2,
     "prefill_sm90": 2,
+    "explain": 1,
+    "real_engines": 1,
     "shared_prefix": 1,
     "masked_wrappers": 2,
     "planless": 2,

@@ -209,7 +209,7 @@ def test_options_hold_for_both() -> None:
 
 
 def test_workspaces() -> None:
-    step = Step(0, prompts=([3], [6000]), decodes=([1], [7000]))
+    step = Step(0, prompts=([3], [6000]), decodes=([1], [30_000]))
     w = cupyattn.BatchPODWithPagedKVCacheWrapper(NO_SPACE)
     sizes: list[Any] = []
     step.plan(_Sized(w, sizes))
