@@ -16,6 +16,9 @@ import pytest
 _CUPY_CACHE = Path(tempfile.gettempdir(), f"cupyattn-tests-{os.getuid()}", "cupy")
 os.environ.setdefault("CUPY_CACHE_DIR", str(_CUPY_CACHE))
 
+# What somebody measured of his card is no part of what is tested.
+os.environ["CUPYATTN_TUNED"] = "0"
+
 # The same examples on every run: a failure in CI is the failure on a desk. A GPU machine that runs
 # only the GPU suite need not have hypothesis.
 if importlib.util.find_spec("hypothesis") is not None:

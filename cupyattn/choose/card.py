@@ -1,8 +1,10 @@
 """What kernels take on one card: data of `cards/*.json`, scaled for cards that nobody measured.
 
-`python -m benchmarks fit` writes these files from measured rows. A card without a file takes the
-nearest of its architecture: what memory takes is scaled by the rate of its memory, and what
-products take by its clock. (More SMs need no scale: they are more slots.)
+`python -m benchmarks fit` writes these files from measured rows, and `cupyattn tune` one of the
+user's own card, which goes before them (tuned.py). A card without a file takes the nearest of its
+architecture: what memory takes is scaled by the rate of its memory, and what products take by its
+clock. (More SMs need no scale: they are more slots.) An architecture of which no card was measured
+has a file that holds the rates of one card, and says which measured one it is taken to be like.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.device import DeviceProps
+from ..core.device import NO_GPU, DeviceProps
 from ..errors import ArgumentError
 from ..schedule.makespan import TileTimes
 from ..schedule.sm_partition import BesideTimes
 from ..schedule.tile_shape import DecodeKinds, DecodeTimes
+from . import tuned
 
 # What may change logits besides a scale and a cap (tile_times.option_names).
 OPTIONS = "rope_llama", "alibi", "mask", "rows"
@@ -103,7 +106,7 @@ class Card:
             decode=decode,
             beside=beside,
             tiles=tiles,
-            scaled_from=self.name,
+            scaled_from=self.scaled_from or self.name,
         )
 
 
@@ -132,18 +135,33 @@ def using(card: Card) -> Iterator[None]:
 
 
 def card_of(props: DeviceProps) -> Card:
-    """The card of a device: its own, by name; else the nearest of its architecture, scaled."""
-    return _used or _known_card(props)
+    """The card of a device: as it was measured here, or by its name; else the nearest of its
+    architecture, scaled."""
+    return _used or known(props).card
+
+
+class Known(NamedTuple):
+    """The card of a device, and the file that `cupyattn tune` wrote of it here, if it did."""
+
+    card: Card
+    file: Path | None = None
 
 
 @lru_cache(maxsize=64)
-def _known_card(props: DeviceProps) -> Card:
-    known = shipped()
-    for card in known:
+def known(props: DeviceProps) -> Known:
+    """What is known of a device."""
+    if own := tuned.find(props, read):
+        return Known(*own)
+    return Known(packaged(props))
+
+
+def packaged(props: DeviceProps) -> Card:
+    """The card of a device by the files of this package alone."""
+    for card in shipped():
         if props.name in card.match:
             return card
-    own = [card for card in known if card.arch == props.arch]
-    return min(own or known, key=lambda card: _distance(card, props)).scaled_to(props)
+    found = [card for card in (*shipped(), *unmeasured()) if card.arch == props.arch]
+    return min(found or shipped(), key=lambda card: _distance(card, props)).scaled_to(props)
 
 
 def _distance(card: Card, props: DeviceProps) -> tuple[float, float]:
@@ -153,8 +171,37 @@ def _distance(card: Card, props: DeviceProps) -> tuple[float, float]:
 
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Card, ...]:
-    """The cards of this package, by name."""
-    return tuple(read(path.read_text("utf-8"), path.name) for path in sorted(FOLDER.glob("*.json")))
+    """The cards of this package that have times of their own, by name."""
+    return tuple(read(text, name) for name, text in _texts().items() if not _like(text))
+
+
+@lru_cache(maxsize=1)
+def unmeasured() -> tuple[Card, ...]:
+    """A card of each architecture of which none was measured, by the times that it should have."""
+    texts = _texts()
+    found = []
+    for text in texts.values():
+        if name := _like(text):
+            facts = json.loads(text)["card"]
+            props = replace(
+                NO_GPU,
+                name=facts["name"],
+                arch=facts["arch"],
+                num_sms=facts["num_sms"],
+                memory_rate=float(facts["memory_gb_per_s"]),
+                sm_clock=float(facts["sm_clock_mhz"]),
+            )
+            found.append(read(texts[name], name).scaled_to(props))
+    return tuple(found)
+
+
+def _texts() -> dict[str, str]:
+    return {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.json"))}
+
+
+def _like(text: str) -> str:
+    """The card that a file of an unmeasured one names."""
+    return str(json.loads(text).get("like", ""))
 
 
 def read(text: str, where: str) -> Card:

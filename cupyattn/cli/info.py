@@ -13,9 +13,10 @@ from typing import Any
 
 from .. import jit
 from .._version import __version__
+from ..choose.card import known
 from ..core import env
 from ..core.cupy_module import cupy_module
-from ..core.device import device_props
+from ..core.device import DeviceProps, device_props
 from ..core.folders import is_writable
 from ..errors import CupyAttnError, DeviceError
 from ..jit import cache
@@ -92,9 +93,21 @@ def _gpu_facts() -> dict[str, Any]:
 
 def _gpu(index: int) -> dict[str, Any]:
     try:
-        return asdict(device_props(index))
+        props = device_props(index)
     except CupyAttnError as error:
         return {"index": index, "error": str(error)}
+    return {**asdict(props), "times": _times(props)}
+
+
+def _times(props: DeviceProps) -> dict[str, Any]:
+    """By which card's times plans choose here, and where they come from."""
+    card, file = known(props)
+    return {
+        "card": card.scaled_from or card.name,
+        "from": "tuned" if file else "scaled" if card.scaled_from else "shipped",
+        "measured": card.source or None,
+        "file": str(file) if file else None,
+    }
 
 
 def _cache_facts() -> Any:
@@ -159,7 +172,9 @@ def _gpu_lines(found: dict[str, Any]) -> list[str]:
     if isinstance(driver, dict):
         return [*lines, f"GPU          none usable ({driver['error']})", f"             {nothing}"]
     lines += [f"driver       {driver}"]
-    lines += [f"GPU {gpu['index']}        {_gpu_line(gpu)}" for gpu in found["gpus"]]
+    for gpu in found["gpus"]:
+        lines += [f"GPU {gpu['index']}        {_gpu_line(gpu)}"]
+        lines += [f"  times      {_times_line(gpu['times'])}"] if "times" in gpu else []
     return lines if found["gpus"] else [*lines, "GPU          none"]
 
 
@@ -170,6 +185,15 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
         f"{gpu['name']}: {gpu['arch']}, {gpu['num_sms']} SMs, {gpu['max_smem_per_block'] // 1024} "
         f"KiB of shared memory a block, {gpu['l2_bytes'] / _MIB:.0f} MiB of L2"
     )
+
+
+def _times_line(times: dict[str, Any]) -> str:
+    measured = times["measured"] or "by measurements that are not recorded"
+    if times["from"] == "tuned":
+        return f"measured on this machine: {measured}, in {times['file']}"
+    if times["from"] == "shipped":
+        return f"of {times['card']}: {measured}"
+    return f"of {times['card']}, scaled to this card; `cupyattn tune` measures its own"
 
 
 def _cache_lines(found: Any) -> list[str]:

@@ -61,6 +61,11 @@ LOG = Variable(
     "choices: a line on stderr for each new choice of kernels, by the logger cupyattn.choices "
     "(read at the first plan)",
 )
+TUNED = Variable(
+    "CUPYATTN_TUNED",
+    "1",
+    "0 leaves out what `cupyattn tune` measured of this card (read at the first call)",
+)
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "folder of the CUDA sources (default: those of the package)"
 )
@@ -72,6 +77,6 @@ XLA_GRAPHS = Variable(
 )
 
 ALL = (
-    *(CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, XLA_GRAPHS, LOG),
+    *(CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, XLA_GRAPHS, LOG, TUNED),
     KERNELS_DIR,
 )

@@ -272,6 +272,23 @@ class Store:
             if time.time() - os.stat(BUILD, dir_fd=entry).st_mtime > _USE_SECONDS:
                 os.utime(BUILD, dir_fd=entry)
 
+    # --- files beside the kernels ---
+
+    def read_beside(self, folder: str, name: str) -> bytes:
+        """The file `name` of the folder `folder`. Raises OSError, of which Untrusted is one."""
+        with self._opened(folder) as opened:
+            return descriptors.read_file(name, opened, trusting=self._shared)
+
+    def write_beside(self, folder: str, name: str, data: bytes) -> None:
+        """Write that file in place of what has its name, whole or not at all. Raises OSError."""
+        with self._subfolder(folder) as opened:
+            temporary = f".{name}-{os.getpid()}-{os.urandom(4).hex()}"
+            try:
+                descriptors.write_file(temporary, opened, data, self._file_mode)
+                os.rename(temporary, name, src_dir_fd=opened, dst_dir_fd=opened)
+            finally:
+                descriptors.remove(temporary, opened, ())
+
     # --- failed compiles ---
 
     def keep_failure(self, name: str, source: str, log: str) -> Path:

@@ -15,6 +15,7 @@ import pytest
 
 import cupyattn
 from cupyattn import cli
+from cupyattn.choose import card
 from cupyattn.cli import info
 from cupyattn.core import device, env
 from cupyattn.errors import UnsupportedError
@@ -66,6 +67,21 @@ def test_info_of_gpus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["gpus"][1] == {"index": 1, "error": "too old"}
     lines = "\n".join(info._lines(found))
     assert "GPU 0        a GPU: sm_90a, 132 SMs" in lines and "GPU 1        too old" in lines
+    assert "  times      of H100, scaled to this card; `cupyattn tune` measures its own" in lines
+    assert found["gpus"][0]["times"] == {
+        "card": "H100",
+        "from": "scaled",
+        "measured": None,
+        "file": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_info_says_where_the_times_of_a_measured_card_come_from(name: str) -> None:
+    times = info._times(dataclasses.replace(device.NO_GPU, index=0, name=name))
+    known = card.card_of(dataclasses.replace(device.NO_GPU, index=0, name=name))
+    assert times["from"] == "shipped" and times["measured"] == (known.source or None)
+    assert info._times_line(times).startswith(f"of {known.name}: {known.source}")
 
 
 def test_info_counts_kernels_and_says_read_only(
