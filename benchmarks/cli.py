@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .tiles import cli as tiles
 
         return tiles.tiles(given[1:])
+    if given[:1] == ["fit"]:
+        from .tiles import cli as tiles
+
+        return tiles.fitting(given[1:])
     if given[:1] == ["plans"]:
         from . import plan_times
 

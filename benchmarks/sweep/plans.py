@@ -8,19 +8,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import numpy as np
+from cupyattn.bench.tiles.plans import plan_of as plan_of
 
 from ..batch.case import BatchCase
-
-_SPACE_BYTES = 1 << 30
-
-
-def plan_of(case: BatchCase) -> tuple[Any, Any] | None:
-    """(BatchLauncher, BatchSchedule) of a case's plan; None where a wrapper of several kinds of
-    requests has one that is not the paged wrapper's."""
-    wrapper = _wrapper(case)
-    prepared = [*wrapper._current.prepared.values()]
-    return (prepared[0].launcher, prepared[0].schedule) if prepared else None
 
 
 def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:
@@ -68,40 +58,3 @@ def _compile(name: str, config: Any) -> bool:
     except CupyAttnError:
         return False
     return True
-
-
-def _wrapper(case: BatchCase) -> Any:
-    """A wrapper on the CPU that has planned the case as one on a GPU would."""
-    import cupyattn
-
-    space = np.zeros(_SPACE_BYTES, np.uint8)  # never touched
-    heads = case.num_qo_heads, case.num_kv_heads, case.head_dim_qk
-    options: dict[str, Any] = {
-        "q_data_type": case.dtype,
-        "kv_data_type": case.kv_dtype,
-        "window_left": case.window_left,
-        "pos_encoding_mode": case.pos_encoding_mode,
-    }
-    if case.logits_soft_cap:
-        options["logits_soft_cap"] = case.logits_soft_cap
-    qo_indptr = np.array(case.q_offsets, np.int32)
-    wrapper: Any
-    if case.api == "ragged":
-        wrapper = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(space)
-        kv_indptr = np.array(case.kv_offsets, np.int32)
-        options |= {"causal": case.causal, "head_dim_vo": case.head_dim_vo}
-        wrapper.plan(qo_indptr, kv_indptr, *heads, **options)
-        return wrapper
-    lengths = np.array(case.kv_lens)
-    counts = -(-lengths // case.page_size)
-    indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    last = (lengths - (counts - 1) * case.page_size).astype(np.int32)
-    table = indptr, np.arange(indptr[-1], dtype=np.int32), last
-    if case.api in ("decode", "verify"):
-        wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(space)
-        rows = {"q_len_per_req": case.q_lens[0]} if case.api == "verify" else {}
-        wrapper.plan(*table, *heads, case.page_size, **options, **rows)
-        return wrapper
-    wrapper = cupyattn.BatchPrefillWithPagedKVCacheWrapper(space)
-    wrapper.plan(qo_indptr, *table, *heads, case.page_size, causal=case.causal, **options)
-    return wrapper

@@ -1,1 +1,1 @@
-"""Times of every candidate of drawn batches, and the data of a card that are fitted to them."""
+"""The commands `tiles` and `fit`; what they do is `cupyattn.bench.tiles`, as `cupyattn tune` is."""

@@ -6,13 +6,21 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from cupyattn.array import Device
+from cupyattn.bench.clock import Clock
+from cupyattn.bench.inputs import Arrays
 from cupyattn.bench.machine import git_commit
-
-from . import rows
-from .draw import draw_cases
-from .measure import compile_ahead, rows_of
+from cupyattn.bench.tiles import rows
+from cupyattn.bench.tiles.draw import draw_cases
+from cupyattn.bench.tiles.fit import check, fit, split, table
+from cupyattn.bench.tiles.measure import instances, rows_of
+from cupyattn.choose.card import FOLDER, read
+from cupyattn.choose.fit import text_of
+from cupyattn.cli.compile import compiled
+from cupyattn.core.device import device_props, imagine
 
 
 def tiles(given: Sequence[str]) -> int:
@@ -29,14 +37,53 @@ def tiles(given: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("tiles.jsonl"))
     args = parser.parse_args(given)
     cases, start = draw_cases(args.seed, args.count), time.time()
-    count = compile_ahead(cases, args.jobs) if args.jobs else 0
-    print(f"{count} kernels compiled in {time.time() - start:.0f} s", flush=True)
-    commit = args.commit or str(git_commit(Path(__file__).parent))
-    made = rows_of(cases, commit, time.time() + args.seconds, args.seed)
+    if args.jobs:
+        needed = set().union(*instances(cases, imagine(device_props(0))).values())
+        tasks = [(name, config, device_props(0).arch) for name, config in needed]
+        count = sum(build is not None for _, build, _ in compiled(tasks, args.jobs, None))
+        print(f"{count} kernels compiled in {time.time() - start:.0f} s", flush=True)
+    commit = args.commit or git_commit(Path(__file__).parent)
+    clock, arrays = Clock(), Arrays("cupy", Device("cuda", 0), args.seed)
+    clock.preheat()
     num_rows = 0
     with args.out.open("w", encoding="utf-8") as file:
-        for row in made:
-            file.write(rows.line(row) + "\n")
-            num_rows += 1
+        for made in rows_of(cases, arrays, clock, commit, time.time() + args.seconds):
+            file.writelines(rows.line(row) + "\n" for row in made)
+            num_rows += len(made)
     print(f"{num_rows} rows in {args.out}")
     return 0
+
+
+def fitting(given: Sequence[str]) -> int:
+    """Fit the data of a card to rows, or check it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks fit",
+        description="Fit the data of a card to rows of `python -m benchmarks tiles`; errors and "
+        "regrets are those of batches that were held out.",
+    )
+    parser.add_argument("rows", type=Path, nargs="+", help="files of rows")
+    parser.add_argument(
+        "--card", required=True, choices=sorted(x.stem for x in FOLDER.glob("h*.json"))
+    )
+    parser.add_argument("--check", action="store_true", help="only say how good the card is")
+    parser.add_argument("--write", action="store_true", help="write what was fitted")
+    parser.add_argument("--source", default="", help="what the file says of the rows")
+    args = parser.parse_args(given)
+    path = FOLDER / f"{args.card}.json"
+    card = read(path.read_text("utf-8"), path.name)
+    found = [row for file in args.rows for row in rows.read(file)]
+    fitted, held_out = split(found)
+    print(f"{path.name}:\n{table(check(card, held_out))}")
+    if args.check:
+        return 0
+    made = replace(fit(card, fitted), source=args.source or _source(args.rows, found))
+    print(f"fitted:\n{table(check(made, held_out))}")
+    if args.write:
+        path.write_text(text_of(made), "utf-8")
+        print(f"{path}: written")
+    return 0
+
+
+def _source(files: Sequence[Path], found: Sequence[rows.Row]) -> str:
+    commits = ", ".join(dict.fromkeys(row.commit for row in found))
+    return f"{', '.join(file.name for file in files)} at {commits}"

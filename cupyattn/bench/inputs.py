@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from .. import array
 from ..array import Device
 from ..core import dtypes
 from ..core.cupy_module import cupy_module
+from ..core.dtypes import DType
 from .cases import DTYPE, Case
 
 # The noise repeats after so many elements. A prime keeps rows, heads and pages different.
 _PERIOD = 4_194_301
+_STARTS = 4096  # places in the noise where an array's may begin
 NAN_BITS = 0x7FC0  # of bfloat16
 
 
@@ -46,22 +47,33 @@ class Arrays:
     def __init__(self, framework: str, device: Device, seed: int) -> None:
         self.framework, self.device = framework, device
         self.random = np.random.default_rng(seed)
+        self._noise: dict[DType, Any] = {}
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return array.empty_on(self.framework, self.device, shape, dtype)
 
-    def normal(self, *shape: int) -> Any:
-        """Standard normal numbers in bfloat16 (zeros would run faster than real data)."""
-        made = self.empty(shape, dtypes.bfloat16)
+    def normal(self, *shape: int, dtype: DType = dtypes.bfloat16) -> Any:
+        """Standard normal numbers (zeros would run faster than real data)."""
+        made = self.empty(shape, dtype)
         flat = as_bits(made).reshape(-1)
         start = min(_PERIOD, flat.size)
-        noise = self.random.standard_normal(start, np.float32).astype(ml_dtypes.bfloat16)
-        _write(flat[:start], noise.view(np.int16))
+        flat[:start] = self._noise_of(dtype, start)
         while start < flat.size:
             stop = min(2 * start, flat.size)
             flat[start:stop] = flat[: stop - start]
             start = stop
         return made
+
+    def _noise_of(self, dtype: DType, count: int) -> Any:
+        """So many elements of noise as bits, which is made once and begins anywhere."""
+        known = self._noise.get(dtype)
+        if known is None or known.size < count:
+            noise = self.random.standard_normal(count + _STARTS, np.float32).astype(dtype.numpy)
+            known = as_bits(self.empty(noise.shape, dtype))
+            _write(known, noise.view(known.dtype))
+            self._noise[dtype] = known
+        start = int(self.random.integers(known.size - count + 1))
+        return known[start : start + count]
 
     def wait(self) -> None:
         """Until the device has done what it was told. Raises what went wrong there."""
@@ -75,11 +87,17 @@ class Arrays:
 
 
 def as_bits(x: Any) -> Any:
-    """A bfloat16 array as int16, which every library can copy and hand over."""
+    """An array of bfloat16 as int16, of fp8 as int8, which every library can copy and hand over."""
     found = array.view(x, "array")
+    bits = np.dtype(np.int16 if found.dtype.itemsize == 2 else np.int8)
     if found.device.kind == "cpu":
-        return array.as_numpy(found).view(np.int16)
-    return array.as_cupy(found, np.dtype(np.int16))
+        return array.as_numpy(found).view(bits)
+    return array.as_cupy(found, bits)
+
+
+def to_host(x: Any) -> np.ndarray:
+    """Bits as a NumPy array."""
+    return x if isinstance(x, np.ndarray) else np.asarray(x.get())
 
 
 def _write(target: Any, values: np.ndarray) -> None:

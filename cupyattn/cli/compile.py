@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import functools
 import logging
+import math
 import os
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--cache-dir", type=Path, help=f"where to put them (default: {env.CACHE_DIR.name})"
     )
-    parser.add_argument("--jobs", type=int, default=_cores(), help="processes (default: cores)")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes (default: cores)")
     parser.add_argument(
         "--dry-run", action="store_true", help="only say how many kernels, seconds and bytes"
     )
     parser.set_defaults(run=run)
 
 
-def _cores() -> int:
+def cores() -> int:
     """The cores that this process may use, where the system tells."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else os.cpu_count() or 1
@@ -210,30 +211,46 @@ def _compile(tasks: Sequence[Task], outcome: _Outcome, jobs: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-    progress = Progress(len(tasks), total.seconds, sys.stderr)
-    work = pool.work(functools.partial(_build, str(outcome.folder)), tasks, jobs, 1.0)
+    for task, build, message in compiled(tasks, jobs, outcome.folder):
+        if build is None:
+            outcome.fail(task, message)
+        else:
+            outcome.builds.append(build)
+
+
+def compiled(
+    tasks: Sequence[Task], jobs: int, folder: Path | None, deadline: float = math.inf
+) -> Iterator[tuple[Task, jit.Build | None, str]]:
+    """Compile kernels in so many processes, with a bar: each as it is done, or why it failed.
+
+    folder: where to; None: as calls do. Ends at the deadline, a time of `time.monotonic`, with what
+    is done. Raises pool.Stopped.
+    """
+    progress = Progress(len(tasks), sum(_cost(x).seconds for x in tasks), sys.stderr)
+    build = functools.partial(_build, "" if folder is None else str(folder))
+    work = pool.work(build, tasks, jobs, 1.0)
     try:
         with contextlib.closing(work) as finished:
             for done in finished:
                 if done is None:
                     progress.tick()
-                    continue
-                name, _, arch = done.task
-                build, message = done.answer or (None, done.failure)
-                if build is None:
-                    outcome.fail(done.task, message)
                 else:
-                    outcome.builds.append(build)
-                was_work = build is None or not build.info.cached
-                nbytes = build.info.cubin_bytes if build else 0
-                progress.step(f"{name} {arch}", _cost(done.task).seconds, was_work, nbytes)
+                    name, _, arch = done.task
+                    built, message = done.answer or (None, done.failure)
+                    was_work = built is None or not built.info.cached
+                    nbytes = built.info.cubin_bytes if built else 0
+                    progress.step(f"{name} {arch}", _cost(done.task).seconds, was_work, nbytes)
+                    yield done.task, built, message
+                if time.monotonic() > deadline:
+                    return
     finally:
         progress.close()
 
 
 def _build(folder: str, name: str, config: jit.Config, arch: str) -> tuple[jit.Build | None, str]:
     """A kernel, or why it failed; in a process of its own."""
-    os.environ[env.CACHE_DIR.name] = folder
+    if folder:
+        os.environ[env.CACHE_DIR.name] = folder
     os.environ[env.NO_COMPILE.name] = "0"
     # The summary says what warnings would.
     logging.getLogger("cupyattn").setLevel(logging.ERROR)

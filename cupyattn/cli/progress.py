@@ -13,12 +13,18 @@ SECONDS, SHARES = 10.0, 10
 class Progress:
     """Steps of known weights; the rest is estimated from the weight done so far.
 
-    weights: what each step takes, in any unit. now: the clock, in seconds.
+    weights: what each step takes, in any unit. now: the clock, in seconds. unit: what is counted.
     """
 
     def __init__(
-        self, count: int, weight: float, stream: TextIO, now: Callable[[], float] = time.monotonic
+        self,
+        count: int,
+        weight: float,
+        stream: TextIO,
+        now: Callable[[], float] = time.monotonic,
+        unit: str = "kernels",
     ) -> None:
+        self._unit = unit
         self._count, self._left, self._stream, self._now = count, weight, stream, now
         self._done, self._worked, self._bytes, self._label = 0, 0.0, 0, ""
         self._start = self._said = now()
@@ -53,7 +59,7 @@ class Progress:
     def _text(self, now: float) -> str:
         elapsed = now - self._start
         size = f", {self._bytes / 2**20:.1f} MiB," if self._bytes else ""
-        text = f"{self._done}/{self._count} kernels{size} in {duration(elapsed)}"
+        text = f"{self._done}/{self._count} {self._unit}{size} in {duration(elapsed)}"
         if self._done == self._count or not self._worked:
             return text
         return f"{text}, about {duration(elapsed * self._left / self._worked)} left"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.tiles import fit, rows
+from cupyattn.bench.tiles import fit, rows
 from cupyattn.choose import card as cards
 from cupyattn.choose.card import Card, card_of, read, shipped
 from cupyattn.choose.fit import text_of

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..batch.case import BatchCase
+from .case import TileCase
 
 _MOST_FLOPS = 2.5e11  # of a batch: some 0.4 ms
 _MOST_KV_BYTES = 1 << 29
@@ -60,12 +60,12 @@ PROBLEMS = (
 )
 
 
-def draw_cases(seed: int, count: int) -> list[BatchCase]:
+def draw_cases(seed: int, count: int) -> list[TileCase]:
     """The first `count` batches of a seed. A longer draw begins with a shorter one."""
     return [draw_case(seed, number) for number in range(count)]
 
 
-def draw_case(seed: int, number: int) -> BatchCase:
+def draw_case(seed: int, number: int) -> TileCase:
     """One batch of one of the problems."""
     generator = random.Random(f"tiles {seed}/{number}")
     weights = [problem.weight for problem in PROBLEMS]
@@ -74,16 +74,15 @@ def draw_case(seed: int, number: int) -> BatchCase:
     shape = generator.choices(shapes, [_SHAPES[x] for x in shapes])[0]
     q_heads, kv_heads = generator.choice(_HEADS)
     requests = _SHAPE_DRAWS[shape](generator)
-    case = BatchCase(
+    case = TileCase(
         f"t{seed}_{number:04d}_{shape}",
-        "tiles",
         problem.api,
         tuple((1, rows, keys) for rows, keys in requests),
         problem.page_size if problem.api == "paged" else 0,
         q_heads,
         kv_heads,
         *problem.dims,
-        causal=shape != "prompt" or generator.random() < 0.7,
+        shape != "prompt" or generator.random() < 0.7,
         pos_encoding_mode=problem.pos_encoding_mode,
         logits_soft_cap=problem.soft_cap,
         kv_dtype=problem.kv_dtype,
@@ -144,14 +143,14 @@ def _lengths(generator: random.Random, count: int, median: int) -> list[int]:
     return [max(1, round(median * generator.lognormvariate(0.0, sigma))) for _ in range(count)]
 
 
-def _fit(case: BatchCase) -> BatchCase:
+def _fit(case: TileCase) -> TileCase:
     """The batch with as many of its requests as time and memory allow, at least the first."""
     row_bytes = case.num_kv_heads * (case.head_dim_qk + case.head_dim_vo) * 2
     kept: list[tuple[int, int, int]] = []
     flops, num_bytes = 0.0, 0.0
-    for group in case.groups:
-        flops, num_bytes = flops + group.flops, num_bytes + group.kv_len * row_bytes
+    for _, q_len, kv_len in case.requests:
+        flops, num_bytes = flops + case.flops(q_len, kv_len), num_bytes + kv_len * row_bytes
         if kept and (flops > _MOST_FLOPS or num_bytes > _MOST_KV_BYTES):
             break
-        kept.append((1, group.q_len, group.kv_len))
+        kept.append((1, q_len, kv_len))
     return replace(case, requests=tuple(kept))

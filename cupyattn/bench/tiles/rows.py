@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..batch.case import BatchCase
+from .case import TileCase
 
-# What a row says of its batch; all else of a BatchCase has one value in all of them.
+# What a row says of its batch; all else of a TileCase has one value in all of them.
 _FIELDS = (
-    *("name", "op", "api", "requests", "page_size", "num_qo_heads", "num_kv_heads"),
+    *("name", "api", "requests", "page_size", "num_qo_heads", "num_kv_heads"),
     *("head_dim_qk", "head_dim_vo", "causal", "pos_encoding_mode", "logits_soft_cap", "kv_dtype"),
 )
 
@@ -31,7 +31,7 @@ class Row:
     card: str
     clock: float
     commit: str
-    case: BatchCase
+    case: TileCase
     candidate: str
     us: float
     told: float | None
@@ -59,9 +59,9 @@ def read(path: Path) -> list[Row]:
     for number, text in enumerate(lines, 1):
         try:
             data: dict[str, Any] = json.loads(text)
-            case = data["case"]
+            case = {name: data["case"][name] for name in _FIELDS}
             requests = tuple(tuple(request) for request in case["requests"])
-            found.append(Row(**{**data, "case": BatchCase(**{**case, "requests": requests})}))
+            found.append(Row(**{**data, "case": TileCase(**{**case, "requests": requests})}))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: this is no row of a candidate ({error})") from error
     return found

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.choose import card as cards
-from cupyattn.choose.card import Card
-from cupyattn.choose.fit import Sample, fit_card
-from cupyattn.core.device import NO_GPU
-from cupyattn.launch.attention.batch import BatchLauncher
-
-from ..batch.case import BatchCase
-from ..sweep.plans import plan_of
+from ...choose import card as cards
+from ...choose.card import Card
+from ...choose.fit import Sample, fit_card
+from ...core.device import NO_GPU
+from ...launch.attention.batch import BatchLauncher
+from ...launch.attention.layout import BatchSchedule
+from ...schedule.batch import BatchRequests
+from .case import TileCase
+from .plans import plan_of
 from .rows import Row
 
 # Of all batches, one in so many is held out: its times are no part of the fit.
@@ -33,31 +34,52 @@ class Check(NamedTuple):
     errors: dict[tuple[str, str], list[float]]
     regrets: dict[str, list[float]]
 
+    @property
+    def error(self) -> float:
+        """The median error of all estimates, a share."""
+        logs = [x for some in self.errors.values() for x in some]
+        return float(np.median(np.abs(logs))) if logs else 0.0
+
+    @property
+    def regret(self) -> float:
+        """The mean regret of all batches; 1 is the least."""
+        found = self.all_regrets()
+        return float(np.mean(found)) if found else 1.0
+
+    @property
+    def high_regret(self) -> float:
+        """The 95th percentile of the regrets."""
+        found = self.all_regrets()
+        return float(np.percentile(found, 95)) if found else 1.0
+
+    def all_regrets(self) -> list[float]:
+        """Those of all batches, in an order that another card's have too."""
+        return [x for some in self.regrets.values() for x in some]
+
 
 def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """The rows that a card is fitted to, and those of batches that are held out."""
     parts: tuple[list[Row], list[Row]] = [], []
     for row in rows:
-        number = int(row.case.name.split("_")[1])
-        parts[number % _HELD_OUT == 0].append(row)
+        parts[row.case.number % _HELD_OUT == 0].append(row)
     return parts
 
 
-def fit(card: Card, rows: Sequence[Row]) -> Card:
-    """A card like `card` whose times are nearest to the rows."""
+def fit(card: Card, rows: Sequence[Row], device_index: int = NO_GPU.index) -> Card:
+    """A card like `card` whose times are nearest to the rows of a device."""
     with cards.using(card):
-        return fit_card(card, [_sample(case, us) for case, us in _by_case(rows)])
+        return fit_card(card, [_sample(case, us, device_index) for case, us in _by_case(rows)])
 
 
-def check(card: Card, rows: Sequence[Row]) -> Check:
+def check(card: Card, rows: Sequence[Row], device_index: int = NO_GPU.index) -> Check:
     """How far off the card's estimates are, and what its choices cost."""
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)
     regrets: dict[str, list[float]] = defaultdict(list)
     with cards.using(card):
         for case, us in _by_case(rows):
-            launcher, schedule = _planned(case)
-            kind = f"{case.name.split('_')[2]} {case.api}"
-            for candidate in launcher.candidates(schedule.requests):
+            launcher, schedule, requests = _planned(case, device_index)
+            kind = f"{case.kind} {case.api}"
+            for candidate in launcher.candidates(requests):
                 if candidate.name in us and math.isfinite(candidate.time):
                     label = "+ others" if "+" in candidate.name else candidate.name
                     errors[kind, label].append(math.log(candidate.time / us[candidate.name]))
@@ -73,8 +95,8 @@ def table(found: Check) -> str:
     for (kind, name), logs in sorted(found.errors.items()):
         bias, error = math.exp(np.median(logs)), float(np.median(np.abs(logs)))
         lines.append(f"{kind:18}{name:22}{len(logs):6}{bias:12.3f}{100 * error:7.1f}%")
-    logs = [x for some in found.errors.values() for x in some]
-    lines.append(f"{'all':40}{len(logs):6}{'':12}{100 * float(np.median(np.abs(logs))):7.1f}%")
+    count = sum(map(len, found.errors.values()))
+    lines.append(f"{'all':40}{count:6}{'':12}{100 * found.error:7.1f}%")
     lines.append(f"{'batches':40}{'number':>6}{'regret':>12}{'95th':>8}{'worst':>8}")
     regrets = {**dict(sorted(found.regrets.items()))}
     regrets["all"] = [x for some in found.regrets.values() for x in some]
@@ -84,30 +106,31 @@ def table(found: Check) -> str:
     return "\n".join(lines)
 
 
-def _by_case(rows: Iterable[Row]) -> list[tuple[BatchCase, dict[str, float]]]:
-    found: dict[str, tuple[BatchCase, dict[str, float]]] = {}
+def _by_case(rows: Iterable[Row]) -> list[tuple[TileCase, dict[str, float]]]:
+    found: dict[str, tuple[TileCase, dict[str, float]]] = {}
     for row in rows:
         found.setdefault(row.case.name, (row.case, {}))[1][row.candidate] = row.us
     return list(found.values())
 
 
-def _sample(case: BatchCase, us: dict[str, float]) -> Sample:
-    launcher, schedule = _planned(case)
-    batch = launcher.batch_of(schedule.requests)
+def _sample(case: TileCase, us: dict[str, float], device_index: int) -> Sample:
+    launcher, _, requests = _planned(case, device_index)
+    batch = launcher.batch_of(requests)
     return Sample(launcher.problem, case.page_size, launcher.offer, batch, us)
 
 
 _launchers: dict[tuple[object, ...], BatchLauncher] = {}
 
 
-def _planned(case: BatchCase) -> tuple[BatchLauncher, object]:
-    """A launcher by the card that is used, and the schedule that it makes of a case's requests."""
+def _planned(
+    case: TileCase, device_index: int
+) -> tuple[BatchLauncher, BatchSchedule, BatchRequests]:
+    """A launcher by the card that is used, a case's requests, and the schedule made of them."""
     found = plan_of(case)
     assert found is not None
-    launcher, schedule = found
-    key = id(cards.card_of(NO_GPU)), launcher.spec, launcher.problem
+    launcher = found.launcher
+    key = id(cards.card_of(NO_GPU)), launcher.spec, launcher.problem, device_index
     own = _launchers.get(key)
     if own is None:
-        own = BatchLauncher(launcher.spec, launcher.problem, launcher.device_index)
-        _launchers[key] = own
-    return own, own.schedule(schedule.requests)
+        own = _launchers[key] = BatchLauncher(launcher.spec, launcher.problem, device_index)
+    return own, own.schedule(found.requests), found.requests

@@ -1,0 +1,72 @@
+"""Whether a card that was fitted here is better than what plans choose by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...choose.card import Card
+from ...core.device import DeviceProps
+from .fit import Check, check, fit, split
+from .rows import Row
+
+LEAST_BATCHES = 40
+# Mean regrets this near are one, or if they differ by no more than twice what chance makes of them:
+# then the errors of the estimates decide.
+_SAME_REGRET = 0.005
+
+
+class Verdict(NamedTuple):
+    """A card that was fitted to some batches, and what it and the one before say of the others.
+
+    num_batches  that were held out
+    """
+
+    card: Card
+    before: Check
+    after: Check
+    num_batches: int
+
+    @property
+    def is_better(self) -> bool:
+        gains = np.array(self.before.all_regrets()) - np.array(self.after.all_regrets())
+        gain, chance = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
+        if abs(gain) > max(_SAME_REGRET, 2 * chance):
+            return gain > 0
+        return self.after.error < self.before.error
+
+    def lines(self) -> list[str]:
+        """For readers."""
+        both = self.before, self.after
+        return [
+            f"{self.num_batches} batches were held out:{'before':>28}{'after':>10}",
+            _line("estimates are off by, in the median", *(f"{100 * x.error:.1f} %" for x in both)),
+            _line("chosen / best, in the mean", *(f"{x.regret:.3f}" for x in both)),
+            _line("chosen / best, at the 95th percentile", *(f"{x.high_regret:.3f}" for x in both)),
+        ]
+
+
+def _line(name: str, before: str, after: str) -> str:
+    return f"  {name:40}{before:>10}{after:>10}"
+
+
+def judge(card: Card, rows: Sequence[Row], props: DeviceProps, source: str) -> Verdict:
+    """Fit a card like `card` to rows of a device, whose name and rates it gets."""
+    fitted, held_out = split(rows)
+    made = fit(card, fitted, props.index)
+    made = replace(
+        made,
+        name=props.name,
+        match=(props.name,),
+        arch=props.arch,
+        num_sms=props.num_sms,
+        memory_rate=props.memory_rate,
+        sm_clock=props.sm_clock,
+        source=source,
+        scaled_from="",
+    )
+    before, after = (check(x, held_out, props.index) for x in (card, made))
+    return Verdict(made, before, after, len({row.case.name for row in held_out}))

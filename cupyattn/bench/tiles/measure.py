@@ -1,0 +1,156 @@
+"""Times every candidate of drawn batches on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ... import jit
+from ...choose import candidates
+from ...core import dtypes
+from ...core.device import NO_GPU, device_props
+from ...launch.attention import merge_splits
+from ...launch.attention.batch import BatchLauncher
+from ..inputs import NAN_BITS, Arrays, as_bits, to_host
+from ..timing import ContextLost, Stopwatch, describe, measure, random_order
+from .case import TileCase
+from .plans import page_counts, plan_of, planned, wrapper_of
+from .rows import Row
+
+Instance = tuple[str, jit.Config]
+
+_ROUNDS = 3
+_MOST_ERROR = 0.02  # between the outputs of two candidates, of their norm: rounding alone is less
+_COMPARED_ROWS = 256
+
+
+def instances(
+    cases: Iterable[TileCase], device_index: int = NO_GPU.index
+) -> dict[str, frozenset[Instance]]:
+    """(entry name, Config) of the kernels of all candidates of each case, and of all other cases of
+    its problem. Nothing is compiled for an imagined device."""
+    launchers: dict[Any, BatchLauncher] = {}
+    groups: dict[Any, dict[Instance, None]] = defaultdict(dict)
+    group_of, seen = {}, set()
+    for case in cases:
+        made = plan_of(case)
+        assert made is not None
+        drawn, problem = made.launcher, made.launcher.problem
+        launcher = launchers.setdefault(
+            (drawn.spec, problem), BatchLauncher(drawn.spec, problem, device_index)
+        )
+        group_of[case.name] = group = problem, case.page_size
+        for candidate in launcher.candidates(made.requests):
+            rows = tuple(name for name, _ in candidate.parts)
+            if (group, candidate.name, rows) in seen:
+                continue
+            seen.add((group, candidate.name, rows))
+            with candidates.only(candidate.name):
+                launcher.schedule(made.requests)
+            groups[group] |= dict.fromkeys(_kernels_of(launcher))
+    return {name: frozenset(groups[group]) for name, group in group_of.items()}
+
+
+def _kernels_of(launcher: BatchLauncher) -> Iterator[Instance]:
+    for kernel in launcher.kernels():
+        yield kernel.loaded.tiles.name, kernel.loaded.tiles.config
+        for config in merge_splits.configs(launcher.problem, kernel.kinds[0]):
+            yield "merge_splits", config
+
+
+def rows_of(
+    cases: Iterable[TileCase],
+    arrays: Arrays,
+    clock: Stopwatch,
+    commit: str,
+    deadline: float,
+    now: Callable[[], float] = time.time,
+) -> Iterator[list[Row]]:
+    """The rows of each of these cases, as long as there is time; none of a case that cannot be
+    measured. Raises ContextLost if the device answers no more."""
+    for case in cases:
+        if now() > deadline:
+            return
+        try:
+            yield _rows_of_case(case, arrays, clock, commit, deadline, now)
+        except ContextLost:
+            raise
+        except Exception as error:  # another batch may do; a lost context ends the run
+            print(f"\n{case.name}: {describe(error)}", flush=True)
+            clock.check_alive()
+            yield []
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """q [rows, Hq, Dqk], k and v as the wrapper takes them, and what it writes."""
+
+    q: Any
+    keys: tuple[Any, ...]
+    out: Any
+    indices: Any = None
+
+
+def _make_inputs(case: TileCase, arrays: Arrays) -> _Inputs:
+    rows, kv_dtype = case.q_offsets[-1], dtypes.parse(case.kv_dtype)
+    q = arrays.normal(rows, case.num_qo_heads, case.head_dim_qk)
+    out = arrays.empty((rows, case.num_qo_heads, case.head_dim_vo), dtypes.bfloat16)
+    dims, indices = (case.head_dim_qk, case.head_dim_vo), None
+    places: tuple[int, ...] = (case.kv_offsets[-1],)
+    if case.api == "paged":
+        order = arrays.random.permutation(int(page_counts(case).sum()))
+        indices, places = arrays.int32(order), (order.size, case.page_size)
+    k, v = (arrays.normal(*places, case.num_kv_heads, dim, dtype=kv_dtype) for dim in dims)
+    return _Inputs(q, ((k, v),) if case.api == "paged" else (k, v), out, indices)
+
+
+def _rows_of_case(
+    case: TileCase,
+    arrays: Arrays,
+    clock: Stopwatch,
+    commit: str,
+    deadline: float,
+    now: Callable[[], float],
+) -> list[Row]:
+    inputs, device = _make_inputs(case, arrays), str(arrays.device)
+    made = planned(wrapper_of(case, device, inputs.indices))
+    assert made is not None
+    offered = made.launcher.candidates(made.requests)
+    calls, outputs = [], []
+    for candidate in offered:
+        with candidates.only(candidate.name):
+            wrapper = wrapper_of(case, device, inputs.indices)
+        calls.append(functools.partial(wrapper.run, inputs.q, *inputs.keys, out=inputs.out))
+        outputs.append(_answer(calls[-1], inputs, clock))
+    for candidate, output in zip(offered, outputs, strict=True):
+        error = float(np.linalg.norm(output - outputs[0]) / np.linalg.norm(outputs[0]))
+        if not error <= _MOST_ERROR:
+            raise AssertionError(f"{candidate.name} differs by {error:.3g} from {offered[0].name}")
+    timings = measure(calls, clock, _ROUNDS, deadline, now, random_order(case.name))
+    props = device_props(arrays.device.index)
+    rows = []
+    for candidate, timing in zip(offered, timings, strict=True):
+        if timing.error is not None:
+            raise RuntimeError(f"{candidate.name}: {timing.error}")
+        told = float(candidate.time) if np.isfinite(candidate.time) else None
+        is_chosen = candidate.name == made.schedule.candidate
+        of_card = props.name, props.sm_clock, commit
+        rows.append(Row(*of_card, case, candidate.name, timing.percentile(50), told, is_chosen))
+    return rows
+
+
+def _answer(call: Callable[[], Any], inputs: _Inputs, clock: Stopwatch) -> np.ndarray:
+    """Some rows of what a call writes, where NaN was before."""
+    bits = as_bits(inputs.out)
+    bits[...] = NAN_BITS
+    call()
+    clock.wait()
+    step = -(-bits.shape[0] // _COMPARED_ROWS)
+    return to_host(bits[::step]).view(ml_dtypes.bfloat16).astype(np.float32)
