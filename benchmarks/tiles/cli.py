@@ -63,19 +63,25 @@ def fitting(given: Sequence[str]) -> int:
     )
     parser.add_argument("rows", type=Path, nargs="+", help="files of rows")
     parser.add_argument(
-        "--card", required=True, choices=sorted(x.stem for x in FOLDER.glob("h*.json"))
+        "--card",
+        required=True,
+        type=str.lower,
+        choices=sorted(x.stem for x in FOLDER.glob("h*.json")),
     )
-    parser.add_argument("--check", action="store_true", help="only say how good the card is")
+    parser.add_argument(
+        "--check", action="store_true", help="only say how good the card is, on all rows"
+    )
     parser.add_argument("--write", action="store_true", help="write what was fitted")
     parser.add_argument("--source", default="", help="what the file says of the rows")
     args = parser.parse_args(given)
     path = FOLDER / f"{args.card}.json"
     card = read(path.read_text("utf-8"), path.name)
     found = [row for file in args.rows for row in rows.read(file)]
+    if args.check:
+        print(table(check(card, found)))
+        return 0
     fitted, held_out = split(found)
     print(f"{path.name}:\n{table(check(card, held_out))}")
-    if args.check:
-        return 0
     made = replace(fit(card, fitted), source=args.source or _source(args.rows, found))
     print(f"fitted:\n{table(check(made, held_out))}")
     if args.write:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tiles import cli
 from cupyattn.bench.tiles import measure, rows
 from cupyattn.bench.tiles.draw import PROBLEMS, draw_cases
 from cupyattn.bench.tiles.rows import Row
+from cupyattn.choose.card import FOLDER, read
 
 
 def test_draws_are_those_of_a_seed_and_of_every_problem() -> None:
@@ -42,3 +44,25 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     path.write_text(path.read_text("utf-8") + '{"card": 1}\n', "utf-8")
     with pytest.raises(ValueError, match=r"rows\.jsonl:3: this is no row"):
         rows.read(path)
+
+
+ROWS = Path(__file__).parents[3] / "benchmarks/results/2026-11-27-h100-tiles/rows-3.jsonl.gz"
+
+
+@pytest.mark.parametrize("does", ["--check", "--write"])
+def test_a_card_is_checked_and_fitted_by_the_command(
+    does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.jsonl"
+    rows.write(rows.read(ROWS)[:400], few)
+    (tmp_path / "h100.json").write_bytes((FOLDER / "h100.json").read_bytes())
+    monkeypatch.setattr(cli, "FOLDER", tmp_path)
+    assert cli.fitting([str(few), "--card", "H100", does]) == 0
+    said = capsys.readouterr().out
+    assert "regret" in said and ("fitted:" in said) == (does == "--write")
+    made = read((tmp_path / "h100.json").read_text("utf-8"), "it")
+    assert made.source == ("few.jsonl at fb8bbed" if does == "--write" else shipped_source())
+
+
+def shipped_source() -> str:
+    return read((FOLDER / "h100.json").read_text("utf-8"), "it").source
