@@ -183,9 +183,9 @@ class _Place:
     def fault(self) -> str:
         """Why they cannot be kept, as far as it can be seen before; empty if they can."""
         if self.path is None:
-            return f"this user has no folder for kernels; {self._remedy()}"
+            return f"this user has no folder for kernels; {self.remedy()}"
         if not is_writable(self.path.parent):
-            return f"{self.path} cannot be written; {self._remedy()}"
+            return f"{self.path} cannot be written; {self.remedy()}"
         return ""
 
     def write(self, text: str) -> Path:
@@ -195,7 +195,15 @@ class _Place:
         self._out.write_text(text, "utf-8")
         return self._out
 
-    def _remedy(self) -> str:
+    def use(self) -> str:
+        """What becomes of what was written."""
+        if self._out is not None:
+            return ""
+        if not env.TUNED.flag():
+            return f", and not used where {env.TUNED.name} is 0, as here"
+        return ", and used from now on"
+
+    def remedy(self) -> str:
         if self._out is not None:
             return "name another file"
         return f"give --out FILE, or set {env.CACHE_DIR.name} to a folder that can be written"
@@ -210,6 +218,6 @@ def _keep(verdict: Verdict, place: _Place) -> int:
     except (OSError, CupyAttnError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         where = f"{place.path} cannot be written ({reason})" if place.path else reason
-        return _fail(f"the times are better, and are not kept: {where}; {place._remedy()}", 1)
-    print(f"{path}: written" + (", and used from now on" if place._out is None else ""))
+        return _fail(f"the times are better, and are not kept: {where}; {place.remedy()}", 1)
+    print(f"{path}: written{place.use()}")
     return 0

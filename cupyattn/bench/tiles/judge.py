@@ -32,11 +32,17 @@ class Verdict(NamedTuple):
 
     @property
     def is_better(self) -> bool:
-        gains = np.array(self.before.all_regrets()) - np.array(self.after.all_regrets())
-        gain, chance = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
-        if abs(gain) > max(_SAME_REGRET, 2 * chance):
+        gain = self.before.regret - self.after.regret
+        if abs(gain) > max(_SAME_REGRET, 2 * self._chance()):
             return gain > 0
         return self.after.error < self.before.error
+
+    def _chance(self) -> float:
+        """What the draw of the batches makes of the gain: its standard error."""
+        before, after = self.before.all_regrets(), self.after.all_regrets()
+        if not before or len(before) != len(after):  # a choice that was not timed has no regret
+            return 0.0
+        return float((np.array(before) - np.array(after)).std()) / len(before) ** 0.5
 
     def lines(self) -> list[str]:
         """For readers."""

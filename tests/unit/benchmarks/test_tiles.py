@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers import fake_batch, fake_gpu
 
 from benchmarks.tiles import cli
-from cupyattn.bench.tiles import measure, rows
+from cupyattn.bench.inputs import as_bits
+from cupyattn.bench.tiles import measure, plans, rows
 from cupyattn.bench.tiles.draw import PROBLEMS, draw_cases
 from cupyattn.bench.tiles.rows import Row
 from cupyattn.choose.card import FOLDER, read
@@ -32,6 +34,33 @@ def test_kernels_of_all_candidates_are_known_without_a_gpu() -> None:
     found = [*measure.instances([case])[case.name]]
     names = {name for name, _ in found}
     assert {"prefill_sm90", "decode_sm80"} <= names and len(found) == len(set(found)) > 5
+
+
+def test_runs_take_arrays_of_cupy_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is not there: plans with tables on the host and page numbers on the device."""
+    stream = fake_batch.pretend(fake_gpu.pretend(monkeypatch), monkeypatch)
+    make = fake_gpu.maker("cupy", monkeypatch)
+    small = [case for case in draw_cases(3, 100) if sum(case.kv_lens) < 5000]
+    assert {"bfloat16", "float8_e4m3fn"} == {case.kv_dtype for case in small}
+    for case in small[:24]:
+        places, indices = (case.kv_offsets[-1],), None
+        if case.api == "paged":
+            indices = make(int(plans.page_counts(case).sum()), dtype="int32")
+            places = (indices.size, case.page_size)
+        q, out = (
+            make(case.q_offsets[-1], case.num_qo_heads, dim)
+            for dim in (case.head_dim_qk, case.head_dim_vo)
+        )
+        k, v = (
+            make(*places, case.num_kv_heads, dim, dtype=case.kv_dtype)
+            for dim in (case.head_dim_qk, case.head_dim_vo)
+        )
+        wrapper = plans.wrapper_of(case, "cuda:0", indices)
+        made = plans.planned(wrapper)
+        assert made is not None and made.requests.kv_len.tolist() == case.kv_lens
+        wrapper.run(q, *(((k, v),) if case.api == "paged" else (k, v)), out=out)
+        assert stream.jobs and as_bits(k).dtype.itemsize == (1 if "float8" in case.kv_dtype else 2)
+        stream.jobs.clear()
 
 
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:

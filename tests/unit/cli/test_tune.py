@@ -135,6 +135,26 @@ def test_times_that_are_no_better_are_not_kept(
     assert not gpu.exists()
 
 
+def test_it_says_if_what_it_keeps_is_left_out_here(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUPYATTN_TUNED", "0")
+    assert tuned_with() == 0
+    assert "written, and not used where CUPYATTN_TUNED is 0, as here" in capsys.readouterr().out
+
+
+def test_a_gain_within_what_chance_makes_of_it_is_none() -> None:
+    """Choices of two batches in 20 differ, one for the better and one for the worse."""
+    regrets = [[1.3, 1.0, *[1.0] * 18], [1.0, 1.15, *[1.0] * 18]]
+    checks = [Check({("x", "y"): [0.1 - i / 100]}, {"x": x}) for i, x in enumerate(regrets)]
+    assert checks[0].regret - checks[1].regret > 0.007
+    packaged = card.packaged(PROPS)
+    assert judge.Verdict(packaged, *checks, 20).is_better  # by its estimates
+    assert not judge.Verdict(packaged, checks[0], checks[1]._replace(errors={}), 20)._chance() == 0
+    worse = checks[1]._replace(errors={("x", "y"): [0.2]})
+    assert not judge.Verdict(packaged, checks[0], worse, 20).is_better
+
+
 @pytest.mark.parametrize(
     ("before", "after", "is_better"),
     [
