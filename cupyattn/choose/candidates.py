@@ -152,6 +152,13 @@ class Batch:
     many: TileWork | None
 
     @property
+    def longest(self) -> int:
+        """The most keys of a request."""
+        if self.many is None or self.streams is None:
+            return self.works.longest
+        return max(self.many.longest, self.streams.longest)
+
+    @property
     def most_rows(self) -> int:
         return self.max_qo_len * self.group_size
 
@@ -223,12 +230,16 @@ def _forms(offer: Offer, batch: Batch) -> list[_Form]:
 
 
 def _forms_of_tiles(batch: Batch, shapes: Mapping[str, TileShape]) -> list[_Form]:
-    found = []
+    found, longest = [], batch.longest
     for name, shape in shapes.items():
         assert shape.times is not None
+        if shape.most_keys and longest > shape.most_keys:
+            continue
         if batch.many is not None and batch.streams is not None:
             count = *batch.many.at_least(shape), batch.num_kv_heads, shape, batch.streams
             found.append(_Form(least_together(*count), partial(alone, batch, name, shape)))
+            if name != LARGE and (shape.is_persistent or shape.most_keys):
+                continue  # behind other blocks that take items launches wait as long, and longer
             found.append(_Form(least_followed(*count), partial(with_others, batch, name, shape)))
         else:
             slots = Slots(shape.num_slots, shape.num_sms)

@@ -19,5 +19,5 @@ def batch_of(works: TileWork, streams: Streams | None, num_kv_heads: int, group_
 
 
 def choose(batch: Batch, shapes: Sequence[TileShape]) -> Candidate:
-    """The soonest of these tiles, by the names "0", "1", ..."""
-    return best_of(batch, {str(index): shape for index, shape in enumerate(shapes)})
+    """The soonest of these tiles, by the names "large", "1", "2", ..."""
+    return best_of(batch, {str(index) if index else LARGE: x for index, x in enumerate(shapes)})

@@ -24,7 +24,7 @@ _LEAN_TILES = ("queue", "lean", "flat")
 # The other tiles are slower under a cap than one of these wherever they were timed.
 _CAPPED_TILES = ("middle", "short", *_LEAN_TILES)
 # Blocks for short items multiply more slowly than others, and win by what they do besides.
-MOST_KEYS_OF_SHORT_ITEMS = 512
+MOST_KEYS_OF_SHORT_ITEMS = 1024
 
 
 class _Shape(NamedTuple):

@@ -144,7 +144,7 @@ def test_capped_decodes_take_longer() -> None:
 def test_a_chunk_leaves_sms_to_many_decodes() -> None:
     """Measured on an H200: 562 us with 108 of 132 SMs, 630 to 686 with all."""
     found = choose([(2048, 8192)], [(1, 4096)] * 63)
-    assert found.name == "0 + others"
+    assert found.name == "large + others"
     assert 96 <= found.slots <= 112
     assert found.time == pytest.approx(562, rel=0.08)
 
@@ -207,9 +207,10 @@ def test_all_is_done_when_both_are(
 ) -> None:
     few = streams([(1, keys)] * count)
     time = time_beside(end, mean * end, 132, used, few)
-    assert (
-        max(end, few.time()) <= time <= 1.15 * end + max(few.time(), few.busy() / 132) + few.time()
-    )
+    # Behind a launch that leaves no SM nobody waits for one to be free.
+    soonest = few.time() - (TIMES.start if used == 132 else 0.0)
+    most = 1.15 * end + max(few.time(), few.busy() / 132) + few.time()
+    assert max(end, soonest) <= time <= most
 
 
 @given(st.data())
