@@ -71,9 +71,9 @@ KERNELS_DIR = Variable(
 )
 XLA_GRAPHS = Variable(
     "CUPYATTN_XLA_GRAPHS",
-    "0",
-    "1 lets XLA record calls inside jax.jit in its CUDA graphs, with JAX 0.11 or later (read while "
-    "JAX traces)",
+    "1",
+    "0 keeps XLA from recording calls inside jax.jit in its CUDA graphs, which it does with JAX "
+    "0.11 or later (read while JAX traces)",
 )
 
 ALL = (

@@ -383,7 +383,7 @@ def test_steps_that_xla_records(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     import cupyattn.integrations.jax as door
     from cupyattn.integrations import xla_graphs
 
-    monkeypatch.setenv("CUPYATTN_XLA_GRAPHS", "1")
+    monkeypatch.delenv("CUPYATTN_XLA_GRAPHS", raising=False)
     jnp, layers = jax.numpy, 6
     asked: list[str] = []
     for name in ("_on_gpu", "_record"):

@@ -241,13 +241,16 @@ def test_calls_that_may_be_recorded_run_on_the_cpu_too(
     x: Arrays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "_RECORDS_SINCE", (0,))
-    monkeypatch.setenv("CUPYATTN_XLA_GRAPHS", "1")
+    monkeypatch.delenv("CUPYATTN_XLA_GRAPHS", raising=False)
     compiled = jax.jit(lambda q: door.dot_product_attention(q * 2, x.k, x.v))
     assert door._RECORDED_TARGET in compiled.lower(x.q).as_text()
     want = door.dot_product_attention(x.q * 2, x.k, x.v)
     np.testing.assert_allclose(compiled(x.q), want, atol=1e-6)
     # XLA refuses graphs in which nothing is launched.
     assert door._RECORDED_TARGET not in compiled.lower(x.q[:, :0]).as_text()
+    monkeypatch.setenv("CUPYATTN_XLA_GRAPHS", "0")
+    launched = jax.jit(lambda q: door.dot_product_attention(q * 2, x.k, x.v))
+    assert door._RECORDED_TARGET not in launched.lower(x.q).as_text()
 
 
 def test_structures_have_the_sizes_of_the_header() -> None:
