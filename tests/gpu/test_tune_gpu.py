@@ -17,10 +17,11 @@ pytest.importorskip("cupy")
 
 
 def of_each_kind() -> list[TileCase]:
-    """A batch of each kind and dtype of keys that is drawn for heads of 128 columns."""
+    """A batch of each kind that is drawn for heads of 128 columns, but for fp8, which CuPy lacks."""
     found: dict[tuple[str, ...], TileCase] = {}
     for case in draw_cases(3, 300):
         is_plain = case.pos_encoding_mode == "NONE" and not case.logits_soft_cap
+        is_plain = is_plain and case.kv_dtype == "bfloat16"
         if case.head_dim_qk == case.head_dim_vo == 128 and is_plain:
             found.setdefault((case.api, case.kind, case.kv_dtype), case)
     return [*found.values()]

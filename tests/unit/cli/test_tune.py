@@ -31,7 +31,7 @@ from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue
 
 PROPS = dataclasses.replace(NO_GPU, index=0, name="A GPU of mine")
-CASES = 100
+CASES = 200
 
 
 class Slow(FakeClock):
