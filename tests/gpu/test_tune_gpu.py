@@ -17,7 +17,7 @@ pytest.importorskip("cupy")
 
 
 def of_each_kind() -> list[TileCase]:
-    """A batch of each kind that is drawn for heads of 128 columns, but for fp8, which CuPy lacks."""
+    """A batch of each kind that is drawn for heads of 128 columns. (CuPy has no fp8.)"""
     found: dict[tuple[str, ...], TileCase] = {}
     for case in draw_cases(3, 300):
         is_plain = case.pos_encoding_mode == "NONE" and not case.logits_soft_cap
