@@ -8,7 +8,7 @@ from typing import Any
 
 from ..batch.case import BatchCase
 from .draw import model_of, schedule_of
-from .predict import predict, works_of
+from .predict import predict
 from .profiles import lines_of
 
 _WORST = 10
@@ -156,12 +156,12 @@ def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predicted(case: BatchCase) -> tuple[float | None, str]:
-    """What the plan promises, and its kernels; None where a case cannot be planned on the host."""
+    """What the plan promises, and its candidate; None where no plan can be made on the host."""
     try:
-        works = works_of(case)
-        return predict(case, works), " + ".join(dict.fromkeys(work.kernel for work in works))
+        found = predict(case)
     except Exception:
-        return None, ""
+        found = None
+    return (None, "") if found is None else (found.us, found.candidate)
 
 
 def _by(entries: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
