@@ -112,7 +112,7 @@ class Batch:
         )
 
     def array(self, name: str, *shape: int, dtype: str = "") -> Array:
-        x = np.empty(shape, dtypes.parse(dtype or self.dtype).numpy)
+        x = np.zeros(shape, dtypes.parse(dtype or self.dtype).numpy)
         if x.size < 1 << 16:
             x.view(np.uint8)[...] = 0
         self.card.name(name, x)

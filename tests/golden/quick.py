@@ -56,7 +56,7 @@ def _embed(
 def _blank(
     shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None, **where: Any
 ) -> poison.Poisoned:
-    return _embed(np.empty(tuple(shape), np.dtype(dtype)), strides, **where)
+    return _embed(np.zeros(tuple(shape), np.dtype(dtype)), strides, **where)
 
 
 def patch(patch: pytest.MonkeyPatch) -> None:

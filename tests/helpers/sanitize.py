@@ -37,6 +37,7 @@ PARTS = {
     "flash_attn": 2,
     "prefill_sm90": 2,
     "explain": 1,
+    "tune": 1,
     "real_engines": 1,
     "shared_prefix": 1,
     "masked_wrappers": 2,
