@@ -133,9 +133,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
     of the same name, which runs on Blackwell only.
     """
     repeat, has_counts = None, sparse_mla_top_k_lens is not None
-    # Lists of ragged rows have lengths that are made for the call.
-    is_plain = not has_counts if sparse_mla_top_k == 0 else cum_seq_lens_q is None
-    if is_plain and type(sparse_mla_top_k) is int and causal_seqlens_kv_global is None:
+    is_plain = type(sparse_mla_top_k) is int and causal_seqlens_kv_global is None
+    if is_plain:
+        # Lists of ragged rows have lengths that are made for the call.
+        is_plain = not has_counts if sparse_mla_top_k == 0 else cum_seq_lens_q is None
+    if is_plain:
         repeat = repeat_of(
             *("trtllm", kv_lora_rank, qk_rope_head_dim, max_seq_len, backend, return_lse),
             *(uses_shared_paged_kv_idx, max_q_len, enable_dcp, cp_world, return_lse_base),
