@@ -26,9 +26,12 @@ def needs_copies(batch: Batch, vq: ArrayView) -> bool:
     are multiplied with values too, which are then columns of keys."""
     if batch.qv is not None:
         return True
-    dims = vq.shape[-1], array.view(batch.v, batch.names.v).shape[-1]
+    k, v = array.view(batch.k, batch.names.k), array.view(batch.v, batch.names.v)
+    if not (k.shape and v.shape):
+        return False  # which are refused behind this
+    dims = vq.shape[-1], v.shape[-1]
     wanted = _kernel_dims(*dims)
-    has_keys = array.view(batch.k, batch.names.k).shape[-1] == dims[0]
+    has_keys = k.shape[-1] == dims[0]
     return has_keys and wanted is not None and wanted != dims
 
 

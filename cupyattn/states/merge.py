@@ -153,7 +153,10 @@ def _run_cached(form: Form, given: tuple[Any, ...], base_on_e: Any, output_scale
     return out, lse
 
 
-_REQUIRED = ("v_a", "v_b", "s_a", "s_b", "v", "s", "v_other", "s_other", "indptr")
+_REQUIRED = (
+    *("v_a", "v_b", "s_a", "s_b", "v", "s", "v_other", "s_other", "indptr"),
+    *("prefix_output", "suffix_output"),
+)
 
 
 def _check_inputs(form: Form, views: Arrays) -> tuple[int, Dims]:
