@@ -184,7 +184,7 @@ def read_rows(qo_indptr: Any, name: str = "qo_indptr", unit: int = 1) -> QueryRo
     """The rows that offsets from 0 on deal out; `unit` as in read_indptr."""
     x = qo_indptr
     if type(x) is np.ndarray and x.ndim == 1 and x.size <= _MOST_KNOWN and x.dtype in _INTEGERS:
-        # Those of prompts come once, and would only push others out.
+        # Offsets of prompts come once, and would only push out those that come again.
         if x.size > 1 and int(x[1]) * (x.size - 1) == int(x[-1]):
             return _known_rows(x.tobytes(), x.itemsize, name, unit)
     return _read_rows(x, name, unit)

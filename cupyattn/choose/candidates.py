@@ -32,8 +32,8 @@ from .card import Card
 from .tile_times import portable_times_of
 
 Parts = list[tuple[str, TileWork]]
-# What the time of tiles of prefill counts beside that of blocks of decode for few rows of a class:
-# estimates of the latter are too low for 17 to 32 rows (by rows of an H100).
+# What the time of tiles of prefill_sm90 counts beside that of blocks of decode for few rows of a
+# class: estimates of the latter are too low for 17 to 32 rows (by rows of an H100).
 MARGIN = {DECODE: 0.9, VERIFY: 0.85}
 
 
@@ -215,12 +215,11 @@ def candidates(offer: Offer, batch: Batch) -> list[Candidate]:
 def _forms(offer: Offer, batch: Batch) -> list[_Form]:
     if not batch.parts:
         return []
-    shapes = offer.timed_shapes()
-    found = _forms_of_tiles(batch, shapes)
     (rows, _), *others = batch.parts
     if not others and rows == DECODE and offer.is_paged:
         # Tiles of prefill gain nothing here, and would be one more kernel for an engine to compile.
         return [_known(x) for x in _of_few_rows(offer, batch)]
+    found = _forms_of_tiles(batch, offer.timed_shapes())
     if not others and rows in FEW:
         found = [form._replace(margin=MARGIN[rows]) for form in found]
         return found + [_known(x) for x in _of_few_rows(offer, batch)]
@@ -323,7 +322,9 @@ def _of_few_rows(offer: Offer, batch: Batch) -> list[Candidate]:
     keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
     found = [
         Candidate(name_of_blocks(rows, shape), [(kernel_rows, works)], -1, shape, time)
-        for kernel_rows, shape, time in blocks(offer, batch, rows, keys)
+        for time, kernel_rows, shape in timed_blocks(
+            offer, rows, keys, batch.num_kv_heads, batch.most_rows, batch.key_bytes
+        )
     ]
     if rows == VERIFY:
         time = _portable_time(offer, batch, SMALL, works)
@@ -331,13 +332,14 @@ def _of_few_rows(offer: Offer, batch: Batch) -> list[Candidate]:
     return found
 
 
-def blocks(offer: Offer, batch: Batch, rows: str, keys: Keys) -> list[tuple[str, TileShape, float]]:
-    """The blocks of decode for requests of one row class: the class of their kernel, their shape,
-    and when they are done."""
-    facts = *keys, batch.num_kv_heads, batch.most_rows, batch.key_bytes
-    times = offer.card.decode
-    offered = offer.blocks_of_few_rows(rows, keys, batch.most_rows)
-    return [(name, shape, decode_time(shape, times.of(shape), *facts)) for name, shape in offered]
+def timed_blocks(
+    offer: Offer, rows: str, keys: Keys, num_kv_heads: int, most_rows: int, key_bytes: int
+) -> list[tuple[float, str, TileShape]]:
+    """The blocks of decode for requests of one row class: when they are done, the class of their
+    kernel, and their shape."""
+    facts, times = (*keys, num_kv_heads, most_rows, key_bytes), offer.card.decode
+    offered = offer.blocks_of_few_rows(rows, keys, most_rows)
+    return [(decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered]
 
 
 def name_of_blocks(rows: str, shape: TileShape) -> str:

@@ -24,6 +24,7 @@ from .candidates import (
     Keys,
     Offer,
     alone,
+    name_of_blocks,
     portable_time,
     with_others,
 )
@@ -31,7 +32,7 @@ from .card import Card, TileKey, TimedTile
 
 # A tile has times of its own for such head dims from so many samples on.
 _LEAST_SAMPLES = 12
-# Half of the samples of a group of candidates: what is left is for their error.
+# What the fit of a tile changes.
 _TILE_FIELDS = "launch", "item", "key_tile", "alone", "own_keys"
 _SHARES = {"alone": (0.3, 1.0), "own_keys": (1.0, 2.0)}
 
@@ -297,8 +298,6 @@ def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
 
 
 def _blocks(sample: Sample, rows: str, keys: Keys) -> Iterable[tuple[str, Any]]:
-    from .candidates import name_of_blocks
-
     for _, shape in sample.offer.blocks_of_few_rows(rows, keys, sample.batch.most_rows):
         yield name_of_blocks(rows, shape), shape
 

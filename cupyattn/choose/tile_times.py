@@ -107,7 +107,7 @@ def _of_options(card: Card, problem: AttentionProblem) -> float:
 
 
 def option_names(problem: AttentionProblem) -> list[str]:
-    """Of card.options, those that a problem has."""
+    """The keys of card.options that a problem has."""
     found = [] if problem.pos_encoding == "NONE" else [problem.pos_encoding.lower()]
     if problem.custom_mask:
         found.append("mask")

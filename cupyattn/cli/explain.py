@@ -26,7 +26,7 @@ from . import model
 _AUTO, _WITHOUT_GPU = "auto", "h100"
 _KIND = re.compile(r"(?:(\d+)x)?(\d+):(\d+)")
 _MOST_REQUESTS = 1 << 16
-# Of each architecture's cards, which plans look at for nothing but the order of heads.
+# The L2 of the cards without a GPU. Plans look at it only for the order of heads.
 _L2_BYTES = 50 << 20
 _LENGTHS = "64x1:4096,2x512:2048"
 

@@ -111,14 +111,14 @@ def _notes(plan: Plan, schedule: BatchSchedule) -> list[str]:
     """What else decided about a wrapper's plan."""
     found = []
     if plan.geometry.given.device.kind == "cpu":
-        found.append("the arrays are on the CPU, where the reference answers; this is the plan of "
-                     f"an {_name(NO_GPU)}, by which it is checked")  # fmt: skip
+        checked = f"this is the plan of an {_name(NO_GPU)}, by which it is checked"
+        found.append(f"the arrays are on the CPU, where the reference answers; {checked}")
     asked, spec = plan.geometry.spec.dtype_q, plan.geometry.spec.as_on_gpu()
     if asked is not spec.dtype_q:
         found.append(f"there are no kernels for {asked}: this is the plan of {spec.dtype_q}")
     if plan.capacity is not None:
-        found.append("a captured graph keeps the tiles of the first plan, whose longest request "
-                     "chose them; lists have room for any later plan")  # fmt: skip
+        kept = "keeps the tiles of the first plan, whose longest request chose them"
+        found.append(f"a captured graph {kept}; lists have room for any later plan")
     if plan.batch.levels is not None:
         found.append("levels of a cascade: each leaves states, which one launch merges")
     return found
@@ -179,7 +179,7 @@ def _candidates(
     requests: BatchRequests,
     split: tuple[int, bool],
 ) -> tuple[list[Choice], list[str]]:
-    """Those of a plan that chose among some, the soonest first, and what else there is to say."""
+    """The candidates that a plan chose among, the soonest first, and what else there is to say."""
     if split != (0, True):
         return [], ["the caller says how keys are split, so rows alone choose the kernels"]
     if has_levels(schedule) or not schedule.parts:
@@ -204,7 +204,7 @@ def _candidates(
 
 
 def _key_bytes(launcher: BatchLauncher, requests: BatchRequests) -> int:
-    """Of the keys and values that rows see, once for each request."""
+    """The bytes of the keys and values that rows see, once for each request."""
     keys, masking = requests.kv_len * (requests.qo_len > 0), launcher.masking
     if masking.window_left >= 0:
         keys = np.minimum(keys, requests.qo_len + masking.window_left)

@@ -155,8 +155,17 @@ class Explanation:
 
 
 _COLUMNS = (
-    *("launch", "rows x keys", "grid", "blocks", "at a time", "waves", "parts of keys"),
-    *("key tiles", "keys read", "states", "merged by"),
+    "launch",
+    "rows x keys",
+    "grid",
+    "blocks",
+    "at a time",
+    "waves",
+    "parts of keys",
+    "key tiles",
+    "keys read",
+    "states",
+    "merged by",
 )
 
 

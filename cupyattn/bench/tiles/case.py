@@ -56,7 +56,7 @@ class TileCase:
         return [0, *accumulate(self.kv_lens)]
 
     def flops(self, q_len: int, kv_len: int) -> int:
-        """Of both matrix products of one request, over the pairs in sight."""
+        """The operations of both matrix products of one request, over the pairs in sight."""
         unseen = q_len * (q_len - 1) // 2 if self.causal else 0
         width = 2 * (self.head_dim_qk + self.head_dim_vo)
         return width * (q_len * kv_len - unseen) * self.num_qo_heads

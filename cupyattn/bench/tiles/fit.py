@@ -20,7 +20,7 @@ from .case import TileCase
 from .plans import plan_of
 from .rows import Row
 
-# Of all batches, one in so many is held out: its times are no part of the fit.
+# One batch in so many is held out: the fit does not see its times.
 _HELD_OUT = 4
 
 
@@ -53,7 +53,7 @@ class Check(NamedTuple):
         return float(np.percentile(found, 95)) if found else 1.0
 
     def all_regrets(self) -> list[float]:
-        """Those of all batches, in an order that another card's have too."""
+        """The regrets of all batches, in the same order for every card."""
         return [x for some in self.regrets.values() for x in some]
 
 

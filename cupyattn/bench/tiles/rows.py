@@ -13,8 +13,18 @@ from .case import TileCase
 
 # What a row says of its batch; all else of a TileCase has one value in all of them.
 _FIELDS = (
-    *("name", "api", "requests", "page_size", "num_qo_heads", "num_kv_heads"),
-    *("head_dim_qk", "head_dim_vo", "causal", "pos_encoding_mode", "logits_soft_cap", "kv_dtype"),
+    "name",
+    "api",
+    "requests",
+    "page_size",
+    "num_qo_heads",
+    "num_kv_heads",
+    "head_dim_qk",
+    "head_dim_vo",
+    "causal",
+    "pos_encoding_mode",
+    "logits_soft_cap",
+    "kv_dtype",
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...choose.candidates import MARGIN, Keys
+from ...choose.candidates import MARGIN, Keys, timed_blocks
 from ...choose.card import Card, card_of
 from ...choose.tile_times import large_tiles, portable_times_of, shape_of, times_of
 from ...core.device import device_props
@@ -18,7 +18,7 @@ from ...schedule.levels import Served
 from ...schedule.makespan import Slots, TileTimes, best_split
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import Streams, streams_of
-from ...schedule.tile_shape import CLUSTERS, TileShape, decode_time
+from ...schedule.tile_shape import CLUSTERS, TileShape
 from ..tiles.config import TileConfig
 from ..tiles.select import (
     DECODE,
@@ -180,17 +180,14 @@ class Kernels:
     def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
         """The kernel for a row class, a tile of rows each request, and what a plan must know of its
         only kind of tiles: that by which requests of so many keys are done soonest."""
-        offered = self.blocks_of_few_rows(rows, keys, most_rows)
-        if rows not in FEW or (len(offered) == 1 and rows != VERIFY):
-            return offered[0]
-        facts = *keys, self._num_kv_heads, most_rows, self.key_bytes
-        times = self._card.decode
-        found = [
-            (decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered
-        ]
+        if rows not in FEW:
+            return rows, self.shape(rows)
+        found = timed_blocks(self, rows, keys, self._num_kv_heads, most_rows, self.key_bytes)
         if rows == VERIFY and (of_small := self.portable_times(SMALL)) is not None:
             # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Those of
-            # prefill divide the rows, and nothing is merged.
+            # prefill divide the rows, and nothing is merged. The margin keeps SMALL for drafts of a
+            # captured graph, whose lengths only the GPU knows. Where the host knows them, rows of
+            # an H100 say that SMALL needs none.
             shape = self.shape(SMALL)
             work, slots = keys.work(shape.tile_kv), Slots(shape.num_slots, shape.num_sms)
             time = best_split(work, self._num_kv_heads, slots, of_small).time
