@@ -85,6 +85,11 @@ class Arrays:
         _write(made, values.astype(np.int32))
         return made
 
+    def uint8(self, values: bytes) -> Any:
+        made = self.empty((len(values),), dtypes.uint8)
+        _write(made, np.frombuffer(values, np.uint8))
+        return made
+
 
 def as_bits(x: Any) -> Any:
     """An array of bfloat16 as int16, of fp8 as int8, which every library can copy and hand over."""

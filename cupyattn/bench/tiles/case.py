@@ -28,6 +28,7 @@ class TileCase:
     kv_dtype: str = "bfloat16"
     dtype: str = "bfloat16"
     window_left: int = -1
+    has_mask: bool = False
 
     @property
     def kind(self) -> str:

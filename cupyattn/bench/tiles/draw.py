@@ -15,7 +15,8 @@ from .case import TileCase
 _MOST_FLOPS = 2.5e11  # of a batch: some 0.4 ms
 _MOST_KV_BYTES = 1 << 29
 _HEADS = ((32, 8), (32, 32), (16, 16), (64, 8), (8, 1), (16, 2), (28, 4), (12, 12), (40, 8), (5, 5))
-_SHAPES = {"prompt": 2, "append": 2, "decode": 5, "verify": 3, "mixed": 4}
+_SHAPES = {"prompt": 2, "short": 2, "append": 2, "decode": 5, "verify": 3, "mixed": 4}
+_RAGGED_SHAPES = "prompt", "short"
 
 
 class Problem(NamedTuple):
@@ -28,6 +29,7 @@ class Problem(NamedTuple):
     kv_dtype: str = "bfloat16"
     soft_cap: float = 0.0
     pos_encoding_mode: str = "NONE"
+    has_mask: bool = False
 
 
 PROBLEMS = (
@@ -44,8 +46,10 @@ PROBLEMS = (
     Problem("ragged", (256, 256), 2),
     Problem("ragged", (128, 128), 2, soft_cap=30.0),
     Problem("ragged", (64, 64), 1, soft_cap=30.0),
-    Problem("ragged", (128, 128), 1, pos_encoding_mode="ROPE_LLAMA"),
-    Problem("ragged", (128, 128), 1, pos_encoding_mode="ALIBI"),
+    Problem("ragged", (128, 128), 2, pos_encoding_mode="ROPE_LLAMA"),
+    Problem("ragged", (64, 64), 1, pos_encoding_mode="ROPE_LLAMA"),
+    Problem("ragged", (128, 128), 2, pos_encoding_mode="ALIBI"),
+    Problem("ragged", (128, 128), 2, has_mask=True),
     Problem("paged", (128, 128), 10),
     Problem("paged", (64, 64), 5),
     Problem("paged", (96, 96)),
@@ -56,7 +60,9 @@ PROBLEMS = (
     Problem("paged", (128, 128), 5, kv_dtype="float8_e4m3fn"),
     Problem("paged", (64, 64), 1, kv_dtype="float8_e4m3fn"),
     Problem("paged", (256, 256), 1, kv_dtype="float8_e4m3fn"),
-    Problem("paged", (128, 128), 1, pos_encoding_mode="ROPE_LLAMA"),
+    Problem("paged", (128, 128), 2, pos_encoding_mode="ROPE_LLAMA"),
+    Problem("paged", (128, 128), 2, pos_encoding_mode="ALIBI"),
+    Problem("paged", (128, 128), 2, has_mask=True),
 )
 
 
@@ -70,7 +76,7 @@ def draw_case(seed: int, number: int) -> TileCase:
     generator = random.Random(f"tiles {seed}/{number}")
     weights = [problem.weight for problem in PROBLEMS]
     problem = generator.choices(PROBLEMS, weights)[0]
-    shapes = ["prompt"] if problem.api == "ragged" else [*_SHAPES]
+    shapes = [*(_RAGGED_SHAPES if problem.api == "ragged" else _SHAPES)]
     shape = generator.choices(shapes, [_SHAPES[x] for x in shapes])[0]
     q_heads, kv_heads = generator.choice(_HEADS)
     requests = _SHAPE_DRAWS[shape](generator)
@@ -82,10 +88,11 @@ def draw_case(seed: int, number: int) -> TileCase:
         q_heads,
         kv_heads,
         *problem.dims,
-        shape != "prompt" or generator.random() < 0.7,
+        not problem.has_mask and (shape not in _RAGGED_SHAPES or generator.random() < 0.7),
         pos_encoding_mode=problem.pos_encoding_mode,
         logits_soft_cap=problem.soft_cap,
         kv_dtype=problem.kv_dtype,
+        has_mask=problem.has_mask,
     )
     return _fit(case)
 
@@ -96,6 +103,13 @@ Lengths = list[tuple[int, int]]
 def _prompt(generator: random.Random) -> Lengths:
     count = _log_uniform(generator, 1, 64)
     return [(n, n) for n in _lengths(generator, count, _log_uniform(generator, 24, 8192))]
+
+
+def _short(generator: random.Random) -> Lengths:
+    """Short prompts, which are all as long as padded ones are, or nearly."""
+    count, rows = _log_uniform(generator, 4, 128), _log_uniform(generator, 24, 1024)
+    least = generator.choice((rows, rows, rows - rows // 8))
+    return [(n, n) for n in (generator.randint(least, rows) for _ in range(count))]
 
 
 def _append(generator: random.Random) -> Lengths:
@@ -124,6 +138,7 @@ def _mixed(generator: random.Random) -> Lengths:
 
 _SHAPE_DRAWS = {
     "prompt": _prompt,
+    "short": _short,
     "append": _append,
     "decode": _decode,
     "verify": _verify,

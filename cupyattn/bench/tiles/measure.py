@@ -21,7 +21,7 @@ from ...launch.attention.batch import BatchLauncher
 from ..inputs import NAN_BITS, Arrays, as_bits, to_host
 from ..timing import ContextLost, Stopwatch, describe, measure, random_order
 from .case import TileCase
-from .plans import page_counts, plan_of, planned, wrapper_of
+from .plans import mask_bytes, page_counts, plan_of, planned, wrapper_of
 from .rows import Row
 
 Instance = tuple[str, jit.Config]
@@ -90,12 +90,19 @@ def rows_of(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """q [rows, Hq, Dqk], k and v as the wrapper takes them, and what it writes."""
+    """q [rows, Hq, Dqk], k and v as the wrapper takes them, what it writes, and what it plans by.
+
+    mask  packed bits, of which each is set as often as not: no tile is empty or full
+    """
 
     q: Any
     keys: tuple[Any, ...]
     out: Any
     indices: Any = None
+    mask: Any = None
+
+    def wrapper(self, case: TileCase, device: str) -> Any:
+        return wrapper_of(case, device, self.indices, self.mask)
 
 
 def _make_inputs(case: TileCase, arrays: Arrays) -> _Inputs:
@@ -108,7 +115,8 @@ def _make_inputs(case: TileCase, arrays: Arrays) -> _Inputs:
         order = arrays.random.permutation(int(page_counts(case).sum()))
         indices, places = arrays.int32(order), (order.size, case.page_size)
     k, v = (arrays.normal(*places, case.num_kv_heads, dim, dtype=kv_dtype) for dim in dims)
-    return _Inputs(q, ((k, v),) if case.api == "paged" else (k, v), out, indices)
+    mask = arrays.uint8(arrays.random.bytes(mask_bytes(case))) if case.has_mask else None
+    return _Inputs(q, ((k, v),) if case.api == "paged" else (k, v), out, indices, mask)
 
 
 def _rows_of_case(
@@ -120,13 +128,13 @@ def _rows_of_case(
     now: Callable[[], float],
 ) -> list[Row]:
     inputs, device = _make_inputs(case, arrays), str(arrays.device)
-    made = planned(wrapper_of(case, device, inputs.indices))
+    made = planned(inputs.wrapper(case, device))
     assert made is not None
     offered = made.launcher.candidates(made.requests)
     calls, outputs = [], []
     for candidate in offered:
         with candidates.only(candidate.name):
-            wrapper = wrapper_of(case, device, inputs.indices)
+            wrapper = inputs.wrapper(case, device)
         calls.append(functools.partial(wrapper.run, inputs.q, *inputs.keys, out=inputs.out))
         outputs.append(_answer(calls[-1], inputs, clock))
     for candidate, output in zip(offered, outputs, strict=True):

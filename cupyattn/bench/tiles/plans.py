@@ -37,6 +37,8 @@ class Drawn(Protocol):
     @property
     def window_left(self) -> int: ...
     @property
+    def has_mask(self) -> bool: ...
+    @property
     def dtype(self) -> str: ...
     @property
     def kv_dtype(self) -> str: ...
@@ -79,11 +81,17 @@ def page_counts(case: Drawn) -> np.ndarray:
     return -(-np.array(case.kv_lens) // case.page_size)
 
 
-def wrapper_of(case: Drawn, space: Any, indices: Any = None) -> Any:
+def mask_bytes(case: Drawn) -> int:
+    """Bytes of the packed mask, in which each request begins with one."""
+    return sum(-(-q * kv // 8) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+
+
+def wrapper_of(case: Drawn, space: Any, indices: Any = None, mask: Any = None) -> Any:
     """A wrapper that has planned the case.
 
     space    its workspace, or the device to make one on
     indices  the numbers of the pages, on that device; None: one after another, on the host
+    mask     the packed bits of a case with a mask, on that device; None: zeros on the host
     """
     import cupyattn
 
@@ -96,6 +104,10 @@ def wrapper_of(case: Drawn, space: Any, indices: Any = None) -> Any:
     }
     if case.logits_soft_cap:
         options["logits_soft_cap"] = case.logits_soft_cap
+    if case.has_mask:
+        options["packed_custom_mask"] = (
+            np.zeros(mask_bytes(case), np.uint8) if mask is None else mask
+        )
     qo_indptr = np.array(case.q_offsets, np.int32)
     wrapper: Any
     if case.api == "ragged":

@@ -25,7 +25,10 @@ _FIELDS = (
     "pos_encoding_mode",
     "logits_soft_cap",
     "kv_dtype",
+    "has_mask",
 )
+# Of rows that were written before there were masks.
+_DEFAULTS = {"has_mask": False}
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def read(path: Path) -> list[Row]:
     for number, text in enumerate(lines, 1):
         try:
             data: dict[str, Any] = json.loads(text)
-            case = {name: data["case"][name] for name in _FIELDS}
+            given = _DEFAULTS | data["case"]
+            case = {name: given[name] for name in _FIELDS}
             requests = tuple(tuple(request) for request in case["requests"])
             found.append(Row(**{**data, "case": TileCase(**{**case, "requests": requests})}))
         except (KeyError, TypeError, ValueError) as error:

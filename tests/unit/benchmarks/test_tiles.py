@@ -20,13 +20,11 @@ def test_draws_are_those_of_a_seed_and_of_every_problem() -> None:
     assert drawn[:50] == draw_cases(3, 50) and drawn[0] != draw_cases(4, 1)[0]
     kinds = {(x.api, x.head_dim_qk, x.head_dim_vo, x.kv_dtype, x.page_size) for x in drawn}
     assert len(kinds) >= len({x[:2] + x[3:5] for x in PROBLEMS})
-    assert {x.name.split("_")[2] for x in drawn} == {
-        "prompt",
-        "append",
-        "decode",
-        "verify",
-        "mixed",
-    }
+    forms = {"prompt", "short", "append", "decode", "verify", "mixed"}
+    assert {x.kind for x in drawn} == forms
+    assert {x.pos_encoding_mode for x in drawn} == {"NONE", "ROPE_LLAMA", "ALIBI"}
+    short = [x for x in drawn if x.kind == "short" and x.api == "ragged"]
+    assert any(len(set(x.requests)) == 1 and len(x.requests) > 8 for x in short)
 
 
 def test_kernels_of_all_candidates_are_known_without_a_gpu() -> None:
@@ -42,6 +40,7 @@ def test_runs_take_arrays_of_cupy_of_every_kind(monkeypatch: pytest.MonkeyPatch)
     make = fake_gpu.maker("cupy", monkeypatch)
     small = [case for case in draw_cases(3, 100) if sum(case.kv_lens) < 5000]
     assert {"bfloat16", "float8_e4m3fn"} == {case.kv_dtype for case in small}
+    assert any(case.has_mask for case in small[:24])
     for case in small[:24]:
         places, indices = (case.kv_offsets[-1],), None
         if case.api == "paged":
@@ -55,7 +54,8 @@ def test_runs_take_arrays_of_cupy_of_every_kind(monkeypatch: pytest.MonkeyPatch)
             make(*places, case.num_kv_heads, dim, dtype=case.kv_dtype)
             for dim in (case.head_dim_qk, case.head_dim_vo)
         )
-        wrapper = plans.wrapper_of(case, "cuda:0", indices)
+        mask = make(plans.mask_bytes(case), dtype="uint8") if case.has_mask else None
+        wrapper = plans.wrapper_of(case, "cuda:0", indices, mask)
         made = plans.planned(wrapper)
         assert made is not None and made.requests.kv_len.tolist() == case.kv_lens
         wrapper.run(q, *(((k, v),) if case.api == "paged" else (k, v)), out=out)
