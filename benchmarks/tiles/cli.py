@@ -32,18 +32,28 @@ def tiles(given: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000, help="batches, if there is time")
     parser.add_argument("--seconds", type=float, default=300.0, help="budget after compiling")
+    parser.add_argument("--kv-dtype", help="only batches of these keys, as float8_e4m3fn")
+    parser.add_argument("--dims", type=int, nargs="+", help="only these head dims of q and k")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--commit", default=os.environ.get("CUPYATTN_BENCH_COMMIT"))
     parser.add_argument("--out", type=Path, default=Path("tiles.jsonl"))
     args = parser.parse_args(given)
-    cases, start = draw_cases(args.seed, args.count), time.time()
+    start, cases = time.time(), draw_cases(args.seed, args.count)
+    cases = [
+        case
+        for case in cases
+        if args.kv_dtype in (None, case.kv_dtype)
+        and (args.dims is None or case.head_dim_qk in args.dims)
+    ]
     if args.jobs:
         needed = set().union(*instances(cases, imagine(device_props(0))).values())
         tasks = [(name, config, device_props(0).arch) for name, config in needed]
         count = sum(build is not None for _, build, _ in compiled(tasks, args.jobs, None))
         print(f"{count} kernels compiled in {time.time() - start:.0f} s", flush=True)
     commit = args.commit or git_commit(Path(__file__).parent)
-    clock, arrays = Clock(), Arrays("cupy", Device("cuda", 0), args.seed)
+    import torch  # CuPy has no arrays of fp8
+
+    clock, arrays = Clock(), Arrays("torch", Device("cuda", torch.cuda.current_device()), args.seed)
     clock.preheat()
     num_rows = 0
     with args.out.open("w", encoding="utf-8") as file:
