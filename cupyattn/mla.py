@@ -248,7 +248,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     query, o_dtype = _queries(query, "query", kv_cache, out)
     arrays = query, *arrays[1:]
     axes = len(array.view(query, "query").shape)
-    if axes == 4:
+    if axes != 3:
         one_row = _one_row(query, "query")
         if out is not None and len(array.view(out, "out").shape) == 3:
             axes, repeat, arrays = 3, None, (one_row, *arrays[1:])

@@ -89,7 +89,8 @@ def batch(c: Arguments) -> list[np.ndarray]:
     of_kv = of_q if c["plan.kv_data_type"] is None else c["plan.kv_data_type"]
     assert q.dtype == of_q and pool.dtype == of_kv and q.shape[1] == c["plan.num_heads"]
     assert pool.shape[1] == c["plan.page_size"] and len(q) == rows[-1] and rows[0] == 0
-    tables = [c["plan.kv_indices"][a:b] for a, b in pairwise(indptr)]
+    # Entries of kv_indptr past the last request say nothing.
+    tables = [c["plan.kv_indices"][a:b] for a, b in pairwise(indptr[: len(rows)])]
     assert (c["plan.head_dim_ckv"], c["plan.head_dim_kpe"]) == (RANK, ROPE)
     scale = c["plan.sm_scale"] if c["run.bmm1_scale"] is None else c["run.bmm1_scale"]
     how = Logits(scale, causal=bool(c["plan.causal"]))

@@ -182,6 +182,7 @@ ROWS = [
     trtllm("falling offsets", "cum_seq_lens_q", query=Q, cum_seq_lens_q=ints(0, 2, 1, 3),
            out=None, lse=None),
     xqa_batch("two rows", "query: shape is", query=of("float32", B, 2, H, 576)),
+    xqa_batch("five axes", "query: shape is", query=Q[:, None, None], out=None),
     xqa_batch("out", "out: shape is", out=of("float32", B, 1, H, 500)),
     xqa("value elsewhere", "v_cache: is not at", v_cache=POOL[:, :, None].copy()),
     xqa("page size", "page_size: got 8", page_size=8),
