@@ -291,13 +291,13 @@ def _launch_bound(
     if bound.apart.get(addresses[_K]) != addresses and not _are_apart(bound, addresses):
         return None
     out, lse = arrays[_OUT], arrays[_LSE]
+    q, q_rope, k, k_rope, o, lse_ptr, sinks = addresses
     if out is None:
         out = call.make_out(bound.shape_o)
-        addresses[_OUT] = call.address(out)
+        o = call.address(out)
     if lse is None and return_lse:
         lse = call.make_lse(bound.shape_o[:-1])
-        addresses[_LSE] = call.address(lse)
-    q, q_rope, k, k_rope, o, lse_ptr, sinks = addresses
+        lse_ptr = call.address(lse)
     optional = params.NO_OPTIONAL
     if lse_ptr or sinks:
         optional = params.OPTIONAL.pack(lse_ptr, 0, sinks, 0, 0, 0, 0, *params.NOTHING_MORE)

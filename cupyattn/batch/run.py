@@ -257,13 +257,13 @@ def _run_cached(
     if plan.logits and call.outputs and _overlaps_logits(plan, addresses, bound.sizes):
         return None
     checked, out = call.checked, arrays[_OUT]
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
     if out is None:
         out = call.make_out((plan.batch.num_rows, *checked.row_shape))
-        addresses[_OUT] = call.address(out)
+        o_ptr = call.address(out)
     if lse is None and return_lse:
         lse = call.make_lse((plan.batch.num_rows, checked.row_shape[0]))
-        addresses[_LSE] = call.address(lse)
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
+        lse_ptr = call.address(lse)
     optional = params.NO_OPTIONAL
     packed = plan.packed_logits
     if lse_ptr or sinks_ptr or mask_ptr or packed:
@@ -280,6 +280,7 @@ def _are_apart(call: CachedCall[_Checked], bound: _Bound, addresses: list[int]) 
     workspace's."""
     if call.outputs and call.overlaps(addresses, bound.sizes):
         return False
+    # Loops over these would take as long as all the rest.
     q, k, v, o, lse, sinks, mask = addresses
     end, q_low, k_low, v_low, o_low, lse_low, sinks_low, mask_low = bound.clear
     if q_low < q < end or k_low < k < end or v_low < v < end or o_low < o < end:

@@ -114,17 +114,15 @@ def _attend_copies(batch: Batch, common: Common, vq: ArrayView) -> Any:
     return (made, array.deliver(lse, vq)) if return_lse else made
 
 
-def attend_cached(
+def attend_known(
     names: Names, given: tuple[Any, ...], repeated: tuple[Any, ...], has_kv_steps: bool = False
 ) -> Any:
     """The answer of a call like an earlier one, whose arrays went to the kernels as they were
     given: such a call needs none of what `attend` does before. None if there was no such call.
 
-    given: the fields of Arrays, which may end early; repeated: those of Repeated, hashable.
+    given: the fields of Arrays, which may end early; repeated: those of Repeated, hashable, with
+    which `run_repeat` did not find the call.
     """
-    answer = run_repeat(given, repeated)
-    if answer is not None:
-        return answer
     given += (None,) * (len(Arrays._fields) - len(given))
     arrays, options = Arrays(*given), Repeated(*repeated)
     try:
@@ -160,7 +158,7 @@ def remember_dense(
     repeated: tuple[Any, ...],
 ) -> None:
     """Let `attend_dense_again` find a call by the arrays that the caller gave: `given` and
-    `repeated` are what `attend_cached` took, which had such a call before."""
+    `repeated` are what `attend_known` took, which had such a call before."""
     q, k, v, out = arrays
     alone = q, k, v, None, None, None, out, None
     remember_repeat((*options, q.shape, k.shape), repeated, alone, given)

@@ -14,13 +14,14 @@ from ..core import parse
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..inputs.index_arrays import compute, progression
+from ..planless.call import run_repeat
 from ..planless.reference import RoomError
 from ..planless.views import Names
 from .attend import (
     Common,
     attend,
-    attend_cached,
     attend_dense_again,
+    attend_known,
     parse_window,
     remember_dense,
     widened_queries,
@@ -137,7 +138,9 @@ def dense(
             alibi_slopes,
         )
         options = "func", None, seqlen_k, softmax_scale, causal, window, softcap, num_splits
-        answer = attend_cached(_DENSE, given, options)
+        answer = run_repeat(given, options)
+        if answer is None:
+            answer = attend_known(_DENSE, given, options)
         if answer is not None and plain is not None:
             remember_dense((q, k, v, out), plain, given, options)
     return attend(batch, common) if answer is None else answer
@@ -206,7 +209,9 @@ def varlen(
             form, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, num_splits
         )  # fmt: skip
         has_kv_steps = table is not None and seqused_k is None
-        answer = attend_cached(names, given, options, has_kv_steps)
+        answer = run_repeat(given, options)
+        if answer is None:
+            answer = attend_known(names, given, options, has_kv_steps)
         if answer is not None:
             return answer
     names, table = _VARLEN, _either(block_table=block_table, page_table=page_table)
@@ -301,8 +306,10 @@ def with_kvcache(
             given += None, cu_seqlens_q, None, None, None, sinks, *(None,) * 5, alibi_slopes
         form = "with_kvcache"
         options = form, max_seqlen_q, None, softmax_scale, causal, window, softcap, num_splits
-        names = _BLOCKS if page_table is None else _CACHE
-        answer = attend_cached(names, given, options)
+        answer = run_repeat(given, options)
+        if answer is None:
+            names = _BLOCKS if page_table is None else _CACHE
+            answer = attend_known(names, given, options)
         if answer is not None:
             return answer
     if rotary_interleaved is not True:

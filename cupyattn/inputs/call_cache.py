@@ -70,16 +70,16 @@ def _read_torch(arrays: Sequence[Any]) -> _Seen:
                     x.stride(),
                     x.get_device(),
                     x.requires_grad or x.is_neg(),
-                    address & 15 if address >= LOWEST_ADDRESS else _low_offset(x, address),
+                    address & 15 if address >= LOWEST_ADDRESS else _offset(x, address),
                 )
             )
     return addresses, shapes, facts
 
 
-def _low_offset(x: Any, address: int) -> int | None:
+def _offset(x: Any, address: int) -> int | None:
     """The address modulo 16 of a tensor, None for no memory. Memory of pools that the driver maps
     (cudaMallocAsync, torch's expandable segments) has low addresses too."""
-    return address & 15 if address and array.has_storage(x) else None
+    return address & 15 if address and (address >= LOWEST_ADDRESS or array.has_storage(x)) else None
 
 
 def _read_cupy(arrays: Sequence[Any]) -> _Seen:
@@ -118,11 +118,10 @@ def _comparer_torch(
     array in several places, such as offsets of q and k, is compared once, and later ones must be in
     the same.
     """
-    tensors: list[Any] = []
+    places: list[int] = []  # of the tensors, each once
     sizes: list[list[Any]] = []
     strides: list[list[Any]] = []
     twins: list[tuple[int, int]] = []
-    first_places: list[int] = []
     for place, x in enumerate(arrays):
         if x is None:
             continue
@@ -131,65 +130,68 @@ def _comparer_torch(
             size, stride = ([None] * x.dim() for _ in "ss")
         elif (axis := None if axes is None else axes[place]) is not None and axis < x.dim():
             size[axis] = None
-        first = next((i for i, known in enumerate(tensors) if known is x), None)
+        first = next((i for i, known in enumerate(places) if arrays[known] is x), None)
         if first is None:
-            tensors.append(x)
+            places.append(place)
             sizes.append(size)
             strides.append(stride)
-            first_places.append(place)
         elif size == sizes[first]:
-            twins.append((place, first_places[first]))
+            twins.append((place, places[first]))
         else:
             return None
+    tensors = [arrays[place] for place in places]
     try:
-        guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards(
+        torch = sys.modules["torch"]
+        guards = torch._C._dynamo.guards.TensorGuards(
             *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         )
         # Types, dtypes, shapes, strides, devices, and whether gradients or signs are pending.
-        are_equal, count = guards.check, len(tensors)
-        if not are_equal(*tensors):
+        are_equal, address_of = guards.check, torch.Tensor.data_ptr
+        if not are_equal(*tensors) or any(type(x).data_ptr is not address_of for x in tensors):
             return None
     except Exception:  # of a torch that has them in another form
         return None
-    # Those that are not given most often are the last ones.
-    end = first_places[-1] + 1
-    last = twins[-1][0] + 1 if twins else end
-    offsets = [facts[place] and facts[place][_OFFSET] for place in range(end)]
-    for place, _ in twins:
-        if place < end:
-            offsets[place] = None
+    # Those that are not given most often are the last ones, whose addresses are left out.
+    end = max(places + [place for place, _ in twins]) + 1
+    absent = [place for place in range(end) if arrays[place] is None]
+    fills = [(place, dict(twins).get(place)) for place in range(end) if place not in places]
+    offsets = [facts[place][_OFFSET] for place in places]
+    are_aligned = offsets == [0] * len(places)
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]] = operator.itemgetter(*places)
+    if len(places) == 1:
+        only = places[0]
+        pick = lambda arrays: (arrays[only],)  # noqa: E731
     lowest = LOWEST_ADDRESS
 
     def compare(arrays: Sequence[Any]) -> list[int] | None:
-        tensors = [x for x in arrays if x is not None]
-        if len(tensors) != count or not are_equal(*tensors):
-            return None
-        addresses = [0 if x is None else x.data_ptr() for x in arrays[:end]]
-        found = [address & 15 if address >= lowest else None for address in addresses]
-        if found == offsets:
-            return addresses
-        if not any(0 < address < lowest for address in addresses):
-            return None
-        given = zip(arrays, addresses, strict=False)
-        found = [None if x is None else _low_offset(x, address) for x, address in given]
-        return addresses if found == offsets else None
-
-    def compare_twins(arrays: Sequence[Any]) -> list[int] | None:
-        if len(arrays) < last:
-            return None
-        single = [*arrays]
-        for place, first in twins:
-            if single[place] is not single[first]:
+        if len(arrays) != end:
+            if len(arrays) < end:
                 return None
-            single[place] = None
-        addresses = compare(single)
-        if addresses is not None:
-            addresses += [0] * (last - len(addresses))
-            for place, first in twins:
-                addresses[place] = addresses[first]
+            for x in arrays[end:]:
+                if x is not None:
+                    return None
+        for place in absent:
+            if arrays[place] is not None:
+                return None
+        for place, first in twins:
+            if arrays[place] is not arrays[first]:
+                return None
+        tensors = pick(arrays)
+        if not are_equal(*tensors):
+            return None
+        addresses = [*map(address_of, tensors)]
+        is_known = are_aligned
+        if is_known:
+            for address in addresses:
+                if address & 15 or address < lowest:
+                    is_known = False
+        if not is_known and [*map(_offset, tensors, addresses)] != offsets:
+            return None
+        for place, twin in fills:
+            addresses.insert(place, 0 if twin is None else addresses[twin])
         return addresses
 
-    return compare_twins if twins else compare
+    return compare
 
 
 class _Framework(NamedTuple):
@@ -300,9 +302,10 @@ class Apart(dict[int, list[int]]):
     __slots__ = ()
 
     def add(self, key: int, addresses: list[int]) -> None:
+        """addresses: the list itself is kept."""
         if len(self) >= _MAX_APART:
             self.clear()
-        self[key] = addresses.copy()
+        self[key] = addresses
 
 
 @dataclass(slots=True, eq=False)
@@ -339,7 +342,7 @@ class Found(Generic[_Checked]):
             return True
         if self.call.overlaps(addresses, self.sizes):
             return False
-        self.apart.add(addresses[key], addresses)
+        self.apart.add(addresses[key], addresses.copy())
         return True
 
     def strides(self, place: int) -> tuple[int, ...]:

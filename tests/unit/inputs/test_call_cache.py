@@ -178,7 +178,8 @@ def test_a_repeat_differs_in_addresses_alone(cache: CallCache[str], name: str) -
     usual = rows(), SCALE, None, TABLE, rows()
     insert(cache, *usual)
     has_comparison = repeat(cache, ("x", 1), *usual) is not None
-    assert has_comparison == (call_cache._comparer_torch(usual, [None] * 5) is not None)
+    facts = call_cache._read_torch(usual)[2]
+    assert has_comparison == (call_cache._comparer_torch(usual, facts) is not None)
     given: Any = {
         "": (rows(), SCALE.clone(), None, TABLE.clone(), rows()),
         "rows": (rows(5), SCALE, None, TABLE, rows(5)),
