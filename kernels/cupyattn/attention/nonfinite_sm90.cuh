@@ -58,6 +58,9 @@ struct PrefillSm90NonFinite {
     await_phase(shared.unchecked_v[v.stage], (unchecked_parities >> v.stage) & 1);
     unchecked_parities ^= 1u << v.stage;
     zero_nonfinite_values(v.stage, item.range.end - item.first_key(tile.tile), thread);
+    // One thread arrives for all, behind their barrier: what they read and wrote is in order with it,
+    // so with the consumers who wait for it, and with the copies that fill the stage once these have
+    // released it. Racecheck loses that order (CONTRIBUTING.md, "Sanitizers").
     if (thread == 0) {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.full_v[v.stage]), Traits::kArrivals);
     }
