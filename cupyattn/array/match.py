@@ -77,12 +77,14 @@ def _wrong_extent(
     )
 
 
-def require_dtype(v: ArrayView, wanted: DType | Sequence[DType], name: str) -> None:
+def require_dtype(
+    v: ArrayView, wanted: DType | Sequence[DType], name: str, remedy: str = "cast it"
+) -> None:
     """ArgumentError unless v's dtype is `wanted`, or one of them."""
     allowed = (wanted,) if isinstance(wanted, DType) else wanted
     if v.dtype not in allowed:
         names = " or ".join(d.name for d in allowed)
-        raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {names}, cast it")
+        raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {names}, {remedy}")
 
 
 def require_same_dtype(v: ArrayView, name: str, other: ArrayView, other_name: str) -> None:
@@ -154,15 +156,19 @@ def match_output(
     shape: tuple[int, ...],
     wanted: DType | Sequence[DType],
     name: str,
+    remedy: str = "pass such an array, or none",
     /,
     **others: ArrayView | None,
 ) -> None:
-    """ArgumentError unless v, if it is given, has this shape and dtype and may be written."""
+    """ArgumentError unless v, if it is given, has this shape and dtype and may be written.
+
+    remedy: of another dtype.
+    """
     if v is None:
         return
     if tuple(v.shape) != shape:
         raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted {list(shape)}")
-    require_dtype(v, wanted, name)
+    require_dtype(v, wanted, name, remedy)
     require_output(v, name, **others)
 
 

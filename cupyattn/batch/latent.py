@@ -237,7 +237,8 @@ def _check(
     shape_o = plan.batch.num_rows, spec.num_qo_heads, spec.head_dim_vo
     if vout is not None:
         require_contiguous_last(vout, "out")
-    match_output(vout, shape_o, spec.dtype_o, "out", **inputs, lse=vlse)
+    remedy = "pass such an array, or plan with output_dtype=out.dtype"
+    match_output(vout, shape_o, spec.dtype_o, "out", remedy, **inputs, lse=vlse)
     match_output(vlse, shape_o[:-1], dtypes.float32, "lse", **inputs)
     sm_scale, output_scale, rope_scale = _read_scales(scales, plan.geometry)
     variant = Variant(

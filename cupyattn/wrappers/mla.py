@@ -152,7 +152,8 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         sm_scale    the scale of the logits, required: 1 / sqrt(128 + 64), the head dim before
                 absorption, in DeepSeek's models.
         q_data_type, kv_data_type   "float16" or "bfloat16" (default), kv_data_type also
-                "float8_e4m3fn". output_dtype: default q_data_type.
+                "float8_e4m3fn". output_dtype: of run()'s answers, default q_data_type; an `out` of
+                fp8 is planned by it.
         fixed_split_size, disable_split_kv   as in BatchDecodeWithPagedKVCacheWrapper.plan.
         lse_mode    "basee": run() gives natural logarithms, else base 2.
         query_layout, kv_cache_layout   "packed" or "split", and scale_mode, use_sinks, enable_pdl,
