@@ -81,13 +81,16 @@ class Arrays:
             cupy_module().cuda.runtime.deviceSynchronize()
 
     def int32(self, values: np.ndarray) -> Any:
-        made = self.empty(values.shape, dtypes.int32)
-        _write(made, values.astype(np.int32))
-        return made
+        return self._with(values.astype(np.int32), dtypes.int32)
 
     def uint8(self, values: bytes) -> Any:
-        made = self.empty((len(values),), dtypes.uint8)
-        _write(made, np.frombuffer(values, np.uint8))
+        return self._with(np.frombuffer(values, np.uint8), dtypes.uint8)
+
+    def _with(self, values: np.ndarray, dtype: DType) -> Any:
+        made = self.empty(values.shape, dtype)
+        view = array.view(made, "array")
+        on_cpu = view.device.kind == "cpu"
+        _write(array.as_numpy(view) if on_cpu else array.as_cupy(view), values)
         return made
 
 

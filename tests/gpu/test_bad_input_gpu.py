@@ -92,7 +92,7 @@ ROWS = [
         pos_encoding_mode="ROPE_LLAMA",
         **all_of(HALF, 72),
     ),
-    row("integer output", "o_dtype: int8 is not a supported output", U, o_dtype="int8"),
+    row("integer output", "o_dtype: int8 is not a supported output", o_dtype="int8"),
     row("q on the CPU", "is on cuda:0 but q is on cpu | move one", q=np.zeros(Q, HALF)),
     row("k on the CPU", "k: is on cpu but q is on cuda:0", k=np.zeros(KV, HALF)),
     row("v on the CPU", "v: is on cpu but q is on cuda:0", v=np.zeros(KV, HALF)),

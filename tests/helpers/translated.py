@@ -62,6 +62,8 @@ class Translated(ModuleType):
     def _in(self, x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return type(x)(map(self._in, x))
+        if isinstance(x, dict):
+            return {name: self._in(y) for name, y in x.items()}
         return self._convert(x) if _is_array(x) else x
 
     def _out(self, x: Any, like: Any) -> Any:
@@ -92,6 +94,8 @@ def _write_back(own: Any, copy: Any) -> None:
     if isinstance(own, (list, tuple)):
         for one, other in zip(own, copy, strict=True):
             _write_back(one, other)
+    elif isinstance(own, dict):
+        _write_back([*own.values()], [*copy.values()])
     elif _is_array(own):
         host = array.as_numpy(array.view(own, "x"))
         if host.flags.writeable:

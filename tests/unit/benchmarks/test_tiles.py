@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import fake_batch, fake_gpu
 
 from benchmarks.tiles import cli
-from cupyattn.bench.inputs import as_bits
+from cupyattn.array import CPU
+from cupyattn.bench.inputs import Arrays, as_bits
 from cupyattn.bench.tiles import measure, plans, rows
 from cupyattn.bench.tiles.draw import PROBLEMS, draw_cases
 from cupyattn.bench.tiles.rows import Row
 from cupyattn.choose.card import FOLDER, read
+from cupyattn.core import dtypes
 
 
 def test_draws_are_those_of_a_seed_and_of_every_problem() -> None:
@@ -61,6 +64,16 @@ def test_runs_take_arrays_of_cupy_of_every_kind(monkeypatch: pytest.MonkeyPatch)
         wrapper.run(q, *(((k, v),) if case.api == "paged" else (k, v)), out=out)
         assert stream.jobs and as_bits(k).dtype.itemsize == (1 if "float8" in case.kv_dtype else 2)
         stream.jobs.clear()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_arrays_of_both_frameworks_hold_what_they_are_told(framework: str) -> None:
+    pytest.importorskip(framework)
+    made = Arrays(framework, CPU, 3)
+    assert made.int32(np.array([2, 5])).tolist() == [2, 5]
+    assert made.uint8(b"\x02\xff").tolist() == [2, 255]
+    keys = as_bits(made.normal(3, 16, dtype=dtypes.float8_e4m3fn))
+    assert keys.dtype == np.int8 and len(set(keys.reshape(-1).tolist())) > 10
 
 
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
