@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..core.problem import AttentionProblem
-from ..launch.tiles.select import DECODE, FEW, LARGE, SMALL, VERIFY
+from ..launch.tiles.row_classes import DECODE, FEW, LARGE, SMALL, VERIFY
 from ..schedule.balance import Work
 from ..schedule.batch import TileWork
 from ..schedule.makespan import Slots, TileTimes, best_split

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.problem import AttentionProblem
-from ..launch.tiles import sm90
-from ..launch.tiles.select import FEW, LARGE, MOST_ROWS, SMALL, VERIFY
+from ..launch.tiles import prefill_sm90
+from ..launch.tiles.row_classes import FEW, LARGE, MOST_ROWS, SMALL, VERIFY
 from ..schedule.makespan import TileTimes
 from ..schedule.sm_partition import BesideTimes
 from ..schedule.tile_shape import DecodeKinds, DecodeTimes, decode_time
@@ -62,7 +62,7 @@ class _OfTile(NamedTuple):
     """A sample of one launch of a tile that serves requests of one row class."""
 
     sample: Sample
-    tile: sm90.Tile
+    tile: prefill_sm90.Tile
     us: float
 
     def told(self, card: Card, key: TileKey, timed: TimedTile) -> float:
@@ -88,8 +88,8 @@ def _of_tiles(samples: Iterable[Sample]) -> list[_OfTile]:
         if [*us] == ["by rows"] and sample.batch.parts[0][0] == LARGE:
             us = {LARGE: us["by rows"]}
         for name in us.keys() & shapes.keys():
-            tile = sm90.find(sample.problem, sample.page_size, name)
-            assert isinstance(tile, sm90.Tile)
+            tile = prefill_sm90.find(sample.problem, sample.page_size, name)
+            assert isinstance(tile, prefill_sm90.Tile)
             found.append(_OfTile(sample, tile, us[name]))
     return found
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ..core.device import DeviceProps
-from ..core.env import PORTABLE
 from ..core.problem import AttentionProblem
-from ..launch.tiles import sm90
-from ..launch.tiles.config import TileConfig
-from ..launch.tiles.select import LARGE, LARGE_TILES, min_blocks
+from ..launch.tiles import prefill_sm90
+from ..launch.tiles.config import Target, TileConfig, min_blocks
+from ..launch.tiles.row_classes import LARGE, LARGE_TILES
 from ..schedule.makespan import TileTimes
 from ..schedule.tile_shape import TileShape
 from .card import Card, TileKey, TimedTile, card_of
@@ -34,28 +33,27 @@ def large_tiles(
 ) -> dict[str, tuple[TileConfig, TileTimes]]:
     """The tiles that a plan of requests of the last class may choose from, by name, and their
     times, the one for long launches first. Empty for a problem whose kernels were not timed."""
-    if props.arch != "sm_90a" or problem.is_wide or PORTABLE.flag():
-        return {}
     card, found = card_of(props), {}
+    target = Target(props.arch, props.max_smem_per_block, page_size)
     for name in LARGE_TILES:
-        tiles = sm90.choose(problem, props.max_smem_per_block, page_size, name)
-        times = times_of(card, problem, page_size, name)
-        if tiles is not None and times is not None:
-            found[name] = tiles, times
+        if prefill_sm90.refusal(problem, name, target) is None:
+            times = times_of(card, problem, page_size, name)
+            if times is not None:
+                found[name] = prefill_sm90.tiles(problem, name, target), times
     return found if LARGE in found else {}
 
 
 def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -> TileTimes | None:
     """The times of a tile of prefill_sm90; None if it does not serve the problem, or no like tile
     was timed."""
-    tile = sm90.find(problem, page_size, name)
+    tile = prefill_sm90.find(problem, page_size, name)
     if isinstance(tile, str):
         return None
     key = nearest(card, problem, tile)
     return key and scaled(card, problem, tile, key, card.tiles[key])
 
 
-def nearest(card: Card, problem: AttentionProblem, tile: sm90.Tile) -> TileKey | None:
+def nearest(card: Card, problem: AttentionProblem, tile: prefill_sm90.Tile) -> TileKey | None:
     """The timed tile of the least head dims that hold those of a problem, its own first. Those of
     ragged keys stand in for pages that were not timed, and those of gathered rows for fp8."""
     like = _LIKE_KEYS[tile.keys]
@@ -71,7 +69,7 @@ def nearest(card: Card, problem: AttentionProblem, tile: sm90.Tile) -> TileKey |
 
 
 def scaled(
-    card: Card, problem: AttentionProblem, tile: sm90.Tile, key: TileKey, timed: TimedTile
+    card: Card, problem: AttentionProblem, tile: prefill_sm90.Tile, key: TileKey, timed: TimedTile
 ) -> TileTimes:
     """The times of a tile by those of a like one, which is `key`."""
     return _scaled(card, problem, (tile.num_rows, tile.num_keys), key, timed)
@@ -153,5 +151,5 @@ def shape_of(
         times=times.of_group(group_size),
         num_sms=num_sms,
         is_persistent=tiles.is_persistent,
-        most_keys=sm90.MOST_KEYS_OF_SHORT_ITEMS if tiles.is_for_short_items else 0,
+        most_keys=prefill_sm90.MOST_KEYS_OF_SHORT_ITEMS if tiles.is_for_short_items else 0,
     )

@@ -20,7 +20,7 @@ from ..core.device import DeviceProps, device_props
 from ..core.folders import is_writable
 from ..errors import CupyAttnError, DeviceError
 from ..jit import cache
-from ..launch.tiles import sm90
+from ..launch.tiles import prefill_sm90
 
 _MIB = 2**20
 _FRAMEWORKS = "numpy", "torch", "jax"
@@ -55,7 +55,7 @@ def facts() -> dict[str, Any]:
         **_gpu_facts(),
         "nvrtc": _told(jit.nvrtc_version),
         "kernels": _told(lambda: str(jit.kernels_dir()).rstrip("/")),
-        "hopper_head_dims": list(sm90.HEAD_DIMS),
+        "hopper_head_dims": list(prefill_sm90.HEAD_DIMS),
         "cache": _cache_facts(),
         "environment": {x.name: os.environ.get(x.name) for x in env.ALL},
     }

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..core.device import DeviceProps, overlaps_launches
-from ..core.env import PORTABLE
 from ..core.problem import AttentionProblem
-from ..launch.tiles import sm90, wide_sm90
-from ..launch.tiles.select import DECODE, LARGE, LARGE_TILES, row_class
+from ..launch.tiles import prefill_sm90, wide_sm90
+from ..launch.tiles.config import Target
+from ..launch.tiles.row_classes import DECODE, LARGE, LARGE_TILES, row_class
 from ..schedule.batch import BatchRequests
 from .record import Refusal
-
-_HOPPER = "sm_90a"
 
 
 def refusals(
@@ -23,37 +21,22 @@ def refusals(
 ) -> list[Refusal]:
     """Hopper's own kernels that a problem does not have. offered: names of candidates, or None
     where none were compared."""
-    own = "wide_sm90" if problem.is_wide else "prefill_sm90"
-    if props.arch != _HOPPER:
-        return [Refusal(own, f"it is made for {_HOPPER}, and the card is {props.arch}")]
-    if PORTABLE.flag():
-        return [Refusal(own, f"{PORTABLE.name} leaves out Hopper's own kernels")]
+    target = Target(props.arch, props.max_smem_per_block, page_size)
     if problem.is_wide:
-        reason = wide_sm90.refusal(problem)
-        return [Refusal(own, f"it does not serve {reason}")] if reason else []
+        reason = wide_sm90.refusal(problem, LARGE, target)
+        return [Refusal("wide_sm90", reason)] if reason else []
     by_reason: dict[str, list[str]] = {}
     for name in LARGE_TILES:
-        is_offered = offered is None or name in offered
-        reason = _of_tile(problem, page_size, props, name, is_offered)
-        by_reason.setdefault(reason, []).append(name)
-    by_reason.pop("", None)
+        reason = prefill_sm90.refusal(problem, name, target)
+        if reason is None and offered is not None and name not in (LARGE, *offered):
+            reason = "nobody timed it with such keys and options"
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(name)
+    own = "prefill_sm90"
     return [
         Refusal(own if len(names) == len(LARGE_TILES) else f"{own} ({', '.join(names)})", reason)
         for reason, names in by_reason.items()
     ]
-
-
-def _of_tile(
-    problem: AttentionProblem, page_size: int, props: DeviceProps, name: str, is_offered: bool
-) -> str:
-    """Why a tile of prefill_sm90 is not offered; "" if it is, or serves the last row class."""
-    tile = sm90.find(problem, page_size, name)
-    if isinstance(tile, str):
-        return tile
-    if sm90.choose(problem, props.max_smem_per_block, page_size, name) is None:
-        return f"it takes more shared memory than a block of {props.name} has"
-    is_used = is_offered or name == LARGE
-    return "" if is_used else "nobody timed it with such keys and options"
 
 
 def refused_clusters(

@@ -35,16 +35,10 @@ from .ops import (
     store_kv,
 )
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
-from .tiles.select import (
-    DECODE,
-    LARGE,
-    SMALL,
-    VERIFY,
-    few_rows,
-    mixed_config,
-    row_class,
-    tile_config,
-)
+from .tiles.decode_sm80 import few_rows
+from .tiles.mixed_sm80 import mixed_config
+from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class
+from .tiles.select import tile_config
 
 Instance = tuple[str, jit.Config]
 

@@ -14,7 +14,8 @@ from cupyattn.core.problem import (
 )
 from cupyattn.errors import CupyAttnError
 from cupyattn.launch.instances import OPTIONS, SHARED_BYTES, fields_of
-from cupyattn.launch.tiles.select import LARGE, MOST_ROWS, ROW_CLASSES, tile_config
+from cupyattn.launch.tiles.row_classes import LARGE, MOST_ROWS, ROW_CLASSES
+from cupyattn.launch.tiles.select import tile_config
 
 from . import doors
 

@@ -18,7 +18,9 @@ from cupyattn.core.device import ARCHS
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.attention import scan_mask
 from cupyattn.launch.instances import SHARED_BYTES
-from cupyattn.launch.tiles.select import DECODE, LARGE, SMALL, mixed_config, tile_config
+from cupyattn.launch.tiles.mixed_sm80 import mixed_config
+from cupyattn.launch.tiles.row_classes import DECODE, LARGE, SMALL
+from cupyattn.launch.tiles.select import tile_config
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 

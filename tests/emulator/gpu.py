@@ -30,8 +30,8 @@ from cupyattn.core import device
 from cupyattn.inputs import index_arrays, workspace
 from cupyattn.launch.attention import read_tables, single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
-from cupyattn.launch.tiles import sm90, wide_sm90
-from cupyattn.launch.tiles.select import TileConfig
+from cupyattn.launch.tiles import prefill_sm90, wide_decode_sm90, wide_sm90
+from cupyattn.launch.tiles.config import TileConfig
 
 from . import build, library
 from .library import Range
@@ -287,8 +287,8 @@ def plugging_in(gpu: Gpu) -> Iterator[Gpu]:
             (array.from_numpy, gpu.upload),
         )
         if gpu.is_portable:
-            patch.setattr(sm90, "choose", lambda *_: None)
-            patch.setattr(wide_sm90, "choose", lambda *_: None)
+            for kernel in (prefill_sm90, wide_decode_sm90, wide_sm90):
+                patch.setattr(kernel, "refusal", lambda *_: "this GPU is portable")
         patch.setitem(views._READERS, np.ndarray, gpu.read)
         patch.setattr(read_tables, "_idle", _NeverIdle())
         patch.setattr(scratch, "_counters", {})

@@ -20,7 +20,7 @@ from cupyattn.choose.tile_times import large_tiles
 from cupyattn.launch.attention import kernels as launch_kernels
 from cupyattn.launch.attention import merge_splits
 from cupyattn.launch.attention import single as launch_single
-from cupyattn.launch.tiles import select
+from cupyattn.launch.tiles import row_classes
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.schedule.makespan import TileTimes
 
@@ -213,7 +213,7 @@ def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
 # With no keys, one tile of them, and many; rows of a part of a tile, of a warpgroup and of none.
 # Each of three tiles once in the ordinary suite, with another group each.
 @pytest.mark.parametrize(
-    ("group", "name"), one_of(4, product((1, 4, 7), select.LARGE_TILES[1:]), is_several=True)
+    ("group", "name"), one_of(4, product((1, 4, 7), row_classes.LARGE_TILES[1:]), is_several=True)
 )
 def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
@@ -367,7 +367,7 @@ def check_beside_other_requests(is_capped: bool, **facts: object) -> None:
     assert not np.array_equal(answers[0][20:], answers[1][20:])
 
 
-@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
+@pytest.mark.parametrize("name", row_classes.LARGE_TILES[1:])
 def test_hidden_values_of_other_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128)

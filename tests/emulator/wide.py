@@ -19,7 +19,7 @@ from cupyattn.core import dtypes
 from cupyattn.launch.attention import merge_splits, tma_wide
 from cupyattn.launch.driver import params as structs
 from cupyattn.launch.driver import tensor_map
-from cupyattn.launch.tiles import wide_sm90
+from cupyattn.launch.tiles import wide_decode_sm90, wide_sm90
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.reference import attention
 from cupyattn.reference.latent_rows import NUM_BYTES, unpack_rows
@@ -304,7 +304,7 @@ def _config(case: Case) -> TileConfig:
     dtype = dtypes.parse(case.dtype)
     dtype_o = dtypes.parse(case.o_dtype or case.dtype)
     if case.tile_q != 64:
-        return wide_sm90.decode_config(
+        return wide_decode_sm90.config(
             dtype,
             dtype_o,
             case.tile_q,

@@ -28,8 +28,8 @@ from cupyattn.core.device import NO_GPU, DeviceProps
 from cupyattn.inputs import call_cache
 from cupyattn.launch.attention import read_tables
 from cupyattn.launch.driver import params, scratch
-from cupyattn.launch.tiles.config import TileConfig
-from cupyattn.launch.tiles.select import MixedConfig, min_blocks
+from cupyattn.launch.tiles.config import TileConfig, min_blocks
+from cupyattn.launch.tiles.mixed_sm80 import MixedConfig
 
 from . import quick
 

@@ -27,8 +27,9 @@ from cupyattn.core import device, dtypes
 from cupyattn.inputs import call_cache
 from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, params, scratch
-from cupyattn.launch.tiles.config import TileConfig
-from cupyattn.launch.tiles.select import mixed_config, portable_config
+from cupyattn.launch.tiles import decode_sm80, prefill_sm80, wide_sm80
+from cupyattn.launch.tiles.config import HOPPER, Target, TileConfig
+from cupyattn.launch.tiles.mixed_sm80 import mixed_config
 from cupyattn.planless import prepared as planless
 from cupyattn.single import run
 
@@ -116,7 +117,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     def load_kernel(
         problem: Any, rows: str, device_index: int, is_batch: bool = False, page_size: int = 0
     ) -> SimpleNamespace:
-        tiles = portable_config(problem, rows, MAX_SHARED, is_batch)
+        asked = problem, rows, Target(HOPPER, MAX_SHARED, is_batch=is_batch)
+        portable = decode_sm80, prefill_sm80, wide_sm80
+        tiles = next(x for x in portable if x.refusal(*asked) is None).tiles(*asked)
         return SimpleNamespace(
             function=tiles,
             tiles=tiles,

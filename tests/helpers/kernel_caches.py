@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyattn.inputs import call_cache, geometry
 from cupyattn.launch.attention import merge_levels, merge_splits, read_tables, single
-from cupyattn.launch.tiles import select
+from cupyattn.launch.tiles import mixed_sm80, select
 from cupyattn.planless import prepared
 from cupyattn.single import run
 from cupyattn.wrappers import shared_prefix
@@ -25,7 +25,7 @@ def forget() -> None:
         single.load_mixed,
         merge_levels.config,
         merge_splits.config,
-        select.mixed_config,
+        mixed_sm80.mixed_config,
         select.tile_config,
         prepared.plan_of,
         read_tables._launch,

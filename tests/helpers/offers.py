@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cupyattn.choose.candidates import Batch, Candidate, Parts, best_of
-from cupyattn.launch.tiles.select import DECODE, LARGE
+from cupyattn.launch.tiles.row_classes import DECODE, LARGE
 from cupyattn.schedule.batch import TileWork
 from cupyattn.schedule.sm_partition import Streams
 from cupyattn.schedule.tile_shape import TileShape

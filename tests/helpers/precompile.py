@@ -49,13 +49,10 @@ from cupyattn.launch.driver.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, Selection
 from cupyattn.launch.instances import instances as selected_instances
 from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
-from cupyattn.launch.tiles.select import (
-    MixedConfig,
-    TileConfig,
-    mixed_config,
-    row_class,
-    tile_config,
-)
+from cupyattn.launch.tiles.config import TileConfig
+from cupyattn.launch.tiles.mixed_sm80 import MixedConfig, mixed_config
+from cupyattn.launch.tiles.row_classes import row_class
+from cupyattn.launch.tiles.select import tile_config
 from cupyattn.schedule.batch import BatchRequests
 from cupyattn.single import run as single
 from helpers import (

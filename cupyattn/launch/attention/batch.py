@@ -48,9 +48,8 @@ from ...schedule.tile_shape import TileShape
 from ...schedule.validate import validate_plan
 from ..driver import params
 from ..driver.enqueue import Launch, cuda
-from ..tiles import sm90
 from ..tiles.config import TileConfig
-from ..tiles.select import DECODE, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
+from ..tiles.row_classes import DECODE, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import log_choices, rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
 from .equal_requests import EqualRequests, key_of_equal, uniform_of
@@ -71,6 +70,7 @@ from .layout import (
     Reserved,
     Uniform,
 )
+from .swizzle import L2Swizzle, l2_swizzle
 
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
@@ -668,9 +668,9 @@ class BatchLauncher:
         behind = params.more_rope_steps(self.spec)
         return BoundRun(in_order(steps, merges), self.device_index, rotation, behind)
 
-    def _l2_swizzle(self, longest: int) -> sm90.L2Swizzle:
+    def _l2_swizzle(self, longest: int) -> L2Swizzle:
         l2_bytes = device_props(self.device_index).l2_bytes
-        return sm90.l2_swizzle(
+        return l2_swizzle(
             self.problem, self.num_kv_heads, longest, self.spec.right_limit >= 0, l2_bytes
         )
 

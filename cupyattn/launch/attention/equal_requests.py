@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schedule.batch import WORK_FIELDS, BatchRequests, Splitting
 from ...schedule.masking import Masking
-from ..tiles.select import DECODE, MOST_ROWS
+from ..tiles.row_classes import DECODE, MOST_ROWS
 from .layout import ITEM_BYTES, BatchSchedule, Capacity, Uniform
 
 _Q_START, _QO_LEN, _KV_START, _KV_LEN = map(

@@ -20,14 +20,14 @@ from ...schedule.masking import Masking
 from ...schedule.sm_partition import Streams, streams_of
 from ...schedule.tile_shape import CLUSTERS, TileShape
 from ..tiles.config import TileConfig
-from ..tiles.select import (
+from ..tiles.decode_sm80 import few_rows
+from ..tiles.row_classes import (
     DECODE,
     FEW,
     MOST_ROWS,
     ROW_CLASSES,
     SMALL,
     VERIFY,
-    few_rows,
     row_class,
 )
 from .single import LoadedKernel, load_kernel, load_mixed

@@ -22,17 +22,12 @@ from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..driver.pdl import most_clusters
 from ..driver.scratch import Allocate
-from ..tiles import sm90
-from ..tiles.config import TileConfig
-from ..tiles.select import (
-    LARGE,
-    MixedConfig,
-    min_blocks,
-    mixed_config,
-    row_class,
-    tile_config,
-)
+from ..tiles.config import TileConfig, min_blocks
+from ..tiles.mixed_sm80 import MixedConfig, mixed_config
+from ..tiles.row_classes import LARGE, row_class
+from ..tiles.select import tile_config
 from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90
+from .swizzle import ONE_HEAD, L2Swizzle, l2_swizzle
 
 # k's pair in params.STRIDES, after q's.
 _K_STRIDES = struct.Struct("<2q")
@@ -142,7 +137,7 @@ class PreparedPlan:
     partial_bytes: int = 0
     mask_bytes: int = 0
     num_counters: int = 0
-    swizzle: sm90.L2Swizzle = sm90.ONE_HEAD
+    swizzle: L2Swizzle = ONE_HEAD
     merge: Launch | None = None
 
 
@@ -202,10 +197,10 @@ class AttentionLauncher:
         tiles = kernel.tiles
         if self._log is not None:
             self._log.single((qo_len, kv_len), name, tiles.name, plan)
-        swizzle = sm90.ONE_HEAD
+        swizzle = ONE_HEAD
         if tiles.is_sm90:
             l2_bytes = device_props(self.device_index).l2_bytes
-            swizzle = sm90.l2_swizzle(
+            swizzle = l2_swizzle(
                 self.problem, self.num_kv_heads, kv_len, self.spec.right_limit >= 0, l2_bytes
             )
         starts = range(0, plan.num_q_tiles, plan.num_q_tiles if tiles.is_sm90 else MAX_GRID_YZ)

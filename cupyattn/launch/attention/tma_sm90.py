@@ -9,7 +9,7 @@ from ...core.problem import AttentionProblem
 from ...errors import UnsupportedError
 from ..driver import params, tensor_map
 from ..tiles.config import TileConfig
-from ..tiles.sm90 import L2Swizzle
+from .swizzle import L2Swizzle
 
 # params/prefill_sm90.cuh, PageUnits.
 PageUnits = tuple[int, int, int, int]

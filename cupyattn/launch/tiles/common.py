@@ -12,6 +12,7 @@ from .config import Field, round_up
 ROW_BYTES = 20
 LOGIT_BYTES = 32
 NONFINITE_BYTES = 8
+_PLACEHOLDER = 16
 
 
 def tile_field(rows: int, head_dim: int, itemsize: int, count: int = 1) -> Field:
@@ -45,3 +46,26 @@ def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str,
         "kPaged": problem.paged,
         "kOwnValuePages": problem.own_value_pages,
     }
+
+
+def is_transformed(problem: AttentionProblem) -> bool:
+    """True if more than one scale stands between the product and the softmax."""
+    return problem.soft_cap or problem.prescale_logits or problem.biases_logits
+
+
+def row_fields(tile_q: int) -> tuple[Field, ...]:
+    """What is known of the rows of Q and their logits."""
+    return Field(ROW_BYTES * tile_q, 16), Field(LOGIT_BYTES, 16), Field(8 * tile_q, 8)
+
+
+def rope_steps(problem: AttentionProblem) -> Field:
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    return Field(4 * (problem.head_dim_qk // 2) if is_rotated else 4)
+
+
+def widened_keys(problem: AttentionProblem, rows: int, rotates_keys: bool, count: int) -> Field:
+    """fp8 keys that are rotated get a 16-bit copy; otherwise the kernels keep a placeholder."""
+    if problem.dtype_kv.is_fp8 and rotates_keys:
+        return tile_field(rows, problem.head_dim_qk, 2, count)
+    itemsize = problem.dtype_kv.itemsize
+    return Field(_PLACEHOLDER, tile_field(rows, problem.head_dim_qk, itemsize).align)

@@ -4,11 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ... import jit
+from ...core import env
 
 # Whole tokens may leave over one in so many of a tile's rows.
 _MOST_LEFT_OVER = 16
+
+
+class Target(NamedTuple):
+    """What a kernel is compiled for besides its problem and its rows.
+
+    max_shared_bytes  of a block
+    page_size         of keys; looked at where it decides how they are copied
+    is_batch          the keys are of a batch, which no pass of its own rotates
+    """
+
+    arch: str
+    max_shared_bytes: int
+    page_size: int = 0
+    is_batch: bool = True
+
+
+HOPPER = "sm_90a"
+
+
+def refusal_of_hopper(target: Target) -> str | None:
+    """Why there are none of Hopper's own kernels; None if there are."""
+    if target.arch != HOPPER:
+        return f"it is made for {HOPPER}, and the card is {target.arch}"
+    if env.PORTABLE.flag():
+        return f"{env.PORTABLE.name} leaves out Hopper's own kernels"
+    return None
+
+
+def refusal_by_room(tiles: TileConfig, target: Target) -> str | None:
+    """Why tiles have no room; None if they have."""
+    if tiles.shared_bytes <= target.max_shared_bytes:
+        return None
+    return f"it takes {tiles.shared_bytes:,} bytes of shared memory, which a block has not"
 
 
 @dataclass(frozen=True)
@@ -101,3 +136,10 @@ def struct_of(*fields: Field) -> Field:
         offset = round_up(offset, field.align) + field.size
     align = max(field.align for field in fields)
     return Field(round_up(offset, align), align)
+
+
+def min_blocks(config: jit.Config) -> int:
+    """How many blocks an SM has registers for, by what the kernel is compiled with."""
+    blocks = config["kMinBlocks"]
+    assert isinstance(blocks, int)
+    return blocks

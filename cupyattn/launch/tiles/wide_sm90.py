@@ -1,5 +1,4 @@
-"""Tile configurations of wide_sm90 and wide_decode_sm90 (heads of 512 columns on Hopper), and
-which problems they serve."""
+"""Tile configurations of wide_sm90: heads of 512 columns on Hopper."""
 
 from __future__ import annotations
 
@@ -7,7 +6,16 @@ from ... import jit
 from ...core.dtypes import DType, float8_e4m3fn
 from ...core.problem import KEY_SCALES, AttentionProblem
 from ..driver import tensor_map
-from .config import Field, TileConfig, round_up, struct_of
+from .config import (
+    Field,
+    Target,
+    TileConfig,
+    refusal_by_room,
+    refusal_of_hopper,
+    round_up,
+    struct_of,
+)
+from .row_classes import DECODE, VERIFY
 
 # Head dims of q, k and of v, o. The first are those of latent attention, 512 and 64 rotated ones:
 # values are the first columns of keys. Others have values of their own, and as many stages of keys
@@ -20,56 +28,44 @@ TILE_Q = 64
 _THREADS, _REGISTERS = 3 * 128, (40, 232)
 _REGISTERS_CONVERTED = 56, 224
 _THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
-# The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
-_DECODE_ROWS = {"decode": 16, "verify": 32}
 # So many splits of a tile of so many rows of latent attention are merged by the last of its blocks,
 # and so many of few rows of other wide heads.
 FUSED_SPLITS, FUSED_SPLITS_OF_FEW = {16: 8, 32: 8, 64: 4}, 8
-_PATTERN_BYTES = 1024
-_ITEM_BYTES = 104
+PATTERN_BYTES = 1024
+ITEM_BYTES = 104
 
 
-def choose(
-    problem: AttentionProblem, rows: str, max_shared_bytes: int, page_size: int
-) -> TileConfig | None:
-    """The instance for a problem, or None: the portable kernel serves it.
-
-    Latent attention of few rows has a kernel of its own. Pages without a factor 8 are gathered row
-    by row.
-    """
-    if refusal(problem):
-        return None
-    is_latent, is_sparse = problem.latent, problem.sparse
-    head_dims = problem.head_dim_qk, problem.head_dim_vo
-    has_few_rows = is_latent and rows in _DECODE_ROWS
-    tma = is_latent and not (is_sparse or problem.key_scales) and has_boxes(page_size)
-    if has_few_rows:
-        tiles = decode_config(
-            problem.dtype_q,
-            problem.dtype_o,
-            _DECODE_ROWS[rows],
-            dtype_kv=problem.dtype_kv,
-            key_scales=problem.key_scales,
-            sparse=is_sparse,
-            tma=tma,
-        )
-    else:
-        tiles = config(
-            problem.dtype_q,
-            problem.dtype_o,
-            head_dims,
-            dtype_kv=problem.dtype_kv,
-            key_scales=problem.key_scales,
-            paged=problem.paged,
-            sparse=is_sparse,
-            tma=tma,
-            fused_splits=FUSED_SPLITS_OF_FEW if rows in _DECODE_ROWS else 0,
-        )
-    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+    """Why it does not serve requests of a row class; None if it does."""
+    found = refusal_of_problem(problem, target)
+    return found or refusal_by_room(tiles(problem, rows, target), target)
 
 
-def refusal(problem: AttentionProblem) -> str:
-    """Why these kernels do not serve a problem of wide heads; "" if they do."""
+def refusal_of_problem(problem: AttentionProblem, target: Target) -> str | None:
+    """Why neither of Hopper's kernels of wide heads serves a problem; None if one does."""
+    if not problem.is_wide:
+        return "heads of up to 256 columns have kernels of their own"
+    unserved = _unserved(problem)
+    return refusal_of_hopper(target) or (f"it does not serve {unserved}" if unserved else None)
+
+
+def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+    """The tiles for requests of a row class. Pages without a factor 8 are gathered row by row."""
+    return config(
+        problem.dtype_q,
+        problem.dtype_o,
+        (problem.head_dim_qk, problem.head_dim_vo),
+        dtype_kv=problem.dtype_kv,
+        key_scales=problem.key_scales,
+        paged=problem.paged,
+        sparse=problem.sparse,
+        tma=has_latent_boxes(problem, target.page_size),
+        fused_splits=FUSED_SPLITS_OF_FEW if rows in (DECODE, VERIFY) else 0,
+    )
+
+
+def _unserved(problem: AttentionProblem) -> str:
+    """What of a problem of wide heads these kernels do not serve; "" if they serve all."""
     head_dims = problem.head_dim_qk, problem.head_dim_vo
     if problem.latent:
         if head_dims != LATENT:
@@ -96,6 +92,12 @@ def refusal(problem: AttentionProblem) -> str:
 def has_boxes(page_size: int) -> bool:
     """Whether the copy engine brings keys of such pages."""
     return tensor_map.box_rows(page_size, 64) > 0
+
+
+def has_latent_boxes(problem: AttentionProblem, page_size: int) -> bool:
+    """Whether it brings those of this problem."""
+    has_rows = problem.sparse or bool(problem.key_scales)
+    return problem.latent and not has_rows and has_boxes(page_size)
 
 
 def config(
@@ -131,12 +133,12 @@ def config(
     # Where values are not keys too, twice 64 keys do not fit.
     tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
     num_pieces = 2 if is_latent else 3
-    values = [] if is_latent else [_panels(tile_kv, head_dim_vo, stages)]
+    values = [] if is_latent else [panels(tile_kv, head_dim_vo, stages)]
     shared = struct_of(
         *values,
-        _panels(TILE_Q, head_dim_qk, 1),
-        _panels(tile_kv, head_dim_qk, stages),
-        _panels(TILE_Q, tile_kv, 1),
+        panels(TILE_Q, head_dim_qk, 1),
+        panels(tile_kv, head_dim_qk, stages),
+        panels(TILE_Q, tile_kv, 1),
         Field(4 * 2 * TILE_Q),  # factors and normalisers
         Field(4 * 4),  # raised
         Field(4),  # is_last
@@ -145,7 +147,7 @@ def config(
         Field(20),  # facts of a row, which no logit here takes
         Field(2 * stages * 8),  # nonfinite keys
         Field(stages * tile_kv if sparse else 1),
-        Field(_ITEM_BYTES, 8),
+        Field(ITEM_BYTES, 8),
         Field(8 * (4 + 2 * num_pieces * stages), 8),
         Field(8 * num_pieces * (stages if dtype_kv.is_fp8 and tma else 1)),  # landed
     ).size
@@ -172,71 +174,6 @@ def config(
     return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, threads, shared)
 
 
-def decode_config(
-    dtype: DType,
-    dtype_o: DType,
-    tile_q: int,
-    *,
-    dtype_kv: DType | None = None,
-    key_scales: str = "",
-    sparse: bool = False,
-    tma: bool = False,
-) -> TileConfig:
-    """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32.
-
-    dtype_kv: e4m3, or as `dtype`, that of queries.
-    key_scales: of e4m3 keys (core.problem.KEY_SCALES).
-    """
-    dtype_kv = dtype_kv or dtype
-    head_dim_qk, head_dim_vo = LATENT
-    tile_kv, num_pieces = 64, 2
-    stages, keys, consumers = 2, _panels(tile_kv, head_dim_qk, 2), 1
-    if dtype_kv.is_fp8:
-        # One that converts keys would wait for its own results for longer than memory takes. Of 32
-        # rows there are not the registers for two.
-        consumers = 2 if tile_q == 16 else 1
-        row_bytes = head_dim_qk
-        if key_scales == "rows":
-            row_bytes = head_dim_vo + 16 + 2 * (head_dim_qk - head_dim_vo)
-        stages = 4 if key_scales == "rows" else 5
-        keys = Field(stages * tile_kv * row_bytes, _PATTERN_BYTES)
-    shared = struct_of(
-        _panels(tile_q, head_dim_qk, 1),
-        keys,
-        _panels(tile_q, tile_kv, consumers),
-        Field(4 * 4 * tile_q * consumers, 16),  # of_warps
-        Field(4 * tile_q * consumers),  # factors
-        Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
-        Field(8 * consumers),  # nonfinite keys
-        Field(4),  # is_last
-        Field(4 * tile_kv * (stages if key_scales == "tokens" else 1)),
-        Field(stages * tile_kv if sparse else 1),
-        Field(_ITEM_BYTES, 8),
-        Field(8 * (1 + 2 * num_pieces * stages), 8),
-    ).size
-    constants: dict[str, int | bool | DType] = {
-        "DTypeQ": dtype,
-        "DTypeKV": dtype_kv,
-        "DTypeO": dtype_o,
-        "kHeadDimQK": head_dim_qk,
-        "kHeadDimVO": head_dim_vo,
-        "kHeadDimRope": head_dim_qk - head_dim_vo,
-        "kKeyScales": KEY_SCALES.index(key_scales),
-        "kLatent": True,
-        "kSparse": sparse,
-        "kTma": tma,
-        "kPaged": True,
-        "kConsumers": consumers,
-        "kFusedSplits": FUSED_SPLITS[tile_q],
-        "kTileQ": tile_q,
-        "kTileKV": tile_kv,
-        "kStages": stages,
-        "kSharedBytes": shared,
-    }
-    name, threads = "wide_decode_sm90", 128 * (1 + consumers)
-    return TileConfig(name, jit.Config(constants), tile_q, tile_kv, threads, shared)
-
-
-def _panels(rows: int, columns: int, count: int) -> Field:
+def panels(rows: int, columns: int, count: int) -> Field:
     """`count` tiles (PanelTile) of 16-bit elements."""
-    return Field(count * rows * 2 * round_up(columns, 64), _PATTERN_BYTES)
+    return Field(count * rows * 2 * round_up(columns, 64), PATTERN_BYTES)

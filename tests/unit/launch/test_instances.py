@@ -19,7 +19,8 @@ from cupyattn.core import device, dtypes
 from cupyattn.errors import ArgumentError
 from cupyattn.launch.attention import single
 from cupyattn.launch.instances import LEVELS, SHARED_BYTES, Selection, instances, one_option
-from cupyattn.launch.tiles.select import mixed_config, tile_config
+from cupyattn.launch.tiles.mixed_sm80 import mixed_config
+from cupyattn.launch.tiles.select import tile_config
 from cupyattn.planless import call as planless
 from cupyattn.planless import latent
 

@@ -17,7 +17,7 @@ from cupyattn.core.device import NO_GPU, device_props, imagine
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.launch.attention.single import load_kernel
-from cupyattn.launch.tiles.select import DECODE, LARGE
+from cupyattn.launch.tiles.row_classes import DECODE, LARGE
 from cupyattn.single import run
 
 HALF = dtypes.float16

@@ -6,14 +6,14 @@ import pytest
 
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
-from cupyattn.launch.tiles import sm90
+from cupyattn.launch.attention.swizzle import L2Swizzle, l2_swizzle
 
 L2_BYTES = 50 << 20
 
 
-def swizzle(num_kv_heads: int, kv_len: int, causal: bool = True) -> sm90.L2Swizzle:
+def swizzle(num_kv_heads: int, kv_len: int, causal: bool = True) -> L2Swizzle:
     problem = AttentionProblem(dtypes.bfloat16, dtypes.bfloat16, dtypes.bfloat16, 192, 128)
-    return sm90.l2_swizzle(problem, num_kv_heads, kv_len, causal, L2_BYTES)
+    return l2_swizzle(problem, num_kv_heads, kv_len, causal, L2_BYTES)
 
 
 @pytest.mark.parametrize("kv_len", [1, 512, 4096, 16384, 131072])

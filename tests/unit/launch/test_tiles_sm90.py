@@ -14,9 +14,15 @@ from cupyattn.core import dtypes
 from cupyattn.core.device import NO_GPU
 from cupyattn.core.dtypes import DType
 from cupyattn.core.problem import AttentionProblem
-from cupyattn.launch.tiles import sm90
+from cupyattn.launch.tiles import prefill_sm90
+from cupyattn.launch.tiles.config import HOPPER, Target, TileConfig
 
 CARD = card_of(NO_GPU)
+
+
+def tiles_of(problem: AttentionProblem, page_size: int) -> TileConfig | None:
+    asked = problem, "large", Target(HOPPER, MAX_SHARED, page_size)
+    return prefill_sm90.tiles(*asked) if prefill_sm90.refusal(*asked) is None else None
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
@@ -31,7 +37,7 @@ def test_gathered_rows_are_served_under_all_options(dim: int, page_size: int) ->
             custom_mask=custom_mask,
             prescale_logits=prescale_logits,
         )
-        assert sm90.choose(problem, MAX_SHARED, page_size) is not None
+        assert tiles_of(problem, page_size) is not None
 
 
 _ALL_DIMS = range(8, 257, 8)
@@ -55,12 +61,12 @@ def test_every_pair_of_head_dims_is_served_under_all_options(kv: DType, page_siz
     q, is_fp8, is_paged = dtypes.bfloat16, kv.is_fp8, page_size > 0
     for qk, vo, options in product(_ALL_DIMS, _ALL_DIMS, _OPTIONS):
         problem = AttentionProblem(q, kv, q, qk, vo, paged=is_paged, **options)  # type: ignore[arg-type]
-        tiles = sm90.choose(problem, MAX_SHARED, page_size)
+        tiles = tiles_of(problem, page_size)
         is_rotated = options.get("pos_encoding") == "ROPE_LLAMA"
         is_masked, is_gathered = "custom_mask" in options, page_size == 1
         caps_rows = {"soft_cap", "prescale_logits"} <= {*options}
         is_portable = is_rotated and (is_fp8 or is_gathered)
-        if sm90.tile_dims(problem) == (256, 256):
+        if prefill_sm90.tile_dims(problem) == (256, 256):
             is_portable |= is_gathered and (is_fp8 or is_masked)
             is_portable |= is_fp8 and caps_rows
             if is_fp8 and is_masked and tiles is None:
@@ -81,7 +87,7 @@ def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
         (208, 208): (256, 256),
     }.items():
         problem = AttentionProblem(kind, kind, kind, qk, vo)
-        assert sm90.tile_dims(problem) == dims
+        assert prefill_sm90.tile_dims(problem) == dims
         # A key tile of fewer columns takes less time, not in proportion to them. (Of 112 columns
         # tiles have times of their own.)
         timed = (112, 112) if dims == (128, 128) else dims
@@ -112,8 +118,8 @@ def test_plain_ragged_keys_have_tiles_of_their_own() -> None:
         (176, 176): (128, 96),
     }.items():
         problem = AttentionProblem(kind, kind, kind, *dims)
-        tiles = sm90.choose(problem, MAX_SHARED, 0)
+        tiles = tiles_of(problem, 0)
         assert tiles and (tiles.tile_q, tiles.tile_kv) == area
         assert times_of(CARD, problem, 0, "large")
-        masked = sm90.choose(replace(problem, custom_mask=True), MAX_SHARED, 0)
+        masked = tiles_of(replace(problem, custom_mask=True), 0)
         assert masked and masked.tile_q == 128

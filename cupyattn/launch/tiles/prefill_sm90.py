@@ -8,7 +8,16 @@ from ... import jit
 from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
 from ..driver import tensor_map
-from .config import Field, TileConfig, round_up, struct_of
+from .config import (
+    Field,
+    Target,
+    TileConfig,
+    refusal_by_room,
+    refusal_of_hopper,
+    round_up,
+    struct_of,
+)
+from .row_classes import LARGE, LARGE_TILES
 
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 112
@@ -16,10 +25,6 @@ _ITEM_BYTES = 112
 _MASK_MAP_BYTES = 8 + 2 * 2048 // 8
 _ROW_BYTES = 20
 _ITEMS = 2
-# The rest is left to q, o, and what comes next.
-_SHARE_OF_L2 = 0.6
-# One in so many is enough for blocks to end together, by a simulation; they read keys anew.
-_TAIL_SHARE = 5
 _LEAN_TILES = ("queue", "lean", "flat")
 # The other tiles are slower under a cap than one of these wherever they were timed.
 _CAPPED_TILES = ("middle", "short", *_LEAN_TILES)
@@ -198,7 +203,7 @@ _OTHERS = {
 class Tile(NamedTuple):
     """A tile that serves a problem.
 
-    name  one of select.LARGE_TILES
+    name  one of row_classes.LARGE_TILES
     keys  how they come: "ragged", "paged", "gathered", "fp8" or "fp8 gathered"
     dims  the head dims of q, k and of v, o for which it is made
     """
@@ -222,25 +227,30 @@ class Tile(NamedTuple):
         return self.num_rows * self.num_keys
 
 
-def choose(
-    problem: AttentionProblem, max_shared_bytes: int, page_size: int, name: str = "large"
-) -> TileConfig | None:
-    """The instance for a problem, or None: the portable kernel serves it, or there is no such tile.
-
-    name: of the tile, one of select.LARGE_TILES.
-    """
-    tile = find(problem, page_size, name)
-    if isinstance(tile, str):
-        return None
-    tiles = make(problem, tile.shape)
-    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+    """Why a tile, one of row_classes.LARGE_TILES, does not serve a problem; None if it does."""
+    if rows not in LARGE_TILES:
+        return "its tiles are for more rows"
+    if problem.is_wide:
+        return "its heads have up to 256 columns"
+    if (reason := refusal_of_hopper(target)) is not None:
+        return reason
+    tile = find(problem, target.page_size, rows)
+    return tile if isinstance(tile, str) else refusal_by_room(make(problem, tile.shape), target)
 
 
-def find(problem: AttentionProblem, page_size: int, name: str = "large") -> Tile | str:
+def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+    """The tile of this name, which it does not refuse."""
+    tile = find(problem, target.page_size, rows)
+    assert not isinstance(tile, str), tile
+    return make(problem, tile.shape)
+
+
+def find(problem: AttentionProblem, page_size: int, name: str = LARGE) -> Tile | str:
     """The tile of this name for a problem, or a sentence that says why there is none."""
     if not problem.aligned:
         return "tensor maps need rows that begin on 16-byte boundaries"
-    if name == "large":
+    if name == LARGE:
         return _find_large(problem, page_size)
     return _find_other(problem, page_size, name)
 
@@ -300,7 +310,7 @@ def _find_large(problem: AttentionProblem, page_size: int) -> Tile | str:
         shape = _shape(problem, keys)
     if shape is None:
         return f"it has no tile for {keys} keys of such head dims with these options"
-    return Tile("large", keys.removesuffix(" capped"), dims, shape)
+    return Tile(LARGE, keys.removesuffix(" capped"), dims, shape)
 
 
 def _plain_shape(
@@ -381,41 +391,6 @@ def _caps_rows(problem: AttentionProblem) -> bool:
 
 HEAD_DIMS = ("multiples of 8 up to 256",)
 """What `cupyattn info` says of them. docs/support.md has the options with each."""
-
-
-class L2Swizzle(NamedTuple):
-    """The order of items: those of `heads_per_swizzle` KV heads come together, so that their keys
-    and values stay in L2. has_tail: the shortest items of all heads follow all others."""
-
-    heads_per_swizzle: int
-    has_tail: bool
-
-    def num_tail_items(self, num_items: int) -> int:
-        return num_items // _TAIL_SHARE if self.has_tail else 0
-
-
-ONE_HEAD = L2Swizzle(1, False)
-
-
-def l2_swizzle(
-    problem: AttentionProblem,
-    num_kv_heads: int,
-    kv_len: int,
-    has_right_limit: bool,
-    l2_bytes: int,
-) -> L2Swizzle:
-    """The order for requests of up to `kv_len` keys: a power of two of heads that fit into L2, or
-    another number where that would leave fewer heads for the last time."""
-    row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
-    head_bytes = kv_len * row_bytes
-    fitting = int(_SHARE_OF_L2 * l2_bytes) // max(1, head_bytes)
-    most = max(1, min(num_kv_heads, fitting))
-    num_heads = 1 << (most.bit_length() - 1)
-    if num_kv_heads % num_heads:
-        num_heads = next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
-        if 2 * num_heads < most:  # no divisor comes near what fits
-            num_heads = -(-num_kv_heads // -(-num_kv_heads // most))
-    return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:

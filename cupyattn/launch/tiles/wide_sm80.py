@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ... import jit
 from ...core.problem import AttentionProblem
-from ...errors import UnsupportedError
 from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
-from .config import Field, TileConfig, struct_of
+from .config import Field, Target, TileConfig, struct_of
+from .row_classes import MOST_ROWS, SMALL
 
 _STAGES = 2
 # By the most packed rows: (m-tiles of 16 rows, warps, keys of a tile), the best first. Warps of 64
@@ -19,18 +19,25 @@ _SHAPES = {
 }
 
 
-def choose(problem: AttentionProblem, most_rows: int, max_shared_bytes: int) -> TileConfig:
-    """The portable tiles for requests of up to `most_rows` packed rows: 16, 32, or 64 for more."""
+def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+    """Why it does not serve requests of a row class; None if it does."""
+    if not problem.is_wide:
+        return "heads of up to 256 columns have kernels of their own"
     if problem.key_scales:
-        raise UnsupportedError(
+        return (
             "k: keys that have scales of their own are read on sm_90 only, from 16-byte boundaries "
             "and under one positive scale of the logits; pass a cache with one scale, or CPU arrays"
         )
-    for mma_q, warps, tile_kv in _SHAPES[most_rows]:
-        tiles = wide_tiles(problem, mma_q, warps, tile_kv)
-        if tiles is not None and tiles.shared_bytes <= max_shared_bytes:
-            return tiles
-    raise AssertionError(f"no tile of wide heads fits {max_shared_bytes} bytes of shared memory")
+    return None
+
+
+def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+    """The tiles for requests of a row class."""
+    for mma_q, warps, tile_kv in _SHAPES[MOST_ROWS.get(rows, MOST_ROWS[SMALL])]:
+        found = wide_tiles(problem, mma_q, warps, tile_kv)
+        if found is not None and found.shared_bytes <= target.max_shared_bytes:
+            return found
+    raise AssertionError(f"no tile of wide heads fits {target.max_shared_bytes} bytes")
 
 
 def wide_tiles(

@@ -1,0 +1,152 @@
+"""Tile configurations of decode_sm80: few query rows, whose keys the warps of a block share."""
+
+from __future__ import annotations
+
+from ... import jit
+from ...core.problem import AttentionProblem
+from .common import (
+    NONFINITE_BYTES,
+    common_constants,
+    rope_steps,
+    row_fields,
+    tile_field,
+    widened_keys,
+)
+from .config import Field, Target, TileConfig, struct_of
+from .row_classes import DECODE, FEW, VERIFY
+
+# Tiles of 32 wider rows do not fit the registers of blocks that have an SM of their own.
+_MOST_DIM_OF_FEW_VERIFY = 128
+
+
+def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+    """Why it does not serve requests of a row class; None if it does."""
+    if reason := _refusal_of_rows(problem, rows):
+        return reason
+    if rows == VERIFY and of_verify(problem, target.max_shared_bytes) is None:
+        return "the output of 32 rows of such heads does not fit the registers of a warp"
+    return None
+
+
+def _refusal_of_rows(problem: AttentionProblem, rows: str) -> str | None:
+    if problem.is_wide:
+        return "its heads have up to 256 columns"
+    if rows not in (DECODE, VERIFY, *FEW.values()):
+        return "it serves up to 32 rows"
+    if rows == FEW[VERIFY] and problem.head_dim_vo > _MOST_DIM_OF_FEW_VERIFY:
+        return "32 rows of such heads do not fit the registers of blocks that have an SM each"
+    return None
+
+
+def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+    """The tiles for requests of a row class that it does not refuse."""
+    most = target.max_shared_bytes
+    if rows in FEW.values():
+        return _of_few(problem, most, 2 if rows == FEW[VERIFY] else 1)
+    found = of_verify(problem, most) if rows == VERIFY else of_decode(problem, most)
+    assert found is not None, "refused"
+    return found
+
+
+def few_rows(problem: AttentionProblem, rows: str) -> str | None:
+    """The class of the same rows where a batch has few blocks; None if there is none."""
+    name = FEW.get(rows)
+    return name if name and _refusal_of_rows(problem, name) is None else None
+
+
+def of_verify(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig | None:
+    """Twice the rows of decode, where O of 32 rows fits a warp's registers."""
+    dim = max(problem.head_dim_qk, problem.head_dim_vo)
+    # Q is read again for each tile: twice the bytes of 16 keys, if they have so few (measured).
+    is_short = dim <= 64 or (problem.dtype_kv.is_fp8 and problem.paged)
+    for keys, stages, blocks in ((32, 3, 2), (32, 2, 2), (16, 3, 2), (16, 2, 2), (16, 2, 1)):
+        if dim > 128 or (keys == 32 and not is_short):
+            continue
+        tiles = decode_tiles(problem, 4, keys, stages, blocks, dim <= 64 and keys == 32, mma_q=2)
+        if tiles.shared_bytes <= (max_shared_bytes + 1024) // blocks - 1024:
+            return tiles
+    return None
+
+
+def of_decode(
+    problem: AttentionProblem, max_shared_bytes: int, is_mixed: bool = False
+) -> TileConfig:
+    row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
+    q_in_registers = problem.head_dim_qk <= 192
+    # One request has few blocks, so one that fills an SM leaves the fewest partial states to merge:
+    # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts
+    # and ends. Where shared memory is short, fewer warps do.
+    shares_sm = problem.paged or is_mixed
+    if row_bytes > 768:
+        shapes = [(4, 16, 1)]
+    elif row_bytes >= 512:
+        shapes = [(4, 16, 2)] if shares_sm else [(4, 32, 1), (4, 16, 1)]
+    else:
+        shapes = [(4, 32, 2)] if shares_sm else [(8, 32, 1), (4, 32, 1)]
+    for warps, keys, blocks in (*shapes, (4, 16, 1), (2, 16, 1), (1, 16, 1)):
+        # A block takes 1 KB more than it asks for.
+        budget = (max_shared_bytes + 1024) // blocks - 1024
+        fitting = [
+            tiles
+            for stages in range(2, 5)
+            if (tiles := decode_tiles(problem, warps, keys, stages, blocks, q_in_registers))
+            and tiles.shared_bytes <= budget
+        ]
+        if fitting:
+            return fitting[-1]
+    raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
+
+
+def _of_few(problem: AttentionProblem, max_shared_bytes: int, mma_q: int) -> TileConfig:
+    """Twice the warps of other blocks, and the shared memory of a whole SM for their stages."""
+    row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
+    q_in_registers = problem.head_dim_qk <= 192 and (mma_q == 1 or problem.head_dim_qk <= 64)
+    keys = 16 if row_bytes >= 512 or mma_q == 2 else 32
+    for warps in (8, 4, 2, 1):
+        for stages in (4, 3, 2):
+            tiles = decode_tiles(problem, warps, keys, stages, 1, q_in_registers, mma_q)
+            if tiles.shared_bytes <= max_shared_bytes:
+                return tiles
+    raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
+
+
+def decode_tiles(
+    problem: AttentionProblem,
+    warps: int,
+    keys_per_warp: int,
+    stages: int,
+    min_blocks: int,
+    q_in_registers: bool,
+    mma_q: int = 1,
+) -> TileConfig:
+    """A decode instance: 16 * mma_q query rows; each warp streams keys_per_warp keys a stage."""
+    tile_q = 16 * mma_q
+    dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
+    itemsize = problem.dtype_kv.itemsize
+    stage = struct_of(
+        tile_field(keys_per_warp, dim_qk, itemsize), tile_field(keys_per_warp, dim_vo, itemsize)
+    )
+    states = warps * tile_q * (dim_vo + 8 + 2) * 4
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    no_pages = Field(8, 8)
+    shared = struct_of(
+        *row_fields(tile_q),
+        Field(warps * NONFINITE_BYTES),
+        Field(warps * keys_per_warp * 2 * 8, 8) if problem.paged else no_pages,
+        tile_field(tile_q, dim_qk, 2),
+        widened_keys(problem, keys_per_warp, is_rotated, warps),
+        Field(max(warps * stages * stage.size, states), stage.align),
+        rope_steps(problem),
+        Field(4),
+    ).size
+    config = common_constants(problem, is_rotated) | {
+        "kMmaQ": mma_q,
+        "kWarps": warps,
+        "kKeysPerWarp": keys_per_warp,
+        "kStages": stages,
+        "kMinBlocks": min_blocks,
+        "kQInRegisters": q_in_registers,
+        "kSharedBytes": shared,
+    }
+    tile_kv = warps * keys_per_warp
+    return TileConfig("decode_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)
