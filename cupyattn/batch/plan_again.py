@@ -1,9 +1,11 @@
-"""A plan() whose arguments are those of an earlier one, but for what its tables on the GPU hold.
+"""A plan() whose arguments are those of an earlier one, but for what its tables hold.
 
-The call cache compares all arguments (inputs/call_cache.py), so no check of them is made again.
-What the tables hold is checked by the launch that brings them to the host, which also makes the
-work list of most decodes (launch/attention/read_tables.py). A plan() that differs from all earlier
-ones, or whose tables are wrong, is made as any other, and its errors say what is wrong.
+Tables on the GPU: the call cache compares all arguments (inputs/call_cache.py), so no check of them
+is made again. What the tables hold is checked by the launch that brings them to the host, which
+also makes the work list of most decodes (launch/attention/read_tables.py). Tables on the host: the
+other arguments are compared with those of the wrapper's last plan, and what the tables hold is
+checked in few passes. A plan() that differs from earlier ones, or whose tables are wrong or rare,
+is made as any other, and its errors say what is wrong.
 """
 
 from __future__ import annotations
@@ -19,15 +21,23 @@ from .. import array
 from ..array import ArrayView, Device
 from ..array.match import is_contiguous
 from ..core import dtypes
+from ..core.problem import MAX_LENGTH
 from ..inputs.call_cache import Argument, CallCache, after_launch
 from ..inputs.geometry import Geometry, Variant
-from ..inputs.workspace import meets, num_bytes, require_workspace
+from ..inputs.workspace import meets, num_bytes, require_apart, require_workspace
 from ..launch.attention import read_tables
 from ..launch.attention.read_tables import DeviceTables, Planner
 from ..schedule.batch import BatchRequests
 from .mask import NO_MASK
-from .requests import Batch, require_row_limit, uniform_rows
-from .staging import Staging
+from .requests import (
+    INTEGERS,
+    Batch,
+    PageNames,
+    QueryRows,
+    read_page_ids,
+    require_row_limit,
+    uniform_rows,
+)
 from .wrapper import BatchWrapper, Plan, Prepared
 
 _IS_WIDE = {dtypes.int32: False, dtypes.int64: True}
@@ -50,6 +60,22 @@ _CALLS: CallCache[_Checked] = CallCache(
     Argument("lengths", 0),
     Argument("qo_indptr", 0),
 )
+
+
+class _OnHost(NamedTuple):
+    """The last plan() of a wrapper with tables on the host: its other arguments, and what was made
+    of them."""
+
+    scalars: tuple[object, ...]
+    types: tuple[type, ...]
+    geometry: Geometry
+    split: tuple[int, bool]
+    kind: int
+    q_len: int
+    page_size: int
+    state: dict[str, Any]
+
+
 # A number stands for each set of facts about wrappers that plans depend on.
 _numbers: dict[tuple[object, ...], int] = {}
 
@@ -62,6 +88,7 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
     """
     count, has_rows = len(tables), tables[0] == "qo_indptr"
     absent = [None] * (4 - count)
+    has_keys, names = "kv_len_arr" in tables, PageNames(*tables[-3:]) if count > 2 else None
 
     def decorate(plan: _F) -> _F:
         @functools.wraps(plan)
@@ -71,15 +98,27 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
                 given += tuple(kwargs.get(name) for name in tables[len(given) :])
                 rest = {name: x for name, x in kwargs.items() if name not in tables}
             is_on_host = type(given[0]) is np.ndarray or not getattr(given[0], "is_cuda", True)
-            if is_on_host or wrapper._is_graph or wrapper._is_probe:
+            is_new = wrapper._is_graph or wrapper._is_probe
+            if is_new and is_on_host:
                 plan(wrapper, *map(_faster, args[:count]), *args[count:], **kwargs)
                 return
+            if is_new:
+                plan(wrapper, *args, **kwargs)
+                return
+            scalars = (*args[count:], *rest.values(), *rest)
+            if is_on_host:
+                given = tuple(map(_faster, given))
+                arrays = (*given[1:], *absent, given[0]) if has_rows else (*given, None)
+                if not _plan_on_host(wrapper, arrays, scalars, names):
+                    plan(wrapper, *given[: len(args)], *args[count:], **kwargs)
+                    _remember_on_host(wrapper, arrays, scalars, has_keys, state)
+                return
             arrays = (*given[1:], *absent, given[0]) if has_rows else given
-            scalars = (*args[count:], *rest.values(), *rest, _number_of(wrapper))
+            scalars = (*scalars, _number_of(wrapper))
             if not plan_again(wrapper, arrays, scalars):
                 plan(wrapper, *args, **kwargs)
                 kept = {name: getattr(wrapper, name) for name in state}
-                _remember(wrapper, arrays, scalars, "kv_len_arr" in tables, kept)
+                _remember(wrapper, arrays, scalars, has_keys, kept)
 
         return planned  # type: ignore[return-value]
 
@@ -88,10 +127,118 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
 
 def _faster(x: Any) -> Any:
     """A tensor of torch on the CPU as a NumPy array, which takes less time to read."""
-    if not getattr(x, "is_cuda", True):
+    if type(x) is not np.ndarray and not getattr(x, "is_cuda", True):
         with contextlib.suppress(Exception):  # plan() says why it cannot be read
             return x.numpy()
     return x
+
+
+def _plan_on_host(
+    wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any, ...], names: PageNames | None
+) -> bool:
+    """Plan, if the wrapper's last plan() had these scalars, and tables that need no second look;
+    else nothing changes."""
+    known = wrapper._on_host
+    # With types that are the same too, True is not 1, and no array is compared.
+    if known is None or tuple(map(type, scalars)) != known.types or scalars != known.scalars:
+        return False
+    batch = _batch_on_host(arrays, known.kind, known.q_len, known.page_size)
+    if batch is None or wrapper._is_debugging():
+        return False
+    if names is not None:
+        read_page_ids(batch, arrays[1], names, is_bounded=False)
+        if batch.page_ids_device is not None:
+            require_apart(wrapper._workspace, kv_indices=batch.page_ids_device)
+    require_row_limit(batch, known.geometry.spec.group_size)
+    framework = wrapper._workspace.framework
+    wrapper._take(Plan(known.geometry, batch, known.split, None, NO_MASK, framework))
+    wrapper.__dict__.update(known.state)
+    return True
+
+
+def _batch_on_host(arrays: Sequence[Any], kind: int, q_len: int, page_size: int) -> Batch | None:
+    """The batch without its page table; None of tables that are wrong, and where a request has no
+    rows or pages."""
+    kv_indptr, _, lengths, qo_indptr = arrays
+    if not _is_table(kv_indptr):
+        return None
+    kv_indptr = kv_indptr.astype(np.int64)
+    num_pages, tokens = kv_indptr[1:] - kv_indptr[:-1], page_size or 1
+    count, end = num_pages.size, int(kv_indptr[-1]) if kv_indptr.size else 0
+    if not count or num_pages[num_pages.argmin()] <= 0 or end * tokens > MAX_LENGTH:
+        return None
+    rows = uniform_rows(count, q_len) if q_len else _rows_on_host(qo_indptr, count)
+    if kv_indptr[0] < 0 or rows is None:
+        return None
+    last, kv_len = None, num_pages
+    if kind != read_tables.NO_LENGTHS:
+        if not _is_table(lengths) or lengths.size != count:
+            return None
+        last = lengths.astype(np.int64)
+        room = num_pages * page_size
+        # As unsigned numbers, so that one pass finds lengths beyond either end.
+        if kind == read_tables.KEYS:
+            kv_len, last = last, None
+            if np.count_nonzero(kv_len.view(np.uint64) > room.view(np.uint64)):
+                return None
+        else:
+            missing = page_size - last
+            unsigned = missing.view(np.uint64)
+            if unsigned[unsigned.argmax()] >= page_size:
+                return None
+            kv_len = np.subtract(room, missing, out=room)
+    qo_indptr, qo_len, uniform = rows
+    requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
+    return Batch(requests, int(qo_indptr[-1]), 0 if page_size else end, qo_indptr, kv_indptr, last)
+
+
+def _rows_on_host(qo_indptr: Any, count: int) -> QueryRows | None:
+    """The rows of so many requests; None as above."""
+    if not _is_table(qo_indptr) or qo_indptr.size != count + 1 or qo_indptr[0]:
+        return None
+    qo_indptr = qo_indptr.astype(np.int64)
+    lengths = qo_indptr[1:] - qo_indptr[:-1]
+    least, end = int(lengths[lengths.argmin()]), int(qo_indptr[-1])
+    if least <= 0 or end > MAX_LENGTH:
+        return None
+    if least * count == end:
+        return uniform_rows(count, least)
+    return QueryRows(qo_indptr, lengths, -1)
+
+
+def _is_table(x: Any) -> bool:
+    return type(x) is np.ndarray and x.ndim == 1 and x.dtype in INTEGERS
+
+
+def _remember_on_host(
+    wrapper: BatchWrapper,
+    arrays: Sequence[Any],
+    scalars: tuple[Any, ...],
+    has_keys: bool,
+    state: tuple[str, ...],
+) -> None:
+    """Let later plans with these scalars be made by `_plan_on_host`. The wrapper's plan was."""
+    plan = wrapper._current
+    wrapper._on_host = None
+    if plan is None or not _is_plain(wrapper, plan, scalars):
+        return
+    kind = read_tables.NO_LENGTHS
+    if plan.geometry.spec.page_size:
+        kind = read_tables.KEYS if has_keys else read_tables.LAST_PAGE
+    q_len = 0 if arrays[3] is not None else plan.batch.requests.uniform
+    page_size, kept = plan.geometry.spec.page_size, {x: getattr(wrapper, x) for x in state}
+    facts = plan.geometry, plan.split, kind, q_len, page_size, kept
+    wrapper._on_host = _OnHost(scalars, tuple(map(type, scalars)), *facts)
+
+
+def _is_plain(wrapper: BatchWrapper, plan: Plan, scalars: tuple[Any, ...]) -> bool:
+    """Whether nothing but tables and scalars decides such plans."""
+    spec, given = plan.geometry.spec, plan.geometry.given.given
+    is_plain = plan.mask is NO_MASK and spec.logits is None and given.is_constant
+    # Offsets that count elements need all checks.
+    if not is_plain or wrapper._is_debugging() or getattr(wrapper, "_in_elements", False):
+        return False
+    return not any(hasattr(x, "__dlpack__") for x in scalars)
 
 
 def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any, ...]) -> bool:
@@ -189,11 +336,7 @@ def _prepared(
         # The list of the plan before was kept, in case this one had failed.
         wrapper._words, wrapper._next_words = wrapper._next_words, wrapper._words
     else:
-        size = schedule.words.size
-        if wrapper._staging is None:
-            wrapper._staging = Staging(wrapper._workspace.device.index)
-        wrapper._staging.block(size)[:size] = schedule.words
-        wrapper._staging.send([(0, size, wrapper._words.reserve(size))], stream)
+        wrapper._send(schedule.words, None, stream)
     words = wrapper._words
     owner = words.view, wrapper._rotated.view
     return Prepared(launcher, schedule, words.address, owner, rotated)
@@ -225,15 +368,9 @@ def _remember(
     has_keys: lengths are those of all keys of a request.
     """
     plan, place = wrapper._current, _place_of(wrapper)
-    if plan is None or wrapper._is_debugging() or place[1] not in ("torch", "cupy"):
+    if plan is None or place[1] not in ("torch", "cupy") or not _is_plain(wrapper, plan, scalars):
         return
-    spec, given = plan.geometry.spec, plan.geometry.given.given
-    is_plain = plan.mask is NO_MASK and spec.logits is None and given.is_constant
-    # Offsets that count elements are left to the host.
-    if not is_plain or getattr(wrapper, "_in_elements", False):
-        return
-    if any(hasattr(x, "__dlpack__") for x in scalars):
-        return
+    spec = plan.geometry.spec
     views = [None if x is None else array.view(x, "a table") for x in (*arrays, None)[:4]]
     for v in views:
         if v is None:

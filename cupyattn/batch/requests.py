@@ -21,7 +21,7 @@ from ..schedule.levels import Levels
 # Half the time of the methods on short arrays.
 _least, _most = np.minimum.reduce, np.maximum.reduce
 _UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
-_INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
+INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 _TABLE_DTYPES = dtypes.int32, dtypes.int64
 # Offsets of more requests are read anew each time.
 _MOST_KNOWN = 1025
@@ -87,7 +87,7 @@ def host_integers(x: Any, name: str) -> np.ndarray:
         a = x.numpy() if v.framework == "torch" and v.device.kind == "cpu" else array.to_host(v)
     if a.size > MAX_LENGTH:
         raise UnsupportedError(f"{name}: holds {a.size} numbers; at most {MAX_LENGTH}")
-    if a.ndim != 1 or a.dtype not in _INTEGERS:
+    if a.ndim != 1 or a.dtype not in INTEGERS:
         raise ArgumentError(
             f"{name}: got {a.dtype} {list(a.shape)}; wanted int32 or int64 with one dimension"
         )
@@ -183,7 +183,7 @@ def uniform_rows(num_requests: int, qo_len: int) -> QueryRows:
 def read_rows(qo_indptr: Any, name: str = "qo_indptr", unit: int = 1) -> QueryRows:
     """The rows that offsets from 0 on deal out; `unit` as in read_indptr."""
     x = qo_indptr
-    if type(x) is np.ndarray and x.ndim == 1 and x.size <= _MOST_KNOWN and x.dtype in _INTEGERS:
+    if type(x) is np.ndarray and x.ndim == 1 and x.size <= _MOST_KNOWN and x.dtype in INTEGERS:
         # Offsets of prompts come once, and would only push out those that come again.
         if x.size > 1 and int(x[1]) * (x.size - 1) == int(x[-1]):
             return _known_rows(x.tobytes(), x.itemsize, name, unit)
@@ -252,7 +252,7 @@ def read_paged(
         )
     requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
     batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr, last, last_device)
-    _read_page_ids(batch, kv_indices, names, is_bounded)
+    read_page_ids(batch, kv_indices, names, is_bounded)
     return batch
 
 
@@ -297,7 +297,7 @@ def _wrong_count(name: str, shape: Any, wanted: int) -> ArgumentError:
     return ArgumentError(f"{name}: shape is {list(shape)}; wanted [{wanted}], one for each request")
 
 
-def _read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: bool) -> None:
+def read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: bool) -> None:
     needed, name = batch.num_page_ids, names.indices
     is_numpy = type(kv_indices) is np.ndarray
     v = None if is_numpy else array.view(kv_indices, name)
@@ -318,7 +318,7 @@ def _read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: 
         ids = kv_indices.numpy() if v.framework == "torch" else array.as_numpy(v)
     else:
         ids = kv_indices
-    if ids.dtype not in _INTEGERS:
+    if ids.dtype not in INTEGERS:
         raise ArgumentError(f"{name}: dtype is {ids.dtype}; wanted int32 or int64")
     begin = int(batch.kv_indptr[0])
     used = ids[begin:needed]

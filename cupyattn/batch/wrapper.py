@@ -45,6 +45,7 @@ from .threads import Turns
 _F = TypeVar("_F", bound=Callable[..., Any])
 # What workspace_size() says at least: an array without elements is no buffer everywhere.
 _LEAST_BYTES = 16
+_NO_WORDS = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -182,6 +183,7 @@ class BatchWrapper(Untraced):
         # The last run that needed another variant than the planned one: its geometry, its variant.
         self._preferred: tuple[Geometry, Variant] | None = None
         self._known: _Known | None = None
+        self._on_host: Any = None  # the last plan() with tables on the host (plan_again.py)
         # Graph mode: words of the other variants that were ever run, which stay where they are.
         self._variant_words: dict[Variant, DeviceBuffer] = {}
         self._staging: Staging | None = None
@@ -242,6 +244,7 @@ class BatchWrapper(Untraced):
                     part._has_workspace = False
                 self._open(make_workspace(v.device, (x,)))
                 self._known, self._preferred, self._facts, self._staging = None, None, -1, None
+                self._on_host = None
                 make_plan(self, *args, **kwargs)
             except BaseException:
                 self.__dict__.update(before)
@@ -420,16 +423,22 @@ class BatchWrapper(Untraced):
                 "captured graph reads; write into those, or use a separate wrapper"
             )
         # --- 2. Schedule on the host ---
-        made = self._schedule(plan)
-        if given.device.kind == "cpu":
-            self._keep_on_cpu(plan)
-            plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
-        else:
-            self._upload(plan, made)
+        self._take(plan)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
             self._frozen_logits = plan.packed_logits
-            self._rooms = {variant: self._room(variant) for variant in made}
+            self._rooms = {variant: self._room(variant) for variant in plan.prepared}
+
+    def _take(self, plan: Plan) -> None:
+        """Schedule a plan, and make it the current one."""
+        made = self._schedule(plan)
+        if self._workspace.device.kind == "cpu":
+            self._keep_on_cpu(plan)
+            plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
+        elif plan.mask is NO_MASK and not self._is_graph and plan.batch.page_ids_device is None:
+            self._upload_plain(plan, made)
+        else:
+            self._upload(plan, made)
         plan.owner = self._turns.begin()
         self._current = plan
 
@@ -596,6 +605,47 @@ class BatchWrapper(Untraced):
         if views:
             plan.views = tuple(views)
             plan.is_uniform &= all(v.framework == plan.framework for v in views)
+
+    def _upload_plain(
+        self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
+    ) -> None:
+        """The same where all there is are a schedule, if there are rows, and a page table of the
+        host's, if keys are in pages."""
+        stream = self._current_stream()
+        self._refuse_capture(stream)
+        words, ids = _NO_WORDS, plan.batch.page_ids
+        for _, schedule in made.values():
+            words = schedule.words
+        if ids is not None:
+            ids = ids[: plan.batch.num_page_ids]
+        base = self._send(words, ids, stream)
+        for variant, (launcher, schedule) in made.items():
+            rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
+            owner = self._words.view, self._rotated.view
+            plan.prepared[variant] = Prepared(launcher, schedule, base, owner, rotated)
+        if ids is not None and ids.size:
+            plan.page_ids = base + 4 * (-(-words.size // 4) * 4)
+        plan.views = plan.logits
+        is_of_one = all(v.framework == plan.framework for v in plan.views)
+        plan.is_uniform = is_of_one and plan.framework in ("torch", "cupy")
+
+    def _send(self, words: np.ndarray, ids: np.ndarray | None, stream: int) -> int:
+        """Bring words, and ids of pages behind them from a 16-byte boundary on, to memory of the
+        wrapper's own; its address."""
+        begin = size = -(-words.size // 4) * 4
+        if ids is not None:
+            size += -(-ids.size // 4) * 4
+        if not size:
+            return self._words.address
+        if self._staging is None:
+            self._staging = Staging(self._workspace.device.index)
+        block = self._staging.block(size)
+        block[: words.size] = words
+        if ids is not None:
+            block[begin : begin + ids.size] = ids
+        base = self._words.reserve(size)
+        self._staging.send([(0, size, base)], stream)
+        return base
 
     def _refuse_capture(self, stream: int) -> None:
         refuse_capture(stream, "plan()", "call it before the capture, and between replays")

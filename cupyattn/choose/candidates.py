@@ -35,6 +35,10 @@ Parts = list[tuple[str, TileWork]]
 # What the time of tiles of prefill_sm90 counts beside that of blocks of decode for few rows of a
 # class: estimates of the latter are too low for 17 to 32 rows (by rows of an H100).
 MARGIN = {DECODE: 0.9, VERIFY: 0.85}
+# Bounds are so much below what their candidates take, and estimates are off by half of it: what
+# might be sooner by less than this is taken no more often rightly than wrongly (by rows of an
+# H100), and to look at it takes longer than all else that a plan does.
+_NEAR = 1.1
 
 
 class Keys(NamedTuple):
@@ -77,7 +81,7 @@ class Offer(Protocol):
         ...
 
     def blocks_of_few_rows(
-        self, rows: str, keys: Keys, most_rows: int
+        self, rows: str, num_requests: int, most_rows: int
     ) -> list[tuple[str, TileShape]]:
         """The blocks of decode for requests of a row class: the class of their kernel, and their
         shape."""
@@ -93,7 +97,8 @@ class Offer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+# Not frozen, because every plan makes some and a frozen one is slow to make. No field changes.
+@dataclass(slots=True)
 class Candidate:
     """One way to serve a batch.
 
@@ -133,7 +138,7 @@ def only(name: str) -> Iterator[None]:
         _forced = before
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch:
     """What candidates are made for: the requests of each row class, and of all.
 
@@ -173,21 +178,44 @@ class _Form(NamedTuple):
     least: float
     estimate: Callable[[float], Candidate]
     margin: float = 1.0
+    tiles: TileShape | None = None
 
 
 def best(offer: Offer, batch: Batch) -> Candidate:
     """The candidate that is done soonest.
 
-    Estimates go by their bounds, and end where none is left that may be sooner.
+    Estimates go by their bounds, and end where none is left that may be sooner by more than
+    estimates are good for.
     """
-    return _soonest(_forms(offer, batch))
+    forms = sorted(_forms(offer, batch), key=_bound)
+    first, others = forms[0], forms[1:]
+    if first.tiles is not None:
+        limit = _NEAR * _bound(others[0]) / first.margin if others else math.inf
+        if _is_done_within(batch, first.tiles, limit):
+            return first.estimate(0.0)
+    return _soonest(forms)
+
+
+def _bound(form: _Form) -> float:
+    return form.margin * form.least
+
+
+def _is_done_within(batch: Batch, shape: TileShape, limit: float) -> bool:
+    """Whether one launch of these tiles is done within a limit, however its blocks are dealt:
+    each takes the next item when it is done with one."""
+    times, work = shape.times, batch.works.of(shape)
+    assert times is not None
+    if not work.shares_keys:  # memory may be slower
+        return False
+    busy = times.busy(work, batch.num_kv_heads) / shape.num_slots
+    return times.launch + busy + 0.5 * (times.item + times.key_tile * work.longest) <= limit
 
 
 def _soonest(forms: list[_Form]) -> Candidate:
     found = None
     limit = math.inf
-    for form in sorted(forms, key=lambda form: form.margin * form.least):
-        if found is not None and form.margin * form.least >= limit:
+    for form in sorted(forms, key=_bound):
+        if found is not None and _NEAR * _bound(form) >= limit:
             break
         candidate = form.estimate(limit / form.margin)
         if found is None or form.margin * candidate.time < limit:
@@ -243,7 +271,7 @@ def _forms_of_tiles(batch: Batch, shapes: Mapping[str, TileShape]) -> list[_Form
         else:
             slots = Slots(shape.num_slots, shape.num_sms)
             least = shape.times.least(*batch.works.at_least(shape), batch.num_kv_heads, slots)
-            found.append(_Form(least, partial(alone, batch, name, shape)))
+            found.append(_Form(least, partial(alone, batch, name, shape), tiles=shape))
     return found
 
 
@@ -338,7 +366,7 @@ def timed_blocks(
     """The blocks of decode for requests of one row class: when they are done, the class of their
     kernel, and their shape."""
     facts, times = (*keys, num_kv_heads, most_rows, key_bytes), offer.card.decode
-    offered = offer.blocks_of_few_rows(rows, keys, most_rows)
+    offered = offer.blocks_of_few_rows(rows, keys.num_requests, most_rows)
     return [(decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered]
 
 

@@ -276,7 +276,7 @@ def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
         batch = sample.batch
         keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
         facts = *keys, batch.num_kv_heads, batch.most_rows, batch.key_bytes
-        for name, shape in _blocks(sample, rows, keys):
+        for name, shape in _blocks(sample, rows, keys.num_requests):
             if name in sample.us:
                 kind = card.decode.kind_of(shape)
                 told = lambda times, shape=shape, facts=facts: decode_time(shape, times, *facts)  # noqa: E731
@@ -297,8 +297,8 @@ def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
     return found
 
 
-def _blocks(sample: Sample, rows: str, keys: Keys) -> Iterable[tuple[str, Any]]:
-    for _, shape in sample.offer.blocks_of_few_rows(rows, keys, sample.batch.most_rows):
+def _blocks(sample: Sample, rows: str, count: int) -> Iterable[tuple[str, Any]]:
+    for _, shape in sample.offer.blocks_of_few_rows(rows, count, sample.batch.most_rows):
         yield name_of_blocks(rows, shape), shape
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,10 @@ MAX_WAVES = 4
 _WORTHWHILE = 0.95
 # Tiles whose longest is at most this many times their mean are planned as if all were as long.
 _EVEN = 1.15
+_WAVES = range(1, MAX_WAVES + 1)
 _ONE = np.float64(1.0)  # converted once
+# Of a bound: estimates are sums, whose last digits depend on the order.
+_ROUNDED = 1.0 - 1e-9
 _ONES = np.ones(4096)
 
 
@@ -39,8 +41,6 @@ class Costs(NamedTuple):
     least_share: float = 1.0
 
 
-# Not frozen, because every plan makes some and a frozen one is slow to make. No field changes.
-@dataclass(slots=True)
 class Work:
     """Key tiles that each tile of rows visits: None if all visit `longest`.
 
@@ -49,18 +49,26 @@ class Work:
     splits, unsplit, parts  what estimates have found for this work (makespan.best_split)
     """
 
-    key_tiles: np.ndarray | None
-    longest: int
-    total: int
-    num_tiles: int
-    num_read: int = 0
-    shares_keys: bool = False
-    splits: dict[object, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
-    unsplit: dict[object, float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+    __slots__ = (
+        *("_sorted", "key_tiles", "longest", "num_read", "num_tiles"),
+        *("parts", "shares_keys", "splits", "total", "unsplit"),
     )
-    parts: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _sorted: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __init__(
+        self,
+        key_tiles: np.ndarray | None,
+        longest: int,
+        total: int,
+        num_tiles: int,
+        num_read: int = 0,
+        shares_keys: bool = False,
+    ) -> None:
+        self.key_tiles, self.longest, self.total = key_tiles, longest, total
+        self.num_tiles, self.num_read, self.shares_keys = num_tiles, num_read, shares_keys
+        self.splits: dict[object, Split] = {}
+        self.unsplit: dict[object, float] = {}
+        self.parts: dict[object, Any] = {}
+        self._sorted: np.ndarray | None = None
 
     def array(self) -> np.ndarray:
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
@@ -100,23 +108,41 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
     longest, total, num_tiles = work.longest, work.total, work.num_tiles
     is_even = are_even(longest, total, num_tiles)
     chunks = _candidates(work, items_per_wave, is_even, least, costs.least_share)
-    if not chunks:
-        return Chunk(longest, _time_of_even(work, longest, items_per_wave, costs)[0])
-    chunks.append(longest)
-    if is_even:
-        estimates = [_time_of_even(work, chunk, items_per_wave, costs) for chunk in chunks]
+    if not chunks or is_even:
+        whole = _time_of_even(work, longest, items_per_wave, costs)[0]
     else:
-        estimates = _times_of_uneven(work, chunks, items_per_wave, costs.block)
-    whole = estimates.pop()[0]
+        uneven = _Uneven(work, items_per_wave, costs.block)
+        whole = max(uneven.done(longest, float(num_tiles)), longest + costs.block)
     best, best_time = longest, whole * _WORTHWHILE
-    if best_time <= total / items_per_wave + costs.least_share * costs.block:
+    soonest = total / items_per_wave
+    if best_time <= soonest + costs.least_share * costs.block:
         return Chunk(longest, whole)
-    for chunk, (done, num_items) in zip(chunks, estimates, strict=False):
+    if not is_even:
+        bounds = [_least_of_uneven(work, chunk, items_per_wave, costs) for chunk in chunks]
+        forms = sorted(zip(bounds, chunks, strict=True))
+    else:
+        forms = [(0.0, chunk) for chunk in chunks]
+    for bound, chunk in forms:
+        if bound > best_time:
+            break
+        if is_even:
+            done, num_items = _time_of_even(work, chunk, items_per_wave, costs)
+        else:
+            done, num_items = uneven.split(chunk)
         estimate = done + costs.merge + costs.state * num_items / items_per_wave
         estimate += costs.part * -(-longest // chunk)
-        if estimate < best_time:
+        if estimate < best_time or (estimate == best_time and chunk < best):
             best, best_time = chunk, estimate
     return Chunk(best, whole if best == longest else best_time)
+
+
+def _least_of_uneven(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> float:
+    """When all is done at least if keys are split after `chunk` tiles."""
+    parts = -(-work.longest // chunk)
+    waves = max(work.num_tiles, work.total / chunk) / items_per_wave
+    busy = work.total / items_per_wave + waves * costs.block
+    done = max(busy, work.longest / parts + costs.block)
+    return _ROUNDED * (done + waves * costs.state) + costs.merge + costs.part * parts
 
 
 def are_even(longest: int, total: int, num_tiles: int) -> bool:
@@ -135,37 +161,39 @@ def _time_of_even(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> 
     return done, num_items
 
 
-def _times_of_uneven(
-    work: Work, chunks: list[int], items_per_wave: int, block: float
-) -> list[tuple[float, float]]:
-    """The same for several sizes at once. Float, for integers divide slowly."""
-    row, sizes = work.descending()[::-1], np.array(chunks, np.float64)
-    # Products of matrices are faster than broadcasts and sums of short rows, and exact here: of one
-    # factor each, or sums of whole numbers.
-    parts = (1.0 / sizes)[:, None].dot(row[None])
-    np.ceil(parts, out=parts)
-    np.maximum(parts, _ONE, out=parts)
-    all_items = parts.dot(ones(row.size)).tolist()
-    # The short ones, of a part each, fill gaps, but long ones come in whole waves.
-    all_short = row.searchsorted(0.5 * sizes, "right").tolist()
-    tiles_up_to = row.cumsum()
-    found, lengths = [], None
-    for index, (chunk, num_items, num_short) in enumerate(
-        zip(chunks, all_items, all_short, strict=True)
-    ):
+class _Uneven:
+    """When tiles of several lengths are done. Float, for integers divide slowly."""
+
+    __slots__ = ("_block", "_per_wave", "_row", "_total", "_up_to")
+
+    def __init__(self, work: Work, items_per_wave: int, block: float) -> None:
+        self._total, self._per_wave, self._block = work.total, items_per_wave, block
+        self._row = work.descending()[::-1]
+        self._up_to = np.add.accumulate(self._row)
+
+    def split(self, chunk: int) -> tuple[float, float]:
+        """When all is done if keys are split after `chunk` tiles, and how many blocks that are."""
+        row = self._row
+        parts = row * (1.0 / chunk)
+        np.ceil(parts, out=parts)
+        if row[0] < 1.0:  # of no keys, too
+            np.maximum(parts, _ONE, out=parts)
+        num_items = float(parts.dot(ones(parts.size)))
+        done = self.done(chunk, num_items)
+        if done < chunk + self._block:  # no part is longer than that
+            np.divide(row, parts, out=parts)
+            done = max(done, float(parts[parts.argmax()]) + self._block)
+        return done, num_items
+
+    def done(self, chunk: int, num_items: float) -> float:
+        """When all but the longest part is done: the short tiles, of a part each, fill gaps, but
+        long ones come in whole waves."""
+        num_short = int(self._row.searchsorted(0.5 * chunk, "right"))
         num_long = num_items - num_short
-        of_short = float(tiles_up_to[num_short - 1]) if num_short else 0.0
-        mean = (work.total - of_short) / num_long
-        busy = (work.total + num_items * block) / items_per_wave
-        done = max(busy, -(-num_long // items_per_wave) * (mean + block))
-        if chunk == work.longest:  # nothing is split
-            done = max(done, chunk + block)
-        elif done < chunk + block:  # no part is longer than that
-            if lengths is None:
-                lengths = np.maximum.reduce(row / parts, axis=1).tolist()
-            done = max(done, lengths[index] + block)
-        found.append((done, num_items))
-    return found
+        of_short = float(self._up_to[num_short - 1]) if num_short else 0.0
+        mean = (self._total - of_short) / num_long
+        busy = (self._total + num_items * self._block) / self._per_wave
+        return max(busy, -(-num_long // self._per_wave) * (mean + self._block))
 
 
 def ones(count: int) -> np.ndarray:
@@ -177,9 +205,11 @@ def _candidates(
 ) -> list[int]:
     """Sizes of parts worth a look. None makes more than MAX_WAVES more waves of blocks."""
     longest, total, num_tiles = work.longest, work.total, work.num_tiles
-    whole = range(1, MAX_WAVES + 1)
+    fewest = -(-total // (items_per_wave * MAX_WAVES))
+    if max(fewest, least) >= longest:
+        return []
     if is_even:
-        items = [items_per_wave * waves for waves in whole]
+        items = [items_per_wave * n for n in _WAVES]
         if least_share < 1:  # keys that memory brings come as fast to half of the blocks
             items.append(items_per_wave // 2)
         parts = {n // num_tiles for n in items}
@@ -187,9 +217,8 @@ def _candidates(
     else:
         # The last part of a tile is not full, and a few blocks too many take a wave more. Therefore
         # one and two waves are also tried with room for half a part, or a whole one, at each end.
-        rooms = [items_per_wave * waves for waves in whole]
+        rooms = [items_per_wave * n for n in _WAVES]
         rooms += [n - num_tiles * half // 2 for n in rooms[:2] for half in (1, 2)]
         chunks = {-(-total // room) for room in rooms if room > 0}
-    fewest = -(-total // (items_per_wave * MAX_WAVES))
     found = {max(chunk, least) for chunk in chunks if chunk >= fewest}
     return sorted(chunk for chunk in found if chunk < longest)

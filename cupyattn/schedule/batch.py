@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, MAX_WAVES, Work, best_chunk
-from .makespan import Slots, best_split
+from .makespan import Slots, are_splits_late, best_split
 from .masking import Masking
 from .tile_shape import TileShape
 
@@ -44,8 +44,6 @@ _ONES, _INDICES = np.ones(_MOST_REMEMBERED, np.int64), np.arange(_MOST_REMEMBERE
 # Waves of the longest items that the short ones at the end of a list amount to. (A wave leaves
 # blocks 1 % further apart where items have few tiles.)
 _SHORT_WAVES = 3
-# On short arrays these take half as long as the methods min() and max().
-_least, _most = np.minimum.reduce, np.maximum.reduce
 
 
 # Not frozen, because every plan makes one and a frozen one is slow to make. No field changes.
@@ -82,20 +80,20 @@ class BatchRequests:
             return self.uniform, self.uniform
         if not self.qo_len.size:
             return 0, 0
-        return int(_least(self.qo_len)), int(_most(self.qo_len))
+        return least_of(self.qo_len), most_of(self.qo_len)
 
     def select(self, chosen: np.ndarray) -> BatchRequests:
         """The requests at these indices."""
-        optional = self.mask_start, self.key_offset, self.is_shared
-        mask_start, key_offset, is_shared = (None if x is None else x[chosen] for x in optional)
+        mask_start, key_offset, is_shared = self.mask_start, self.key_offset, self.is_shared
         return BatchRequests(
             self.qo_len[chosen],
             self.kv_len[chosen],
             self.q_start[chosen],
             self.kv_start[chosen],
-            mask_start,
-            key_offset=key_offset,
-            is_shared=is_shared,
+            None if mask_start is None else mask_start[chosen],
+            -1,
+            None if key_offset is None else key_offset[chosen],
+            None if is_shared is None else is_shared[chosen],
         )
 
 
@@ -123,6 +121,7 @@ class BatchPlan:
     items       int32 [num_items, 12], fields WORK_FIELDS
     merges      int32 [num_split_tiles]: the first item of each tile whose keys are split
     num_states  partial states of one KV head
+    most_parts  of a tile
     tiles       int64 [num_tiles, 4], if every tile leaves states: its request, its first row, its
                 first state and how many they are
     """
@@ -131,6 +130,7 @@ class BatchPlan:
     merges: np.ndarray
     num_states: int
     tiles: np.ndarray | None = None
+    most_parts: int = 1
 
 
 def plan_batch(
@@ -221,7 +221,7 @@ class TileWork:
         if not kv_len.size:
             return 0
         if self._masking.window_left >= 0:  # the order is of keys in sight
-            return int(_most(kv_len))
+            return most_of(kv_len)
         return int(kv_len[0 if order is None else order[0]])
 
     @property
@@ -299,6 +299,16 @@ def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | No
     return packed
 
 
+def most_of(numbers: np.ndarray) -> int:
+    """The largest integer. A reduction of a short array takes four times as long."""
+    return int(numbers[numbers.argmax()])
+
+
+def least_of(numbers: np.ndarray) -> int:
+    """The smallest integer."""
+    return int(numbers[numbers.argmin()])
+
+
 def sum_of(numbers: np.ndarray) -> int:
     """The sum of integers. A product with ones takes a third of the time of a short sum."""
     if numbers.size > _MOST_REMEMBERED:
@@ -308,7 +318,7 @@ def sum_of(numbers: np.ndarray) -> int:
 
 def are_equal(numbers: np.ndarray) -> bool:
     """Whether these are one number, some times."""
-    return bool(numbers[0] == numbers[-1] and _least(numbers) == _most(numbers))
+    return bool(numbers[0] == numbers[-1]) and least_of(numbers) == most_of(numbers)
 
 
 def count_work(
@@ -342,7 +352,7 @@ def count_work(
         num_keys = sum_of(requests.kv_len) if num_keys < 0 else num_keys
         num_read = num_keys // shape.tile_kv
     elif key_tiles.size:
-        longest = int(_most(key_tiles))
+        longest = most_of(key_tiles)
     shares_keys = first_row is not None
     return Work(key_tiles, longest, sum_of(key_tiles), key_tiles.size, num_read, shares_keys)
 
@@ -379,6 +389,8 @@ def _splits(
     # Parts no shorter than this add no more blocks than these waves have.
     least = -(-work.total // max(1, int(splitting.waves * per_wave)))
     if shape.times is not None:
+        if are_splits_late(work, num_kv_heads, shape.num_slots, shape.times):
+            return None
         slots = Slots(shape.num_slots, shape.num_sms)
         chunk = best_split(work, num_kv_heads, slots, shape.times).chunk or work.longest
         return split_after(work, max(chunk, least))
@@ -478,18 +490,28 @@ def build(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> B
     table = _table(requests, tiles)
     if splits is None:
         return BatchPlan(table, _NO_MERGES, 0)
-    is_split = splits > 1
-    starts = splits.cumsum() - splits
-    states = splits * is_split
-    state_ends = states.cumsum()
+    starts = splits.cumsum()
+    starts -= splits
+    num_split = np.count_nonzero(splits > 1)
+    if num_split and np.count_nonzero(splits[:num_split] > 1) == num_split:
+        # The tiles with the most keys come first, and so do those that are split.
+        merges = starts[:num_split]
+        num_states = int(merges[-1] + splits[num_split - 1])
+        np.minimum(starts, num_states, out=table[:, _FIRST_STATE])
+        np.minimum(np.arange(splits.size), num_split, out=table[:, _SPLIT_TILE])
+    else:
+        is_split = splits > 1
+        states = splits * is_split
+        state_ends = states.cumsum()
+        table[:, _FIRST_STATE] = state_ends - states
+        table[:, _SPLIT_TILE] = is_split.cumsum() - is_split
+        merges, num_states = starts[is_split], int(state_ends[-1])
     table[:, NUM_SPLITS] = splits
-    table[:, _FIRST_STATE] = state_ends - states
-    table[:, _SPLIT_TILE] = is_split.cumsum() - is_split
     table[:, _SPLIT] = starts
     items = table.repeat(splits, axis=0)
     split = items[:, _SPLIT]
     np.subtract(np.arange(len(items), dtype=np.int32), split, out=split)
-    return BatchPlan(items, starts[is_split].astype(np.int32), int(state_ends[-1]))
+    return BatchPlan(items, merges.astype(np.int32), num_states, most_parts=most_of(splits))
 
 
 def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> BatchPlan:

@@ -166,6 +166,15 @@ def best_split(
     return found
 
 
+def are_splits_late(work: Work, num_kv_heads: int, num_slots: int, times: TileTimes) -> bool:
+    """Whether splits gain nothing, because the longest item is short beside all that each slot
+    does: the last block then ends hardly later than the mean of all."""
+    if not work.shares_keys:  # memory may be slower
+        return False
+    busy = times.busy(work, num_kv_heads) / num_slots
+    return times.item + times.key_tile * work.longest <= 0.05 * busy
+
+
 def _best_split(
     work: Work,
     num_kv_heads: int,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, Work
-from .batch import BatchRequests, TileWork, sum_of
+from .batch import BatchRequests, TileWork, most_of, sum_of
 from .makespan import Slots, best_split
 from .masking import Masking
 from .mixed import Kinds
@@ -104,7 +104,7 @@ class Streams:
     _reading: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.longest = int(np.maximum.reduce(self.keys, initial=0))
+        self.longest = most_of(self.keys) if self.keys.size else 0
         self.num_keys = sum_of(self.keys)
         # All candidates ask for these.
         times = self.times
@@ -323,10 +323,8 @@ def _slots_to_try(
         most = streams.times.max_share
         share = min(streams.busy() / (busy + streams.busy()), most)
         balanced = full - int(share * full / _STEP) * _STEP
-        # Blocks with as many items each as these have, or one less: no wave is nearly empty.
-        waves = -(-num_items // balanced)
-        counts = [balanced, *(-(-num_items // n) for n in (waves, waves - 1) if 0 < n <= 4)]
-        found += [count for count in counts if (1 - most) * full <= count < full]
+        if (1 - most) * full <= balanced < full:
+            found.append(balanced)
     return list(dict.fromkeys(found))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from .balance import BLOCK_OVERHEAD, Costs, are_even
@@ -68,7 +69,8 @@ class DecodeKinds(NamedTuple):
 _MERGED_APART = 3.0, 1.4, 0.3, 0.0
 
 
-@dataclass(frozen=True, slots=True)
+# Compared as objects, for caches by shape: there is one for each kernel of a launcher.
+@dataclass(frozen=True, slots=True, eq=False)
 class TileShape:
     """What a plan must know of a kernel.
 
@@ -134,6 +136,7 @@ class TileShape:
         time of a part and of the merge, is least at parts of sqrt(n * cost)."""
         return math.ceil(math.sqrt(key_tiles * self.cost_of_part(rows))) or 1
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (shapes live as long as launchers)
     def costs(self, rows: int) -> Costs:
         """The costs of tiles of so many rows, in the time of a key tile with all slots busy."""
         if self.decode is not None:

@@ -21,12 +21,12 @@ from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ
 from ...schedule.batch import (
-    WORK_FIELDS,
     BatchPlan,
     BatchRequests,
     Splitting,
     TileWork,
     equal_splits,
+    most_of,
     plan_tiles,
 )
 from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
@@ -79,7 +79,6 @@ _LEAST_GAIN = 5.0
 # In microseconds: what a launch beside others takes at least, and what one of a portable kernel for
 # few rows over pages takes beyond that.
 _NO_MERGES = np.zeros(0, np.int32)
-_NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
 
@@ -240,6 +239,8 @@ class BatchLauncher:
 
     def _choose(self, requests: BatchRequests, splitting: Splitting) -> Candidate:
         """What serves these requests: the soonest, unless the caller says how keys are split."""
+        if not splitting.is_given and (only := self._only_choice(requests)) is not None:
+            return only
         batch = self.batch_of(requests)
         if splitting.is_given or not batch.parts:
             return Candidate("by rows", batch.parts)
@@ -248,6 +249,19 @@ class BatchLauncher:
             if asked := [x for x in offered if x.name == name]:
                 return asked[0]
         return candidates.best(self._kernels, batch)
+
+    def _only_choice(self, requests: BatchRequests) -> Candidate | None:
+        """Blocks of decode where no others are offered, which need no estimate."""
+        least, most = requests.qo_range()
+        if least <= 0 or most * self.group_size > MOST_ROWS[DECODE] or not self._kernels.is_paged:
+            return None
+        of_rows = DECODE, requests.qo_len.size, most * self.group_size
+        offered = self._kernels.blocks_of_few_rows(*of_rows)
+        if len(offered) > 1:
+            return None
+        ((rows, shape),) = offered
+        name = candidates.name_of_blocks(DECODE, shape)
+        return Candidate(name, [(rows, self._works(requests))], -1, shape)
 
     def candidates(self, requests: BatchRequests) -> list[Candidate]:
         """Every way to serve these requests, and when each would be done."""
@@ -261,7 +275,9 @@ class BatchLauncher:
         few = [x for rows, x in classes if rows not in (SMALL, LARGE)]
         if few and len(parts) > 1:
             streams = self._kernels.streams_of(few, self.masking)
-            if len(few) < len(parts):
+            first, *others = [x for rows, x in parts if rows in (SMALL, LARGE)] or (None,)
+            many = first
+            if others:
                 rows = requests.qo_len * self.group_size
                 many = self._works(requests.select((rows > MOST_ROWS[VERIFY]).nonzero()[0]))
         works = parts[0][1] if len(parts) == 1 else self._works(requests)
@@ -295,7 +311,7 @@ class BatchLauncher:
             if least <= used:
                 shared = shared * (requests.qo_len > used)
             if most > used:
-                schedule.longest = max(schedule.longest, int(np.maximum.reduce(shared)))
+                schedule.longest = max(schedule.longest, most_of(shared))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
     def kernels(self) -> list[Kernel]:
@@ -546,8 +562,7 @@ class BatchLauncher:
         given = plan.merges
         fused_splits = self._kernels.get(rows).kinds[0].fused_splits
         if fused_splits and is_exact and given.size:
-            are_few = (plan.items[given, _NUM_SPLITS] <= fused_splits).all()
-            if are_few and not reserved.keeps_order:
+            if plan.most_parts <= fused_splits and not reserved.keeps_order:
                 given = _NO_MERGES
                 reserved = reserved._replace(merges=0, split_tiles=0)
             else:  # the launch waits for every block, so it merges all tiles; or it keeps the order

@@ -13,7 +13,7 @@ from ...choose.card import Card, card_of
 from ...choose.tile_times import large_tiles, portable_times_of, shape_of, times_of
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
+from ...schedule.batch import BatchPlan, BatchRequests, least_of, most_of
 from ...schedule.levels import Served
 from ...schedule.makespan import Slots, TileTimes, best_split
 from ...schedule.masking import Masking
@@ -54,6 +54,7 @@ _ROWS_BELOW = np.array([0, *MOST_ROWS.values()])
 _FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
+_MAX_CACHED = 1024
 
 
 # Plans ask for the same few shapes.
@@ -108,6 +109,7 @@ class Kernels:
         self._known: dict[Rows, Kernel | None] = {}
         self._large: dict[str, TileShape] | None = None
         self._few: dict[str, list[tuple[str, TileShape]]] = {}
+        self._blocks: dict[tuple[str, int, int], list[tuple[str, TileShape]]] = {}
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -220,10 +222,21 @@ class Kernels:
         return found
 
     def blocks_of_few_rows(
-        self, rows: str, keys: Keys, most_rows: int
+        self, rows: str, num_requests: int, most_rows: int
     ) -> list[tuple[str, TileShape]]:
         """The blocks of decode for requests of a row class: the class of their kernel, and their
         shape."""
+        key = rows, num_requests, most_rows
+        found = self._blocks.get(key)
+        if found is None:
+            if len(self._blocks) >= _MAX_CACHED:
+                self._blocks.clear()
+            found = self._blocks[key] = self._find_blocks(*key)
+        return found
+
+    def _find_blocks(
+        self, rows: str, num_requests: int, most_rows: int
+    ) -> list[tuple[str, TileShape]]:
         kernel = self.get(rows)
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
@@ -231,7 +244,7 @@ class Kernels:
         if most_rows > _MOST_PASSES * shape.rows_at_a_time:
             shape = _merged_apart(shape)
         found = [(rows, shape)]
-        num_blocks = keys.num_requests * self._num_kv_heads
+        num_blocks = num_requests * self._num_kv_heads
         if self._may_be_few(kernel, rows, num_blocks):
             of_few = self._shapes_of_few(rows)
             found += [(name, few) for name, few in of_few if num_blocks <= few.num_slots]
@@ -279,8 +292,11 @@ class Kernels:
         apart = self.merged_if_many(shape)
         if apart is shape:
             return shape
-        most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
-        return apart if most > max(MOST_PARTS, _PARTS_A_WARP * shape.rows_at_a_time) else shape
+        return (
+            apart
+            if plan.most_parts > max(MOST_PARTS, _PARTS_A_WARP * shape.rows_at_a_time)
+            else shape
+        )
 
     def merged_if_many(self, shape: TileShape) -> TileShape:
         """The shape of a plan some of whose tiles have more than MOST_PARTS."""
@@ -293,8 +309,8 @@ class Kernels:
         None if all are of one kind, or there is no such kernel.
         """
         rows, edge = lengths * self._group_size, MOST_ROWS[VERIFY]
-        most = int(np.maximum.reduce(rows, initial=0))
-        if most <= edge or int(np.minimum.reduce(rows)) > edge:
+        most = most_of(rows) if rows.size else 0
+        if most <= edge or least_of(rows) > edge:
             return None
         large = row_class(most)
         if self.get(large).kinds[0].is_sm90:

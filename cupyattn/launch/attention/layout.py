@@ -74,7 +74,8 @@ class KernelWork(NamedTuple):
     merges: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because every plan makes some and a frozen one is slow to make. No field changes.
+@dataclass(slots=True)
 class LaunchPart:
     """One kernel of a schedule. Positions are bytes into the words and the workspace.
 

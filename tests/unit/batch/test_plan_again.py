@@ -211,3 +211,71 @@ def test_a_failing_plan_leaves_the_list_of_the_one_before(device: Device) -> Non
     with pytest.raises(ArgumentError, match="indices: shape"):
         plan(w, "decode", [tables[0], device.put(other.table[1][:2]), tables[2]])
     run(device, w, "decode", b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("has_ids_on_device", [False, True])
+def test_other_tables_on_the_host(
+    device: Device,
+    kind: str,
+    page_size: int,
+    dtype: str,
+    has_ids_on_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later plans of a wrapper are made again, whatever their lengths are; each runs its own."""
+    w = wrapper_of(device, kind)
+    for seed in range(4):
+        b = batch_of(kind, seed, page_size)
+        tables: list[Any] = [x.astype(dtype) for x in tables_of(kind, b)]
+        if kind != "ragged" and has_ids_on_device:
+            tables[-2] = device.put(b.table[1])
+        plan(w, kind, tables, page_size)
+        run(device, w, kind, b)
+        if not seed:
+            only_again(monkeypatch)
+    assert not device.stream.readings
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("kind", ["decode", "paged"])
+def test_errors_of_later_plans_are_those_of_the_first(device: Device, kind: str, name: str) -> None:
+    w, b = wrapper_of(device, kind), batch_of(kind, 1)
+    place, spoil = BAD[name]
+    tables = tables_of(kind, b)
+    spoilt = list(tables)
+    place += kind == "paged"
+    spoilt[place] = spoil(spoilt[place]).astype(np.int32)
+    wanted = refused(lambda: plan(wrapper_of(device, kind), kind, spoilt))
+    for _ in range(2):
+        plan(w, kind, tables)
+        assert refused(lambda: plan(w, kind, spoilt)) == wanted
+        run(device, w, kind, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rare_tables_on_the_host_are_planned_as_ever(device: Device, kind: str) -> None:
+    """Requests without pages, or without rows, between plans of others."""
+    w, b = wrapper_of(device, kind), batch_of(kind, 1)
+    for rows, keys in (([1, 1, 1], [7, 0, 9]), ([2, 0, 3], [9, 12, 5])):
+        if kind == "decode" and 0 in rows:
+            continue
+        plan(w, kind, tables_of(kind, b))
+        rare = batches.make(rows, keys, 4, seed=3)
+        plan(w, kind, tables_of(kind, rare))
+        run(device, w, kind, rare)
+
+
+def test_other_arguments_beside_tables_on_the_host(device: Device) -> None:
+    for kind in KINDS:
+        w, b = wrapper_of(device, kind), batch_of(kind, 2)
+        tables = tables_of(kind, b)
+        for scale in (0.5, 0.25, 0.25):
+            plan(w, kind, tables, sm_scale=scale)
+            assert w._current.geometry.spec.sm_scale == scale
+        with pytest.raises(ArgumentError, match="window_left"):
+            plan(w, kind, tables, window_left=True, sm_scale=0.25)
+        plan(w, kind, tables)
+        run(device, w, kind, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -233,7 +234,8 @@ def test_a_window_bounds_the_keys_that_decide() -> None:
         launcher.choose(Keys.equal(1, length), 1, Splitting())
         for launcher, length in zip(launchers, (30_000, 1024), strict=True)
     )
-    assert by_window == by_length
+    assert by_window[0] == by_length[0]
+    assert asdict(by_window[1]) == asdict(by_length[1])
 
 
 def test_a_plan_of_a_captured_graph_has_the_same_kernel_for_drafts() -> None:

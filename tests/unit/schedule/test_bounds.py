@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from helpers.offers import batch_of, choose
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +68,10 @@ def test_a_limit_ends_an_estimate_that_cannot_be_within_it(
         assert best_split(work, heads, slots, times) == found
 
 
+# A bound that is so close leaves nothing to gain (candidates._NEAR).
+MOST = 1.1 + 1e-9
+
+
 def soonest_of_all(batch: Batch) -> float:
     """Without bounds: every candidate is estimated."""
     shapes = [x for x in SHAPES if not x.most_keys or batch.longest <= x.most_keys]
@@ -79,12 +82,12 @@ def soonest_of_all(batch: Batch) -> float:
 
 
 @given(prompts(), MASKS, st.sampled_from([1, 4, 7]), st.sampled_from([1, 2, 8]))
-def test_no_bound_changes_the_tiles_of_prompts(
+def test_tiles_of_prompts_are_hardly_later_than_the_best(
     requests: BatchRequests, masking: Masking, group_size: int, heads: int
 ) -> None:
     found = choose(batch_of(TileWork(requests, group_size, masking), None, heads, 1), SHAPES)
     fresh = batch_of(TileWork(requests, group_size, masking), None, heads, 1)
-    assert found.time == soonest_of_all(fresh)
+    assert found.time <= MOST * soonest_of_all(fresh)
 
 
 @given(
@@ -94,7 +97,7 @@ def test_no_bound_changes_the_tiles_of_prompts(
     st.sampled_from([1, 2, 8]),
     st.booleans(),
 )
-def test_no_bound_changes_launches_beside_decodes(
+def test_launches_beside_decodes_are_hardly_later_than_the_best(
     requests: BatchRequests, keys: list[int], group_size: int, heads: int, has_tiny_pages: bool
 ) -> None:
     ones, masking = np.ones(len(keys), np.int64), Masking(-1, 0)
@@ -104,4 +107,4 @@ def test_no_bound_changes_launches_beside_decodes(
         batch_of(TileWork(requests, group_size, masking), streams, heads, group_size)
         for _ in range(2)
     ]
-    assert choose(batches[0], SHAPES).time == pytest.approx(soonest_of_all(batches[1]), rel=1e-9)
+    assert choose(batches[0], SHAPES).time <= MOST * soonest_of_all(batches[1])
