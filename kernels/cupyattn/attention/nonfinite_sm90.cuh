@@ -58,11 +58,16 @@ struct PrefillSm90NonFinite {
     await_phase(shared.unchecked_v[v.stage], (unchecked_parities >> v.stage) & 1);
     unchecked_parities ^= 1u << v.stage;
     zero_nonfinite_values(v.stage, item.range.end - item.first_key(tile.tile), thread);
-    // One thread arrives for all, behind their barrier: what they read and wrote is in order with it,
-    // so with the consumers who wait for it, and with the copies that fill the stage once these have
-    // released it. Racecheck loses that order (CONTRIBUTING.md, "Sanitizers").
-    if (thread == 0) {
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.full_v[v.stage]), Traits::kArrivals);
+    const uint32_t full = ptx::shared_address(&shared.full_v[v.stage]);
+    if constexpr (Traits::kGathers) {
+      // Each thread arrives for what it has read: the copies that fill the stage next are behind
+      // these arrivals, by those of the consumers. One arrival behind the barrier of all would say
+      // the same, but racecheck loses that order (CONTRIBUTING.md, "Sanitizers").
+      constexpr int kEach = Traits::kArrivals / kNonFiniteThreads;
+      constexpr int kMore = Traits::kArrivals % kNonFiniteThreads;
+      ptx::mbarrier_arrive(full, kEach + (thread < kMore ? 1 : 0));
+    } else if (thread == 0) {
+      ptx::mbarrier_arrive(full);
     }
   }
 
