@@ -170,6 +170,11 @@ class EmulatedGpu:
         x[...] = values
         return x
 
+    def copy_of(self, v: ArrayView) -> np.ndarray:
+        x = self.empty(v.shape, v.dtype.numpy)
+        x[...] = _to_host(v).view(x.dtype)
+        return x
+
     def narrow(self, v: ArrayView, name: str) -> ArrayView:
         """The int32 copy of an array of integers."""
         return self.read(self.upload(v.owner.astype(np.int32)), name)
@@ -273,6 +278,7 @@ def plugging_in(gpu: Gpu) -> Iterator[Gpu]:
             (tensor_map.encode, encode_tensor_map),
             (views.cupy_stream, lambda index: STREAM),
             (memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype)),
+            (memory.writable_copy, gpu.copy_of),
             (staging._alloc_pinned, _alloc_pinned),
             (staging._make_event, _make_event),
             (read_tables._alloc_pinned, gpu.alloc_landing),

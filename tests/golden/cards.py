@@ -328,7 +328,6 @@ def plugged_in(card: str) -> Iterator[Card]:
             (memory.acquire, lambda *_: None),
             (memory.release, lambda *_: None),
             (memory.constant, gpu.upload),
-            (memory.writable_copy, gpu.copy_of),
         )
         patch.setitem(views._READERS, _OfCupy, gpu.read_cupy)
         patch.setitem(views._READERS, _OnHost, views._read_numpy)
