@@ -62,7 +62,8 @@ class Card:
     source       the measured rows, and the commit that they come from; "" if nobody measured it
     state_rate   bytes of states that all SMs write and read in a microsecond
     key_rate     bytes of keys that blocks of prefill read in a microsecond
-    options      times as long a key tile of prefill takes with an option
+    row_rate     bytes of rows of Q and the output that they read and write in a microsecond
+    options      what an option adds to a launch of prefill, and times as long a key tile takes
     scaled_from  the card that was measured, if this one was not
     """
 
@@ -75,9 +76,10 @@ class Card:
     source: str
     state_rate: float
     key_rate: float
+    row_rate: float
     decode: DecodeKinds
     beside: BesideTimes
-    options: Mapping[str, float]
+    options: Mapping[str, tuple[float, float]]
     tiles: Mapping[TileKey, TimedTile]
     scaled_from: str = ""
 
@@ -103,6 +105,7 @@ class Card:
             source="",
             state_rate=memory * self.state_rate,
             key_rate=memory * self.key_rate,
+            row_rate=memory * self.row_rate,
             decode=decode,
             beside=beside,
             tiles=tiles,
@@ -228,9 +231,10 @@ def _card(data: dict[str, Any]) -> Card:
         source=" at ".join(str(measured[x]) for x in ("rows", "commit") if x in measured),
         state_rate=float(data["rates"]["states"]),
         key_rate=float(data["rates"]["keys"]),
+        row_rate=float(data["rates"]["rows"]),
         decode=DecodeKinds(*kinds),
         beside=BesideTimes(**{name: float(x) for name, x in data["beside"].items()}),
-        options={name: float(data["options"][name]) for name in OPTIONS},
+        options={name: _pair(data["options"][name]) for name in OPTIONS},
         tiles=dict(_tile(row) for row in data["tiles"]),
     )
 
@@ -238,6 +242,10 @@ def _card(data: dict[str, Any]) -> Card:
 def _tile(row: dict[str, Any]) -> tuple[TileKey, TimedTile]:
     names = [name for name in TileTimes._fields if name in row]
     times = TileTimes(**{name: float(row[name]) for name in names})
-    launch, key_tile = map(float, row["capped"])
     key = TileKey(row["kernel"], row["tile"], row["keys"], *map(int, row["dims"]))
-    return key, TimedTile(times, int(row["area"]), (launch, key_tile))
+    return key, TimedTile(times, int(row["area"]), _pair(row["capped"]))
+
+
+def _pair(numbers: Any) -> tuple[float, float]:
+    first, second = map(float, numbers)
+    return first, second

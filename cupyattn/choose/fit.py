@@ -187,7 +187,7 @@ def _fit_cap(card: Card, own: TileKey, group: list[_OfTile]) -> TimedTile:
 
 
 def _fit_options(card: Card, samples: Sequence[Sample]) -> Card:
-    """What options cost a key tile."""
+    """What options cost a launch and a key tile."""
     options = dict(card.options)
     for name in options:
         group = [
@@ -197,12 +197,13 @@ def _fit_options(card: Card, samples: Sequence[Sample]) -> Card:
             continue
 
         def told(x: np.ndarray, name: str = name, group: list[_OfTile] = group) -> np.ndarray:
-            made = replace(card, options={**options, name: float(x[0])})
+            made = replace(card, options={**options, name: (float(x[0]), float(x[1]))})
             _forget(group)
             return np.array([y.told_by_nearest(made) for y in group])
 
-        us = np.array([x.us for x in group])
-        options[name] = float(least_squares.fit(told, np.array([options[name]]), us)[0])
+        us, (added, factor) = np.array([x.us for x in group]), options[name]
+        fitted = least_squares.fit(told, np.array([max(added, 0.5), factor]), us)
+        options[name] = float(fitted[0]), float(fitted[1])
     return replace(card, options=options)
 
 
@@ -356,10 +357,12 @@ def text_of(card: Card) -> str:
             "sm_clock_mhz": card.sm_clock,
         },
         "measured": _measured(card),
-        "rates": {"states": card.state_rate, "keys": card.key_rate},
+        "rates": _rounded(
+            {"states": card.state_rate, "keys": card.key_rate, "rows": card.row_rate}
+        ),
         "decode": {k: _rounded(x._asdict()) for k, x in card.decode._asdict().items()},
         "beside": _rounded(card.beside._asdict()),
-        "options": _rounded(dict(card.options)),
+        "options": {name: [*map(_short, pair)] for name, pair in card.options.items()},
     }
     lines = ",\n".join(f"    {json.dumps(_row(*x))}" for x in sorted(card.tiles.items()))
     return json.dumps(data, indent=2)[:-2] + f',\n  "tiles": [\n{lines}\n  ]\n}}\n'
@@ -372,11 +375,17 @@ def _measured(card: Card) -> dict[str, str] | None:
 
 def _row(key: TileKey, timed: TimedTile) -> dict[str, Any]:
     names = TileTimes._fields
-    times = {name: getattr(timed.times, name) for name in names if name not in ("state", "read")}
+    times = {
+        name: getattr(timed.times, name) for name in names if name not in ("state", "read", "row")
+    }
     dims = [key.head_dim_qk, key.head_dim_vo]
     row: dict[str, Any] = {"kernel": key.kernel, "tile": key.tile, "keys": key.keys, "dims": dims}
     row |= {"area": timed.area, **_rounded(times)}
-    return {**row, "capped": [float(f"{x:.3g}") for x in timed.capped]}
+    return {**row, "capped": [*map(_short, timed.capped)]}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:

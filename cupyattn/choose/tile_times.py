@@ -86,22 +86,26 @@ def _scaled(
     if problem.soft_cap:
         launch += timed.capped[0]
         key_tile *= timed.capped[1]
+    added, factor = _of_options(card, problem)
     row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
     return timed.times._replace(
-        launch=launch,
-        key_tile=_of_options(card, problem) * key_tile,
+        launch=launch + added,
+        key_tile=factor * key_tile,
         # A state is written and read, in float32.
         state=2 * 4 * num_rows * problem.head_dim_vo / card.state_rate,
         read=num_keys * row_bytes / card.key_rate,
+        row=2 * (problem.head_dim_qk + problem.head_dim_vo) / card.row_rate,
     )
 
 
-def _of_options(card: Card, problem: AttentionProblem) -> float:
-    """Times as long a key tile takes with what a problem does to its logits besides a cap."""
-    factor = 1.0
+def _of_options(card: Card, problem: AttentionProblem) -> tuple[float, float]:
+    """What is done to keys and logits besides a cap: what that adds to a launch, and times as long
+    a key tile takes."""
+    added, factor = 0.0, 1.0
     for name in option_names(problem):
-        factor *= card.options[name]
-    return factor
+        option = card.options[name]
+        added, factor = added + option[0], factor * option[1]
+    return added, factor
 
 
 def option_names(problem: AttentionProblem) -> list[str]:

@@ -46,11 +46,12 @@ class Work:
 
     num_read     those that all requests have, each once; 0 where nobody asks
     shares_keys  several tiles of rows visit the same
+    num_rows     of Q, for each KV head; 0 until somebody says
     splits, unsplit, parts  what estimates have found for this work (makespan.best_split)
     """
 
     __slots__ = (
-        *("_sorted", "key_tiles", "longest", "num_read", "num_tiles"),
+        *("_sorted", "key_tiles", "longest", "num_read", "num_rows", "num_tiles"),
         *("parts", "shares_keys", "splits", "total", "unsplit"),
     )
 
@@ -65,6 +66,7 @@ class Work:
     ) -> None:
         self.key_tiles, self.longest, self.total = key_tiles, longest, total
         self.num_tiles, self.num_read, self.shares_keys = num_tiles, num_read, shares_keys
+        self.num_rows = 0
         self.splits: dict[object, Split] = {}
         self.unsplit: dict[object, float] = {}
         self.parts: dict[object, Any] = {}

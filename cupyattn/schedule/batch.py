@@ -206,7 +206,8 @@ class TileWork:
         self._order: tuple[np.ndarray | None] | None = None
         self._tiles: dict[int, Tiles] = {}
         self._works: dict[tuple[int, int], Work] = {}
-        self._rows_and_pairs: tuple[int, float] | None = None
+        self._pairs = -1.0
+        self._rows = -1
         self._num_keys = -1
 
     @property
@@ -251,7 +252,14 @@ class TileWork:
         if found is None:
             given = self.requests, self.tiles(shape), self._group_size, shape, self._masking
             found = self._works[size] = count_work(*given, self.num_keys)
+            found.num_rows = self._num_rows()
         return found
+
+    def _num_rows(self) -> int:
+        """The rows of all requests, for each KV head."""
+        if self._rows < 0:
+            self._rows = sum_of(self.requests.qo_len) * self._group_size
+        return self._rows
 
     def forget(self) -> None:
         """Let go of the splits that estimates have found (makespan.best_split)."""
@@ -262,12 +270,11 @@ class TileWork:
     def at_least(self, shape: TileShape) -> tuple[float, int]:
         """Key tiles that all tiles of this shape visit at least, and how many tiles there are at
         least, without a count."""
-        if self._rows_and_pairs is None:
-            requests, group_size = self.requests, self._group_size
+        if self._pairs < 0:
+            requests = self.requests
             pairs = self._masking.least_pairs(requests.qo_len, requests.kv_len)
-            self._rows_and_pairs = sum_of(requests.qo_len) * group_size, pairs * group_size
-        rows, pairs = self._rows_and_pairs
-        return max(0.0, pairs / (shape.tile_q * shape.tile_kv)), -(-rows // shape.tile_q)
+            self._pairs = max(0.0, pairs * self._group_size)
+        return self._pairs / (shape.tile_q * shape.tile_kv), -(-self._num_rows() // shape.tile_q)
 
 
 class Tiles(NamedTuple):

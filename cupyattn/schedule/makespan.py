@@ -39,6 +39,7 @@ class TileTimes(NamedTuple):
     merge     the launch that merges states
     state     writing and reading one of them
     read      what memory takes at least for the keys and values of a key tile
+    row       the same for a row of Q and of the output
     own_keys  the factor of item and key_tile where each query head has keys of its own, which
               few blocks share
     """
@@ -50,6 +51,7 @@ class TileTimes(NamedTuple):
     merge: float = 3.5
     state: float = 0.0
     read: float = 0.0
+    row: float = 0.0
     own_keys: float = 1.0
 
     def of_group(self, group_size: int) -> TileTimes:
@@ -190,7 +192,8 @@ def _best_split(
     longest = times.launch + share * (times.item + times.key_tile * work.longest)
     if min(max(soonest, longest), soonest + times.merge) >= most:
         return Split(0, math.inf)
-    reading, least = times.read * work.num_read * num_kv_heads, 0.0
+    reading = (times.read * work.num_read + times.row * work.num_rows) * num_kv_heads
+    least = 0.0
     if work.shares_keys:  # blocks do not ask memory for all that they read
         least, reading = times.launch + _SHARED_READING * reading, 0.0
     launch = num_kv_heads, slots, times, reading

@@ -40,7 +40,7 @@ def forget() -> None:
 
 
 def own() -> Card:
-    made = dataclasses.replace(card.packaged(PROPS), state_rate=12345.0, source="rows at c0ffee")
+    made = dataclasses.replace(card.packaged(PROPS), state_rate=12340.0, source="rows at c0ffee")
     return dataclasses.replace(made, scaled_from="")
 
 
@@ -57,20 +57,20 @@ def test_a_tuned_card_goes_before_those_of_the_package(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         known, file = found()
-    assert file == path and known.state_rate == 12345.0 and not known.scaled_from
+    assert file == path and known.state_rate == 12340.0 and not known.scaled_from
     assert known.source == "rows at c0ffee"
     assert known.tiles.keys() == own().tiles.keys()
     # A second one replaces it.
-    tuned.write(PROPS.name, text_of(dataclasses.replace(own(), state_rate=54321.0)))
-    assert found().card.state_rate == 54321.0 and [*folder.iterdir()] == [path]
+    tuned.write(PROPS.name, text_of(dataclasses.replace(own(), state_rate=54320.0)))
+    assert found().card.state_rate == 54320.0 and [*folder.iterdir()] == [path]
 
 
 def test_a_measured_card_of_the_package_gives_way_too() -> None:
     props = dataclasses.replace(NO_GPU, index=0, name="NVIDIA H200")
     assert not found(props).card.scaled_from
-    made = dataclasses.replace(card.packaged(props), name=props.name, state_rate=12345.0)
+    made = dataclasses.replace(card.packaged(props), name=props.name, state_rate=12340.0)
     tuned.write(props.name, text_of(made))
-    assert found(props).card.state_rate == 12345.0
+    assert found(props).card.state_rate == 12340.0
 
 
 def test_it_is_of_this_card_alone_and_of_no_plan_on_the_cpu(
