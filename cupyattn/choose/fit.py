@@ -34,6 +34,8 @@ from .card import Card, TileKey, TimedTile
 _LEAST_SAMPLES = 12
 # What the fit of a tile changes.
 _TILE_FIELDS = "launch", "item", "key_tile", "alone", "own_keys"
+# Rows say nothing of these: a partition is chosen by them, and no other is timed beside it.
+_NOT_TOLD = "product_rate", "stream_rate"
 _SHARES = {"alone": (0.3, 1.0), "own_keys": (1.0, 2.0)}
 
 
@@ -320,7 +322,7 @@ def _fit_beside(card: Card, samples: Sequence[Sample]) -> BesideTimes:
                     group.append((_beside(batch, name, shape, make), sample.us[label]))
     if len(group) < _LEAST_SAMPLES:
         return card.beside
-    fields = [name for name in BesideTimes._fields if name != "product_rate"]
+    fields = [name for name in BesideTimes._fields if name not in _NOT_TOLD]
 
     def times_of(x: np.ndarray) -> BesideTimes:
         return card.beside._replace(**dict(zip(fields, map(float, x), strict=True)))
