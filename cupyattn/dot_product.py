@@ -330,32 +330,32 @@ def _ragged(
 def _dense(
     q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, table: Any, options: dict[str, Any]
 ) -> Any:
-    views = array.view(q, "q"), array.view(k, "k"), array.view(v, "v")
+    vq = array.view(q, "q")
     wants_lse = options["return_softmax_lse"]
     if table is not None and kv_lens is None:
         raise ArgumentError("kv_lens: got None with block_table; wanted keys of each request, [b]")
-    axes = len(views[0].shape)
+    axes = len(vq.shape)
     if axes not in (3, 4):
         raise ArgumentError(
-            f"q: shape is {list(views[0].shape)}; wanted [batch, tokens, heads, head_dim], or "
+            f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim], or "
             "without batch for one request"
         )
     if axes == 3 and table is not None:
         raise ArgumentError(
-            f"q: shape is {list(views[0].shape)} with block_table; wanted [batch, tokens, heads, "
+            f"q: shape is {list(vq.shape)} with block_table; wanted [batch, tokens, heads, "
             "head_dim], or cu_seqlens_q for rows of all requests"
         )
     if axes == 3:
         return _without_batch(q, k, v, q_lens, kv_lens, options)
     if table is None:
-        _check_dense(*views, q_lens, kv_lens, options)
+        _check_dense(vq, array.view(k, "k"), array.view(v, "v"), q_lens, kv_lens, options)
     if q_lens is not None:
-        return _with_query_lengths(q, k, v, views[0], q_lens, kv_lens, table, options)
+        return _with_query_lengths(q, k, v, vq, q_lens, kv_lens, table, options)
     if kv_lens is not None:
         options = options | {"cache_seqlens": kv_lens, "page_table": table}
         return _with_rows_lse(flash_attn_with_kvcache(q, k, v, **options), wants_lse)
-    if views[0].shape[0] == 1 and options["sinks"] is None:
-        return _single(q, k, v, views[0], options)
+    if vq.shape[0] == 1 and options["sinks"] is None:
+        return _single(q, k, v, vq, options)
     return _with_rows_lse(flash_attn_func(q, k, v, **options), wants_lse)
 
 

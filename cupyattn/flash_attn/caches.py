@@ -141,8 +141,8 @@ class Append:
             raise ArgumentError(f"v: shape is {list(vv.shape)} with k of {list(vk.shape)}")
         if math.prod(vk.shape[:-2]) > MAX_LENGTH:
             raise UnsupportedError(f"k: shape is {list(vk.shape)}; at most {MAX_LENGTH} rows")
-        for v, page, name in ((vk, pages[0], "k"), (vv, pages[1], "v")):
-            cache = array.view(page, f"{name}_cache")
+        self.caches = [array.view(x, name) for x, name in zip(pages, _CACHES, strict=True)]
+        for v, cache, name in zip((vk, vv), self.caches, "kv", strict=True):
             if v.dtype is not cache.dtype:
                 raise ArgumentError(
                     f"{name}: dtype is {v.dtype} but {name}_cache is {cache.dtype}; wanted the same"
@@ -166,9 +166,8 @@ class Append:
         """Whether the caches may be written with the new keys."""
         inputs = {"k": self.vk, "v": self.vv, "cache_seqlens": self.lens}
         require_dtype(self.lens, INDEX_DTYPES, "cache_seqlens")
-        caches = {}
-        for v, page, name in ((self.vk, self.pages[0], "k"), (self.vv, self.pages[1], "v")):
-            cache = caches[f"{name}_cache"] = array.view(page, f"{name}_cache")
+        caches = dict(zip(_CACHES, self.caches, strict=True))
+        for v, cache, name in zip((self.vk, self.vv), self.caches, "kv", strict=True):
             if v.shape[-2:] != cache.shape[-2:]:
                 raise ArgumentError(
                     f"{name}: shape is {list(v.shape)} with {name}_cache of {list(cache.shape)}; "
@@ -187,7 +186,7 @@ class Append:
         k, v, table = self.vk, self.vv, array.view(self.table, "page_table")
         if table.dtype is not dtypes.int32 or (table.shape[1] > 1 and table.strides[1] != 1):
             table = int32_on_device(table, "page_table")
-        caches = [array.view(x, n) for x, n in zip(self.pages, _CACHES, strict=True)]
+        caches = self.caches
         if self.offsets is None:
             k, v = (with_even_rows(x.owner, x)[1] for x in (k, v))
         tokens = merge_leading(k, "k", 2), merge_leading(v, "v", 2)
