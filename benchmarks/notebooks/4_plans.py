@@ -14,9 +14,8 @@ import lab
 import numpy as np
 from lab import plt
 
-from cupyattn.schedule import Masking
+from cupyattn.schedule import Masking, tile_span
 from cupyattn.schedule.batch import BatchRequests, Splitting, plan_batch
-from cupyattn.schedule.single import tile_span
 from cupyattn.schedule.tile_shape import TileShape
 
 lab.begin()

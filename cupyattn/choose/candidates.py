@@ -60,8 +60,7 @@ class Keys(NamedTuple):
 
     def work(self, tile_kv: int) -> Work:
         """The work of a tile of rows each, all as long as the longest."""
-        key_tiles = -(-self.longest // tile_kv)
-        return Work(None, key_tiles, key_tiles * self.num_requests, self.num_requests)
+        return Work.of_equal(self.num_requests, -(-self.longest // tile_kv))
 
     def within(self, most: int) -> Keys:
         """The keys that rows see if each row sees so many at most."""
@@ -187,6 +186,10 @@ def best(offer: Offer, batch: Batch) -> Candidate:
     Estimates go by their bounds, and end where none is left that may be sooner by more than
     estimates are good for.
     """
+    if _forced:
+        asked = [x for x in candidates(offer, batch) if x.name == _forced]
+        if asked:
+            return asked[0]
     forms = sorted(_forms(offer, batch), key=_bound)
     first, others = forms[0], forms[1:]
     if first.tiles is not None:
@@ -224,12 +227,6 @@ def _soonest(forms: list[_Form]) -> Candidate:
     return found
 
 
-def best_tiles(works: TileWork, num_kv_heads: int, shapes: Mapping[str, TileShape]) -> str:
-    """The tiles by which one launch of requests of many rows is done soonest."""
-    batch = Batch([(LARGE, works)], works, num_kv_heads, 1, 0, 0, None, None)
-    return best_of(batch, shapes).name
-
-
 def best_of(batch: Batch, shapes: Mapping[str, TileShape]) -> Candidate:
     """The soonest of these tiles, with or without launches for few rows behind them."""
     return _soonest(_forms_of_tiles(batch, shapes))
@@ -243,8 +240,9 @@ def candidates(offer: Offer, batch: Batch) -> list[Candidate]:
 def _forms(offer: Offer, batch: Batch) -> list[_Form]:
     if not batch.parts:
         return []
-    (rows, _), *others = batch.parts
-    if not others and rows == DECODE and offer.is_paged:
+    (rows, works), *others = batch.parts
+    is_one_token = works.requests.qo_len.size == batch.max_qo_len == 1
+    if not others and rows == DECODE and (offer.is_paged or is_one_token):
         # Tiles of prefill gain nothing here, and would be one more kernel for an engine to compile.
         return [_known(x) for x in _of_few_rows(offer, batch)]
     found = _forms_of_tiles(batch, offer.timed_shapes())

@@ -232,11 +232,10 @@ def _of_rows(
 ) -> Iterator[Instance]:
     tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
     yield tiles.name, tiles.config
-    # A batch's many splits, or those of many rows, are merged by a launch, whoever could do it.
-    if not tiles.fused_merge or is_batch:
-        yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
+    # Many splits, or those of many rows, are merged by a launch, whoever could do it.
+    yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
     few = few_rows(problem, rows)
-    if is_batch and few is not None and overlaps_launches(arch):
+    if few is not None and overlaps_launches(arch):
         yield from _of_rows(problem, few, is_batch, arch, page_size)
     if tiles.wants_rotated_keys:
         config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)

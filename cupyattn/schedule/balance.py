@@ -46,13 +46,14 @@ class Work:
 
     num_read     those that all requests have, each once; 0 where nobody asks
     shares_keys  several tiles of rows visit the same
+    splits_alike  keys of all tiles are split in as many parts, by kernels without a work list
     num_rows     of Q, for each KV head; 0 until somebody says
     splits, unsplit, parts  what estimates have found for this work (makespan.best_split)
     """
 
     __slots__ = (
         *("_sorted", "key_tiles", "longest", "num_read", "num_rows", "num_tiles"),
-        *("parts", "shares_keys", "splits", "total", "unsplit"),
+        *("parts", "shares_keys", "splits", "splits_alike", "total", "unsplit"),
     )
 
     def __init__(
@@ -66,11 +67,16 @@ class Work:
     ) -> None:
         self.key_tiles, self.longest, self.total = key_tiles, longest, total
         self.num_tiles, self.num_read, self.shares_keys = num_tiles, num_read, shares_keys
-        self.num_rows = 0
+        self.num_rows, self.splits_alike = 0, False
         self.splits: dict[object, Split] = {}
         self.unsplit: dict[object, float] = {}
         self.parts: dict[object, Any] = {}
         self._sorted: np.ndarray | None = None
+
+    @classmethod
+    def of_equal(cls, num_tiles: int, key_tiles: int) -> Work:
+        """Of tiles that visit so many key tiles each."""
+        return cls(None, key_tiles, key_tiles * num_tiles, num_tiles)
 
     def array(self) -> np.ndarray:
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles

@@ -3,7 +3,7 @@
 Every item is one block for each KV head. Requests are ordered longest first, and the shortest items
 of all come last, so that the GPU, which deals blocks to whatever is free, ends with those; keys are
 split where even that would leave it waiting for a few long ones. The kernels derive an item's keys
-with the arithmetic of `Masking.key_span` and `schedule.single.tile_span`.
+with the arithmetic of `Masking.key_span` and `schedule.masking.tile_span`.
 """
 
 from __future__ import annotations
@@ -198,11 +198,18 @@ def _make_tiles(
 class TileWork:
     """The tiles of some requests and their work, for estimates of several shapes and for the plan.
 
-    What shapes whose tiles have one size share is made once.
+    What shapes whose tiles have one size share is made once. splits_alike: as Work has it.
     """
 
-    def __init__(self, requests: BatchRequests, group_size: int, masking: Masking) -> None:
+    def __init__(
+        self,
+        requests: BatchRequests,
+        group_size: int,
+        masking: Masking,
+        splits_alike: bool = False,
+    ) -> None:
         self.requests, self._group_size, self._masking = requests, group_size, masking
+        self._splits_alike = splits_alike
         self._order: tuple[np.ndarray | None] | None = None
         self._tiles: dict[int, Tiles] = {}
         self._works: dict[tuple[int, int], Work] = {}
@@ -252,7 +259,7 @@ class TileWork:
         if found is None:
             given = self.requests, self.tiles(shape), self._group_size, shape, self._masking
             found = self._works[size] = count_work(*given, self.num_keys)
-            found.num_rows = self._num_rows()
+            found.num_rows, found.splits_alike = self._num_rows(), self._splits_alike
         return found
 
     def _num_rows(self) -> int:
@@ -405,21 +412,15 @@ def _splits(
     return split_after(work, best_chunk(work, per_wave, shape.costs(most_rows), least).size)
 
 
-def equal_splits(
-    num_tiles: int,
-    kv_len: int,
-    num_kv_heads: int,
-    most_rows: int,
-    shape: TileShape,
-    splitting: Splitting,
+def alike_splits(
+    work: Work, num_kv_heads: int, most_rows: int, shape: TileShape, splitting: Splitting
 ) -> int:
-    """In how many parts each of equal tiles of rows over so many keys is split."""
-    key_tiles = -(-kv_len // shape.tile_kv)
-    work = Work(None, key_tiles, key_tiles * num_tiles, num_tiles)
-    if not num_tiles or not splitting.may_split:
+    """In how many parts the keys of every tile of rows are split, by kernels without a work
+    list."""
+    if not work.num_tiles or not splitting.may_split:
         return 1
     splits = _splits(work, num_kv_heads, most_rows, shape, splitting)
-    return 1 if splits is None else int(splits[0])
+    return 1 if splits is None else most_of(splits)
 
 
 def split_after(work: Work, chunk: int) -> np.ndarray | None:

@@ -137,8 +137,9 @@ def _items_time(
     """launch_time without the launch itself, of sizes that are sorted, the largest first."""
     num_items = sizes.size * num_kv_heads
     share = times.alone if num_items <= slots.num_sms else 1.0
-    if 0 < num_items <= slots.blocks and not reading:  # one wave, whose longest ends last
-        return share * (times.key_tile * float(sizes[0]) + times.item)
+    if 0 < num_items <= slots.blocks and (not reading or sizes[0] == sizes[-1]):
+        # One wave, whose longest ends last. Blocks that are alike wait alike for memory.
+        return max(share * (times.key_tile * float(sizes[0]) + times.item), reading)
     items = times.key_tile * sizes
     items += times.item
     if num_kv_heads > 1:
@@ -240,8 +241,8 @@ def _parts_time(
     busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
     share = times.alone if num_items <= slots.num_sms else 1.0
     is_one_wave = num_items <= slots.blocks
-    if is_one_wave and reading * num_items <= share * busy:
-        return times.launch + share * longest  # the longest ends last
+    if is_one_wave and (split.lengths.size == 1 or reading * num_items <= share * busy):
+        return times.launch + max(share * longest, reading)  # the longest ends last
     soonest = times.launch + max(busy / slots.blocks, longest, reading)
     if not is_one_wave and soonest >= limit:
         return math.inf
@@ -251,8 +252,9 @@ def _parts_time(
 
 
 class _Parts(NamedTuple):
-    """Keys split after `chunk` key tiles: the parts of each tile and how long they are, how many
-    they are, how many of them are a whole tile, and the longest."""
+    """Keys split after `chunk` key tiles: the parts of each tile and how long they are (of all
+    tiles at once where these are equal), how many they are, how many of them are a whole tile, and
+    the longest."""
 
     chunk: int
     parts: np.ndarray
@@ -273,16 +275,27 @@ def _parts(work: Work, num_kv_heads: int, num_slots: int) -> list[_Parts]:
 
 
 def _make_parts(work: Work, chunks: list[int]) -> list[_Parts]:
+    if work.key_tiles is None:
+        return [_parts_of_equal(work, chunk) for chunk in chunks]
     sizes = work.descending()
     parts = sizes / np.array(chunks, np.float64)[:, None]
     np.ceil(parts, out=parts)
     np.maximum(parts, 1.0, out=parts)
+    if work.splits_alike:
+        parts[:] = parts[:, :1]
     lengths = sizes / parts
     num_parts = map(int, parts.dot(ones(sizes.size)).tolist())
     num_whole = np.count_nonzero(parts == 1.0, axis=1).tolist()
     longest = np.maximum.reduce(lengths, axis=1).tolist()
     columns = chunks, parts, lengths, num_parts, num_whole, longest
     return [_Parts(*row) for row in zip(*columns, strict=True)]
+
+
+def _parts_of_equal(work: Work, chunk: int) -> _Parts:
+    parts = -(-work.longest // chunk)
+    num_parts, length = parts * work.num_tiles, work.longest / parts
+    num_whole = work.num_tiles if parts == 1 else 0
+    return _Parts(chunk, np.array([num_parts]), np.array([length]), num_parts, num_whole, length)
 
 
 def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:

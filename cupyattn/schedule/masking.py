@@ -1,4 +1,10 @@
-"""Which keys query rows may see, as far as a plan cares."""
+"""Which keys query rows may see, as far as a plan cares, and which of them a split has.
+
+The kernels derive their tile and key range from the block index with the arithmetic of
+`Masking.key_span` and `tile_span` (kernels/cupyattn/attention/mask.cuh). A change to either needs
+the other: the emulator and the GPU tests find out by results, no test compares the two arithmetics
+alone.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +77,13 @@ class Masking:
         if self.window_right < 0:
             return pairs
         return pairs - 0.5 * float(rows.dot(rows - 1.0))
+
+
+def tile_span(begin: int, end: int, tile_kv: int, split: int, num_splits: int) -> tuple[int, int]:
+    """Key tiles [first, last) of one split of the keys [begin, end), counted from `begin`.
+
+    Tile t is the keys from begin + t * tile_kv on. (Under a custom mask tiles start at multiples of
+    tile_kv instead: round `begin` down to one.)
+    """
+    count = -(-max(0, end - begin) // tile_kv)
+    return count * split // num_splits, count * (split + 1) // num_splits

@@ -12,7 +12,7 @@ def validate_plan(plan: BatchPlan, requests: BatchRequests, group_size: int, til
     """Raise PlanError unless a plan's items cover the requests' rows and keys exactly once.
 
     The keys of a tile are covered if its splits are 0, 1, ... num_splits - 1: the kernels deal key
-    tiles to splits evenly (schedule.single.tile_span). Partial states must not overlap. Requests
+    tiles to splits evenly (schedule.masking.tile_span). Partial states must not overlap. Requests
     that share rows must differ in where their keys begin.
     """
     column = {name: plan.items[:, i].astype(np.int64) for i, name in enumerate(WORK_FIELDS)}

@@ -9,9 +9,9 @@ import numpy as np
 
 from cupyattn.explanation.picture import draw
 from cupyattn.explanation.timeline import LaunchBlocks
+from cupyattn.schedule import tile_span
 from cupyattn.schedule.batch import BatchRequests, Splitting, plan_batch
 from cupyattn.schedule.masking import Masking
-from cupyattn.schedule.single import tile_span
 from cupyattn.schedule.tile_shape import TileShape
 
 from .svg import BLUE, FAINT, GREEN, GREY, KINDS, ORANGE, PAPER, PURPLE, RED, Canvas

@@ -28,7 +28,7 @@ from cupyattn.array import ArrayView, Device, memory, views
 from cupyattn.batch import staging
 from cupyattn.core import device
 from cupyattn.inputs import index_arrays, workspace
-from cupyattn.launch.attention import read_tables, single
+from cupyattn.launch.attention import load_kernels, read_tables
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import prefill_sm90, wide_decode_sm90, wide_sm90
 from cupyattn.launch.tiles.config import TileConfig
@@ -272,7 +272,7 @@ def plugging_in(gpu: Gpu) -> Iterator[Gpu]:
             (jit.load, gpu.load),
             (device.device_props, gpu.props),
             (enqueue.cuda, lambda: api),
-            (single.LoadedKernel, Loaded),
+            (load_kernels.LoadedKernel, Loaded),
             (scratch._make, make_counters),
             (scratch._allocate_on, lambda num_bytes, *_: gpu.allocate(num_bytes)),
             (tensor_map.encode, encode_tensor_map),

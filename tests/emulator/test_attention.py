@@ -177,7 +177,8 @@ def test_windows_around_the_edges_of_tiles(windows: tuple[int, ...]) -> None:
 def test_splits_are_made_and_merged(shape: str, causal: bool) -> None:
     case = replace(SMALL, **SHAPES[shape], causal=causal, has_sinks=causal)
     for num_sms in (6, 16):
-        answer = check(case, num_sms=num_sms, blocks_per_sm=2)
+        facts = {"blocks_per_sm": 2, "is_portable": shape == "split decode"}
+        answer = check(case, num_sms=num_sms, **facts)
         names = [launch.name for launch in answer.launches]
         is_persistent = names == ["prefill_sm90", "merge_splits"]
         assert is_persistent or answer.launches[0].grid[2] > 1
@@ -240,7 +241,7 @@ def test_hidden_values_of_other_dtypes(shape: str, kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_largest_probability_of_a_decode_is_not_rounded(dtype: str) -> None:
-    check_largest_probability(decode_of(dtype))
+    check_largest_probability(decode_of(dtype), is_portable=True)
 
 
 def decode_of(dtype: str) -> Case:
@@ -320,8 +321,9 @@ TESTED_ELSEWHERE = {
 def test_every_entry_file_runs() -> None:
     seen = set()
     rope = {"pos_encoding_mode": "ROPE_LLAMA"}
-    split, decode = SHAPES["split prefill"], SHAPES["decode"]
-    for changes in ({"mask_kind": "bool"}, rope, split, decode, {"qo_len": 40, "group": 1}):
+    split, decode = SHAPES["split prefill"], {"qo_len": 1, "group": 4}
+    portable = {"qo_len": 40, "group": 1, "strides": ("unaligned",) * 4}
+    for changes in ({"mask_kind": "bool"}, rope, split, decode, portable):
         answer = check(replace(SMALL, **changes), num_sms=16)
         seen |= {launch.name for launch in answer.launches}
     with gpu.plugged_in() as emulated:

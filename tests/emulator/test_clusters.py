@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import batch_cases
+from helpers.cases import Case
 from helpers.share import one_of
 
 from cupyattn.choose import candidates
@@ -100,3 +101,27 @@ def test_the_last_cluster_merges_the_splits(qo_len: int, prefer: Callable[..., N
     assert launch.cluster == 2 and launch.grid[1] > 2
     for first, second in zip(*(answer.bits() for answer in answers), strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+ONE = Case(1, 1, 7000, 1, 4, 64, 64, has_sinks=True)
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize("changes", [{}, {"qo_len": 3, "causal": True}, {"window_left": 5000}])
+def test_one_request(changes: dict[str, Any], cluster: int, prefer: Callable[..., None]) -> None:
+    """Its blocks and clusters find their work by the grid."""
+    prefer(cluster)
+    answer = run.single(replace(ONE, **changes), num_sms=64, has_clusters=True)
+    answer.check()
+    (launch,) = answer.launches
+    assert (launch.name, launch.cluster, launch.block[0]) == ("decode_sm80", cluster, 256)
+    assert launch.grid[0] == cluster and launch.grid[2] > 1
+
+
+def test_many_parts_of_one_request_are_merged_by_a_launch(prefer: Callable[..., None]) -> None:
+    prefer(1)
+    case = replace(ONE, kv_len=36_000)
+    answer = run.single(case, num_sms=128, has_clusters=True)
+    answer.check()
+    launch, merge = answer.launches
+    assert launch.grid[2] > 32 and merge.name == "merge_splits"

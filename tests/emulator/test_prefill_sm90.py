@@ -19,7 +19,6 @@ import cupyattn
 from cupyattn.choose.tile_times import large_tiles
 from cupyattn.launch.attention import kernels as launch_kernels
 from cupyattn.launch.attention import merge_splits
-from cupyattn.launch.attention import single as launch_single
 from cupyattn.launch.tiles import row_classes
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.schedule.makespan import TileTimes
@@ -206,7 +205,7 @@ def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
     def only(*arguments: object) -> dict[str, tuple[TileConfig, TileTimes]]:
         return {name: large_tiles(*arguments)[name]}  # type: ignore[arg-type]
 
-    for module in (launch_kernels, launch_single):
+    for module in (launch_kernels,):
         patch.setattr(module, "large_tiles", only)
 
 
@@ -642,7 +641,6 @@ def test_rope_of_batches(kind: str, split: tuple[int | None, bool]) -> None:
             "head_dim_vo": 256,
         },
         {"pos_encoding_mode": "ROPE_LLAMA", "kv_dtype": "float8_e4m3fn"},
-        {"qo_len": 20},
     ],
     ids=str,
 )

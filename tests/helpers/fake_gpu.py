@@ -25,7 +25,7 @@ from cupyattn import array, jit
 from cupyattn.array import memory, views
 from cupyattn.core import device, dtypes
 from cupyattn.inputs import call_cache
-from cupyattn.launch.attention import single
+from cupyattn.launch.attention import load_kernels
 from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.tiles import decode_sm80, prefill_sm80, wide_sm80
 from cupyattn.launch.tiles.config import HOPPER, Target, TileConfig
@@ -156,8 +156,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     props = with_fields(device.NO_GPU, index=0, max_smem_per_block=MAX_SHARED)
     replace_all(
         monkeypatch,
-        (single.load_kernel, load_kernel),
-        (single.load_mixed, load_mixed),
+        (load_kernels.load_kernel, load_kernel),
+        (load_kernels.load_mixed, load_mixed),
         (enqueue.cuda, lambda: fake.api),
         (real_allocator, allocator),
         (memory.constant, memory.from_numpy),

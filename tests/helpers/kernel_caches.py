@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupyattn.inputs import call_cache, geometry
-from cupyattn.launch.attention import merge_levels, merge_splits, read_tables, single
+from cupyattn.launch.attention import load_kernels, merge_levels, merge_splits, read_tables
 from cupyattn.launch.tiles import mixed_sm80, select
 from cupyattn.planless import prepared
 from cupyattn.single import run
@@ -21,8 +21,8 @@ def forget() -> None:
     geometry._geometries.clear()
     shared_prefix._padded.clear()
     caches: list[Callable[..., Any]] = [
-        single.load_kernel,
-        single.load_mixed,
+        load_kernels.load_kernel,
+        load_kernels.load_mixed,
         merge_levels.config,
         merge_splits.config,
         mixed_sm80.mixed_config,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupyattn.core import env
-from cupyattn.launch.attention import single
+from cupyattn.launch.attention import load_kernels
 
 from . import compare, kernel_caches
 from .calls import run_and_check
@@ -64,7 +64,7 @@ def kernels(is_portable: bool) -> Iterator[None]:
     What has run is looked at afterwards, because a kernel that was kept would be run again.
     """
     names: list[str] = []
-    load = single.LoadedKernel.__init__
+    load = load_kernels.LoadedKernel.__init__
 
     def note(self: Any, tiles: Any, device_index: int) -> None:
         names.append(tiles.name)
@@ -72,7 +72,7 @@ def kernels(is_portable: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.PORTABLE.name, str(int(is_portable)))
-        patch.setattr(single.LoadedKernel, "__init__", note)
+        patch.setattr(load_kernels.LoadedKernel, "__init__", note)
         kernel_caches.forget()
         yield
     kernel_caches.forget()

@@ -40,8 +40,9 @@ TABLE = ints(*range(6)).reshape(B, 2)
 # By what they are: shapes of q and of k, options, and the launches.
 FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], list[str]]] = {
     "dense": ((B, T, H, D), (B, S, HK, D), {"is_causal": True}, ["plan_batch", "decode_sm80"]),
-    "one": ((1, T, H, D), (1, S, HK, D), {"is_causal": True}, ["decode_sm80"]),
-    "one without a batch": ((T, H, D), (S, HK, D), {}, ["decode_sm80"]),
+    # Small tiles of prefill, for which this GPU has the portable kernel.
+    "one": ((1, T, H, D), (1, S, HK, D), {"is_causal": True}, ["prefill_sm80"]),
+    "one without a batch": ((T, H, D), (S, HK, D), {}, ["prefill_sm80"]),
     "one token": ((1, 1, H, D), (1, S, HK, D), {}, ["decode_sm80"]),
     "one long prompt": ((1, 512, H, D), (1, 512, HK, D), {"is_causal": True}, PROMPT),
     "lengths": (

@@ -19,13 +19,13 @@ from ...choose.candidates import Batch, Candidate, Keys, Offer
 from ...core.device import NO_GPU, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
-from ...schedule import MAX_GRID_YZ
+from ...schedule.balance import Work
 from ...schedule.batch import (
     BatchPlan,
     BatchRequests,
     Splitting,
     TileWork,
-    equal_splits,
+    alike_splits,
     most_of,
     plan_tiles,
 )
@@ -47,7 +47,7 @@ from ...schedule.sm_partition import persistent_grid_size
 from ...schedule.tile_shape import TileShape
 from ...schedule.validate import validate_plan
 from ..driver import params
-from ..driver.enqueue import Launch, cuda
+from ..driver.enqueue import MAX_GRID_YZ, Launch, cuda
 from ..tiles.config import TileConfig
 from ..tiles.row_classes import DECODE, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import log_choices, rotate_batch, rotate_keys, tma_sm90
@@ -70,7 +70,7 @@ from .layout import (
     Reserved,
     Uniform,
 )
-from .swizzle import L2Swizzle, l2_swizzle
+from .swizzle import swizzle_of
 
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
@@ -226,7 +226,7 @@ class BatchLauncher:
             if len(plan.items):
                 is_free = not splitting.is_given and len(parts) == 1
                 if is_free and plan.num_states > MOST_PARTS:
-                    shape = self._kernels.merged_by(shape, plan)
+                    shape = self._kernels.merged_by(shape, plan.most_parts)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 of_plan = shape, plan, exact, splitting, max(slots, 0)
                 works.append(self._kernel_work(rows, *of_plan, is_exact=True))
@@ -244,10 +244,6 @@ class BatchLauncher:
         batch = self.batch_of(requests)
         if splitting.is_given or not batch.parts:
             return Candidate("by rows", batch.parts)
-        if name := candidates.forced():
-            offered = candidates.candidates(self._kernels, batch)
-            if asked := [x for x in offered if x.name == name]:
-                return asked[0]
         return candidates.best(self._kernels, batch)
 
     def _only_choice(self, requests: BatchRequests) -> Candidate | None:
@@ -380,8 +376,9 @@ class BatchLauncher:
         num_tiles = count * -(-self.group_size // shape.tile_q)
         if not tiles.reads_uniform:
             return None
-        of_lists = num_tiles, kv_len, self.num_kv_heads, self.group_size
-        splits = equal_splits(*of_lists, shape, splitting)
+        work = Work.of_equal(num_tiles, -(-kv_len // shape.tile_kv))
+        of_lists = work, self.num_kv_heads, self.group_size
+        splits = alike_splits(*of_lists, shape, splitting)
         is_split = splits > 1
         state_rows = num_tiles * splits * tiles.tile_q if is_split else 0
         reserved = Reserved(num_tiles * splits, 0, num_tiles * is_split, 0, state_rows)
@@ -667,7 +664,8 @@ class BatchLauncher:
                 if launch is not None:
                     maps = None
                     if part.tiles is not None:
-                        swizzle, keys = self._l2_swizzle(schedule.longest), None
+                        keys, of_all = None, (self.spec, self.problem)
+                        swizzle = swizzle_of(*of_all, schedule.longest, self.device_index)
                         if part.tiles.wants_rotated_keys:
                             keys = self._keys.strides, schedule.rotated
                             to = rotate_keys.Where(rotated, schedule.rotated)
@@ -682,12 +680,6 @@ class BatchLauncher:
                 merges.append((part.merge, planned, None))
         behind = params.more_rope_steps(self.spec)
         return BoundRun(in_order(steps, merges), self.device_index, rotation, behind)
-
-    def _l2_swizzle(self, longest: int) -> L2Swizzle:
-        l2_bytes = device_props(self.device_index).l2_bytes
-        return l2_swizzle(
-            self.problem, self.num_kv_heads, longest, self.spec.right_limit >= 0, l2_bytes
-        )
 
     def _constants(
         self,

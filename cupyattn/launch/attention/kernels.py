@@ -13,7 +13,7 @@ from ...choose.card import Card, card_of
 from ...choose.tile_times import large_tiles, portable_times_of, shape_of, times_of
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import BatchPlan, BatchRequests, least_of, most_of
+from ...schedule.batch import BatchRequests, least_of, most_of
 from ...schedule.levels import Served
 from ...schedule.makespan import Slots, TileTimes, best_split
 from ...schedule.masking import Masking
@@ -30,7 +30,7 @@ from ..tiles.row_classes import (
     VERIFY,
     row_class,
 )
-from .single import LoadedKernel, load_kernel, load_mixed
+from .load_kernels import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
 Rows = str | tuple[str, str]
@@ -99,10 +99,11 @@ class Kernels:
         group_size: int,
         page_size: int,
         device_index: int,
+        is_batch: bool = True,
     ) -> None:
         self._problem = problem
         self._group_size, self._num_kv_heads = self._heads = group_size, num_kv_heads
-        self._page_size = page_size
+        self._page_size, self._is_batch = page_size, is_batch
         self._device_index = device_index
         self._props = device_props(device_index)
         self._card = card_of(self._props)
@@ -110,6 +111,7 @@ class Kernels:
         self._large: dict[str, TileShape] | None = None
         self._few: dict[str, list[tuple[str, TileShape]]] = {}
         self._blocks: dict[tuple[str, int, int], list[tuple[str, TileShape]]] = {}
+        self._portable: dict[str, TileTimes | None] = {}
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -128,7 +130,8 @@ class Kernels:
             return self._known[rows]
         found = None
         if isinstance(rows, str):
-            single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
+            how = self._device_index, self._is_batch, self._page_size
+            single = load_kernel(self._problem, rows, *how)
             found = self._kernel_of(single, (single.tiles,), self._times(single.tiles, rows))
         elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
             kinds = mixed.tiles.prefill, mixed.tiles.decode
@@ -257,12 +260,13 @@ class Kernels:
     def portable_times(self, rows: str) -> TileTimes | None:
         """What blocks of prefill_sm80 take for a row class; None if they do not serve it, or were
         not timed."""
-        (tiles,) = self.get(rows).kinds
-        if tiles.name != "prefill_sm80":
-            return None
-        area = tiles.tile_q, tiles.tile_kv
-        times = portable_times_of(self._card, self._problem, rows, area)
-        return times and times.of_group(self._group_size)
+        if rows not in self._portable:
+            (tiles,), times = self.get(rows).kinds, None
+            if tiles.name == "prefill_sm80":
+                area = tiles.tile_q, tiles.tile_kv
+                times = portable_times_of(self._card, self._problem, rows, area)
+            self._portable[rows] = times and times.of_group(self._group_size)
+        return self._portable[rows]
 
     @property
     def key_bytes(self) -> int:
@@ -286,17 +290,11 @@ class Kernels:
             return None
         return self.choose(DECODE, Keys.equal(num_requests, 1), most_rows)[1]
 
-    def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
+    def merged_by(self, shape: TileShape, most_parts: int) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
         at a time; else the same."""
-        apart = self.merged_if_many(shape)
-        if apart is shape:
-            return shape
-        return (
-            apart
-            if plan.most_parts > max(MOST_PARTS, _PARTS_A_WARP * shape.rows_at_a_time)
-            else shape
-        )
+        is_many = most_parts > max(MOST_PARTS, _PARTS_A_WARP * shape.rows_at_a_time)
+        return self.merged_if_many(shape) if is_many else shape
 
     def merged_if_many(self, shape: TileShape) -> TileShape:
         """The shape of a plan some of whose tiles have more than MOST_PARTS."""

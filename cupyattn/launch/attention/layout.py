@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.problem import AttentionProblem
-from ...schedule import MAX_GRID_YZ
 from ...schedule.batch import WORK_FIELDS, BatchRequests
-from ..driver.enqueue import Launch
+from ..driver.enqueue import MAX_GRID_YZ, Launch
 from ..tiles.config import TileConfig
 from . import merge_levels, merge_splits, scan_mask
 from .kernels import Kernels, Rows

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ...core import env
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
-from ...schedule import SinglePlan
 from ...schedule.batch import BatchRequests
 from .words import batch_words, problem_words
 
@@ -47,12 +46,12 @@ class ChoiceLog:
         self._logger, self._problem = logger, problem
         self._said: set[tuple[object, ...]] = set()
 
-    def single(self, lengths: tuple[int, int], tiles: str, kernel: str, plan: SinglePlan) -> None:
+    def single(self, lengths: tuple[int, int], tiles: str, kernel: str, num_blocks: int) -> None:
         """Say what serves one request of so many rows and keys."""
         if self._is_new((tiles, kernel)):
             rows, keys = lengths
             about = f"one request of {rows:,} x {keys:,}"
-            self._say(about, tiles, f"{kernel}, {plan.num_blocks:,} blocks")
+            self._say(about, tiles, f"{kernel}, {num_blocks:,} blocks")
 
     def any_lengths(self, rows: str, kernel: str) -> None:
         """Say what serves requests whose lengths stay on the device."""

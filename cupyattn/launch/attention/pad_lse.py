@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ... import jit
-from ...schedule import MAX_GRID_YZ
 from ..driver import params
-from ..driver.enqueue import Launch, enqueue, load_function
+from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue, load_function
 from . import plan_batch
 
 _THREADS = 256

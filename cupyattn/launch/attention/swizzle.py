@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...core.device import device_props
 from ...core.problem import AttentionProblem
+from ...core.spec import AttentionSpec
 
 # The rest is left to q, o, and what comes next.
 _SHARE_OF_L2 = 0.6
@@ -24,6 +26,14 @@ class L2Swizzle(NamedTuple):
 
 
 ONE_HEAD = L2Swizzle(1, False)
+
+
+def swizzle_of(
+    spec: AttentionSpec, problem: AttentionProblem, kv_len: int, device_index: int
+) -> L2Swizzle:
+    """The order for requests of up to `kv_len` keys on a device."""
+    l2_bytes = device_props(device_index).l2_bytes
+    return l2_swizzle(problem, spec.num_kv_heads, kv_len, spec.right_limit >= 0, l2_bytes)
 
 
 def l2_swizzle(

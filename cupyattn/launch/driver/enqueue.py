@@ -13,6 +13,9 @@ from ...core.device import device_props, is_here
 from .params import LaunchBuffer, this_thread
 from .pdl import launch_clusters, launch_early
 
+# The limit of a grid's second and third dimension.
+MAX_GRID_YZ = 65_535
+
 
 @functools.cache
 def cuda() -> SimpleNamespace:

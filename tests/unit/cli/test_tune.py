@@ -27,7 +27,7 @@ from cupyattn.cli import pool, tune
 from cupyattn.core import device
 from cupyattn.core.device import NO_GPU, DeviceProps
 from cupyattn.errors import DeviceError
-from cupyattn.launch.attention import single
+from cupyattn.launch.attention import load_kernels
 from cupyattn.launch.driver import enqueue
 
 PROPS = dataclasses.replace(NO_GPU, index=0, name="A GPU of mine")
@@ -58,7 +58,7 @@ def built(tasks: Sequence[Any], *_: Any) -> Any:
 @pytest.fixture(autouse=True)
 def gpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A device 0 on which nothing is loaded, and arrays on the CPU. The folder of cards."""
-    real_props, real_blocks = device.device_props, single._blocks_per_sm
+    real_props, real_blocks = device.device_props, load_kernels._blocks_per_sm
 
     def props(index: int) -> DeviceProps:
         return PROPS if index >= 0 else real_props(index)
@@ -78,7 +78,7 @@ def gpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tune.Clock, Slow),
     )
     monkeypatch.setattr(
-        single.LoadedKernel, "most_clusters", lambda self, cluster: self.num_slots // cluster
+        load_kernels.LoadedKernel, "most_clusters", lambda self, cluster: self.num_slots // cluster
     )
     monkeypatch.setattr(tune, "Arrays", lambda *_: Arrays("numpy", array.CPU, 1))
     monkeypatch.setattr(Arrays, "normal", lambda self, *shape, **dtype: None)
@@ -92,7 +92,7 @@ def gpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    for loader in (single.load_kernel, single.load_mixed, tuned._find, card.known):
+    for loader in (load_kernels.load_kernel, load_kernels.load_mixed, tuned._find, card.known):
         loader.cache_clear()
 
 

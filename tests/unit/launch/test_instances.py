@@ -17,7 +17,7 @@ from cupyattn import jit
 from cupyattn.array import memory
 from cupyattn.core import device, dtypes
 from cupyattn.errors import ArgumentError
-from cupyattn.launch.attention import single
+from cupyattn.launch.attention import load_kernels, single
 from cupyattn.launch.instances import LEVELS, SHARED_BYTES, Selection, instances, one_option
 from cupyattn.launch.tiles.mixed_sm80 import mixed_config
 from cupyattn.launch.tiles.select import tile_config
@@ -34,13 +34,13 @@ class Loads:
     def __init__(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.arch, self.found = arch, set[Instance]()
         self.memory = SHARED_BYTES[arch]
-        stand_in = single.LoadedKernel.__new__
+        stand_in = load_kernels.LoadedKernel.__new__
 
         def loaded(tiles: Any) -> Any:
             if tiles is None:
                 return None
             self.found.add((tiles.name, tiles.config))
-            kernel = stand_in(single.LoadedKernel)
+            kernel = stand_in(load_kernels.LoadedKernel)
             kernel.function, kernel.tiles = tiles, tiles
             kernel.num_slots, kernel.num_sms = 264, 132
             kernel.has_clusters = arch == "sm_90a" and tiles.name == "decode_sm80"
@@ -55,8 +55,8 @@ class Loads:
         def load_mixed(problem: Any, large: str, small: str, index: int) -> Any:
             return loaded(mixed_config(problem, large, small, self.memory, arch))
 
-        replace(monkeypatch, single.load_kernel, load_kernel)
-        replace(monkeypatch, single.load_mixed, load_mixed)
+        replace(monkeypatch, load_kernels.load_kernel, load_kernel)
+        replace(monkeypatch, load_kernels.load_mixed, load_mixed)
         props = with_fields(device.NO_GPU, arch=arch, max_smem_per_block=self.memory)
         replace(monkeypatch, device.device_props, lambda index: props)
         original = jit.load

@@ -16,7 +16,7 @@ from cupyattn.core import dtypes
 from cupyattn.core.device import NO_GPU, device_props, imagine
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
-from cupyattn.launch.attention.single import load_kernel
+from cupyattn.launch.attention.load_kernels import load_kernel
 from cupyattn.launch.tiles.row_classes import DECODE, LARGE
 from cupyattn.single import run
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from cupyattn.errors import PlanError
 from cupyattn.reference import Visibility
 from cupyattn.schedule import Masking, tile_span
+from cupyattn.schedule.balance import Work
 from cupyattn.schedule.batch import (
     WORK_FIELDS,
     BatchPlan,
     BatchRequests,
     Splitting,
-    equal_splits,
+    alike_splits,
     plan_batch,
 )
 from cupyattn.schedule.limits import check_limits, limits
@@ -245,7 +246,8 @@ def test_equal_tiles_are_split_as_a_batch_of_them(
 ) -> None:
     shape = TileShape(16, 64, num_slots, 4.0)
     batch = Batch(((1, kv_len),) * num_tiles, 16, 1, shape, Masking(), Splitting())
-    splits = equal_splits(num_tiles, kv_len, 1, 16, shape, Splitting())
+    work = Work.of_equal(num_tiles, -(-kv_len // shape.tile_kv))
+    splits = alike_splits(work, 1, 16, shape, Splitting())
     assert len(batch.plan().items) == splits * num_tiles
 
 

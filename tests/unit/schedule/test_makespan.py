@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn.choose.candidates import best_tiles
+from cupyattn.choose.candidates import Batch, best_of
 from cupyattn.schedule.balance import Work
-from cupyattn.schedule.batch import BatchRequests, TileWork
+from cupyattn.schedule.batch import BatchRequests, Splitting, TileWork, alike_splits
 from cupyattn.schedule.makespan import (
     Slots,
     TileTimes,
@@ -193,6 +194,11 @@ def prompts(count: int, length: int) -> BatchRequests:
     return BatchRequests(lengths, lengths, starts, starts)
 
 
+def best_tiles(requests: BatchRequests, shapes: dict[str, TileShape]) -> str:
+    works = TileWork(requests, 4, CAUSAL)
+    return best_of(Batch([("large", works)], works, 8, 4, 0, 0, None, None), shapes).name
+
+
 # Tiles of 192 rows multiply a little faster than those of 64, of which two share an SM.
 TALL = TileShape(192, 80, 132, times=TileTimes(7.0, 2.2, 1.04), num_sms=132)
 SHORT = TileShape(64, 64, 264, times=TileTimes(6.0, 2.2, 0.68, 0.6), num_sms=132)
@@ -205,10 +211,22 @@ SHORT = TileShape(64, 64, 264, times=TileTimes(6.0, 2.2, 0.68, 0.6), num_sms=132
 def test_short_tiles_are_for_work_that_does_not_fill_the_card(
     count: int, length: int, chosen: int
 ) -> None:
-    works = TileWork(prompts(count, length), 4, CAUSAL)
-    assert best_tiles(works, 8, {"0": TALL, "1": SHORT}) == str(chosen)
+    assert best_tiles(prompts(count, length), {"0": TALL, "1": SHORT}) == str(chosen)
 
 
 def test_the_first_shape_stays_if_another_gains_nothing() -> None:
-    works = TileWork(prompts(1, 2048), 4, CAUSAL)
-    assert best_tiles(works, 8, {"0": TALL, "1": TALL}) == "0"
+    assert best_tiles(prompts(1, 2048), {"0": TALL, "1": TALL}) == "0"
+
+
+@pytest.mark.parametrize("length", [300, 1000, 3000])
+def test_splits_of_a_launch_without_a_list_are_estimated_as_they_are(length: int) -> None:
+    works = TileWork(prompts(1, length), 4, CAUSAL, splits_alike=True)
+    work, slots = works.of(SHORT), Slots(SHORT.num_slots, SHORT.num_sms)
+    times = SHORT.times._replace(merge=0.5)
+    splits = alike_splits(work, 2, 4 * length, replace(SHORT, times=times), Splitting())
+    parts = np.repeat(work.array() / splits, splits)
+    merge = (splits > 1) * (times.merge + times.state * parts.size * 2)
+    assert best_split(work, 2, slots, times).time == pytest.approx(
+        launch_time(parts, 2, slots, times) + merge
+    )
+    assert splits > 1 or length > 300

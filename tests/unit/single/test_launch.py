@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import cupyattn
 from cupyattn.launch.driver import params
-from cupyattn.schedule import MAX_GRID_YZ
+from cupyattn.launch.driver.enqueue import MAX_GRID_YZ
 
 prefill, decode = cupyattn.single_prefill_with_kv_cache, cupyattn.single_decode_with_kv_cache
 

@@ -1,4 +1,5 @@
-"""The planner of one request: every visible key of every row is somebody's work, and once only."""
+"""The tiles and splits of one request: every visible key of every row is somebody's work, and once
+only."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.reference import Visibility
-from cupyattn.schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single, tile_span
-
-_MAX_WAVES = 4
+from cupyattn.schedule import Masking, tile_span
+from cupyattn.schedule.balance import MAX_WAVES, Work
+from cupyattn.schedule.batch import BatchRequests, Splitting, TileWork, alike_splits
+from cupyattn.schedule.tile_shape import TileShape
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,19 @@ class Request:
     num_slots: int
     masking: Masking
 
-    def plan(self) -> SinglePlan:
-        return plan_single(**vars(self))
+    @property
+    def shape(self) -> TileShape:
+        return TileShape(self.tile_q, self.tile_kv, self.num_slots)
+
+    def work(self) -> Work:
+        zero = np.zeros(1, np.int64)
+        one = BatchRequests(zero + self.qo_len, zero + self.kv_len, zero, zero, uniform=self.qo_len)
+        return TileWork(one, self.group_size, self.masking, splits_alike=True).of(self.shape)
+
+    def num_splits(self) -> int:
+        """As a launch of this request alone has them."""
+        rows = self.qo_len * self.group_size
+        return alike_splits(self.work(), self.num_kv_heads, rows, self.shape, Splitting())
 
     def row_tiles(self) -> Iterator[tuple[int, int]]:
         """(first, last) query token of each tile of packed rows."""
@@ -62,14 +75,14 @@ def requests(longest_q: int = 70, longest_kv: int = 400) -> st.SearchStrategy[Re
 
 @given(requests())
 def test_every_visible_pair_is_covered_exactly_once(request: Request) -> None:
-    plan, seen = request.plan(), request.seen()
+    num_splits, seen = request.num_splits(), request.seen()
     tiles = list(request.row_tiles())
-    assert plan.num_q_tiles == len(tiles)
+    assert request.work().num_tiles == len(tiles)
     for first, last in tiles:
         begin, end = request.span(first, last)
         times = np.zeros(request.kv_len + request.tile_kv, int)
-        for split in range(plan.num_splits):
-            a, b = tile_span(begin, end, request.tile_kv, split, plan.num_splits)
+        for split in range(num_splits):
+            a, b = tile_span(begin, end, request.tile_kv, split, num_splits)
             times[begin + a * request.tile_kv : begin + b * request.tile_kv] += 1
         assert times.max(initial=0) <= 1
         wanted = seen[first : last + 1].any(axis=0)
@@ -111,18 +124,16 @@ def test_splits_are_contiguous_and_balanced(
 
 @given(requests(longest_q=5000, longest_kv=200_000))
 def test_blocks_are_as_promised(request: Request) -> None:
-    plan = request.plan()
-    tiles = plan.num_q_tiles * request.num_kv_heads
-    assert plan.num_q_tiles == -(-request.qo_len * request.group_size // request.tile_q)
-    assert plan.num_blocks == tiles * plan.num_splits
-    if plan.num_splits > 1:
-        # Only a launch that leaves slots idle is split, into few waves, and no split is idle.
-        assert tiles < request.num_slots
-        assert plan.num_blocks <= _MAX_WAVES * request.num_slots
+    num_splits, num_q_tiles = request.num_splits(), request.work().num_tiles
+    tiles = num_q_tiles * request.num_kv_heads
+    assert num_q_tiles == -(-request.qo_len * request.group_size // request.tile_q)
+    if num_splits > 1:
+        # Splits are few waves, and none of the longest tile is idle.
+        assert tiles * num_splits <= tiles + MAX_WAVES * max(request.num_slots, tiles)
         begin, end = request.span(*list(request.row_tiles())[-1])
         longest = -(-(end - begin) // request.tile_kv)
-        assert plan.num_splits <= longest
-        assert -(-longest // plan.num_splits) < longest
+        assert num_splits <= longest
+        assert -(-longest // num_splits) < longest
 
 
 @given(requests(longest_q=200, longest_kv=3000), st.integers(0, 200))
@@ -154,23 +165,18 @@ def test_causality_shortens_the_work(request: Request) -> None:
     assert Masking().key_span(*args) == (0, request.kv_len)
 
 
-def test_the_documented_example() -> None:
-    plan = plan_single(1, 2048 * 64, 4, 8, 16, 64, 264, Masking())
-    assert plan == SinglePlan(num_q_tiles=1, num_splits=33, num_blocks=264)
+def test_a_long_decode_fills_the_slots() -> None:
+    one = Request(1, 2048 * 64, 4, 8, 16, 64, 264, Masking())
+    assert one.num_splits() == 33
     sizes = {b - a for a, b in (tile_span(0, 2048 * 64, 64, s, 33) for s in range(33))}
     assert sizes == {62, 63}
-
-
-def test_splits_fit_a_dimension_of_the_grid() -> None:
-    plan = plan_single(1, 2**31 - 64, 1, 1, 16, 16, 200_000, Masking())
-    assert 1 < plan.num_splits == plan.num_blocks <= MAX_GRID_YZ == 65_535
 
 
 @pytest.mark.parametrize("num_slots", [1, 132, 264, 528])
 @pytest.mark.parametrize("kv_len", [1000, 4096, 32_768, 131_072, 1_000_000])
 def test_a_decode_fills_the_gpu(kv_len: int, num_slots: int) -> None:
     """At least half of the slots of the waves it takes do work."""
-    plan = plan_single(1, kv_len, 4, 8, 16, 64, num_slots, Masking())
-    waves = -(-plan.num_blocks // num_slots)
+    num_blocks = 8 * Request(1, kv_len, 4, 8, 16, 64, num_slots, Masking()).num_splits()
+    waves = -(-num_blocks // num_slots)
     most = 8 * -(-kv_len // 64)
-    assert plan.num_blocks >= min(most, waves * num_slots) // 2
+    assert num_blocks >= min(most, waves * num_slots) // 2
