@@ -26,7 +26,9 @@ from ..inputs.call_cache import Argument, CallCache, after_launch
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.workspace import meets, num_bytes, require_apart, require_workspace
 from ..launch.attention import read_tables
+from ..launch.attention.layout import BatchSchedule
 from ..launch.attention.read_tables import DeviceTables, Planner
+from ..launch.driver.enqueue import cuda
 from ..schedule.batch import BatchRequests
 from .mask import NO_MASK
 from .requests import (
@@ -38,8 +40,10 @@ from .requests import (
     require_row_limit,
     uniform_rows,
 )
+from .staging import Staging
 from .wrapper import BatchWrapper, Plan, Prepared
 
+_NO_IDS = np.zeros(0, np.int32)
 _IS_WIDE = {dtypes.int32: False, dtypes.int64: True}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -151,8 +155,69 @@ def _plan_on_host(
             require_apart(wrapper._workspace, kv_indices=batch.page_ids_device)
     require_row_limit(batch, known.geometry.spec.group_size)
     framework = wrapper._workspace.framework
-    wrapper._take(Plan(known.geometry, batch, known.split, None, NO_MASK, framework))
+    plan = Plan(known.geometry, batch, known.split, None, NO_MASK, framework)
+    if not _take_listed(wrapper, plan):
+        wrapper._take(plan)
     wrapper.__dict__.update(known.state)
+    return True
+
+
+def _take_listed(wrapper: BatchWrapper, plan: Plan) -> bool:
+    """Let an idle GPU make the list of a decode, as it does from tables of its own, and make this
+    the current plan; whether it did. While it works on something else, the host, which would wait
+    for that, makes the list."""
+    batch, requests = plan.batch, plan.batch.requests
+    place, count, v = wrapper._workspace.device, batch.num_requests, batch.page_ids_device
+    if place.kind == "cpu" or plan.split != (0, True) or requests.uniform <= 0:
+        return False
+    if v is None and batch.page_ids is None:
+        return False
+    if v is not None:
+        is_plain = v.dtype is dtypes.int32 and (v.device, v.framework) == _place_of(wrapper)
+        if not is_plain or not is_contiguous(v):
+            return False
+    (variant,) = wrapper._variants(plan.geometry)
+    if variant.has_mask:
+        return False
+    launcher = plan.geometry.launcher(variant)
+    planner = read_tables.planner(launcher, count, requests.uniform)
+    if planner is None:
+        return False
+    stream = wrapper._current_stream()
+    wrapper._refuse_capture(stream)
+    if not cuda().is_idle(stream):
+        return False
+    # --- 1. Put the tables where the GPU reads them ---
+    ids = _NO_IDS if batch.page_ids is None else batch.page_ids[: batch.num_page_ids]
+    at_lengths = -(-(count + 1) // 4) * 4
+    at_ids = at_lengths + -(-count // 4) * 4
+    if wrapper._staging is None:
+        wrapper._staging = Staging(place.index)
+    block = wrapper._staging.block(at_ids + ids.size)
+    block[: count + 1] = batch.kv_indptr
+    block[at_lengths : at_lengths + count] = requests.kv_len
+    block[at_ids : at_ids + ids.size] = ids
+    # --- 2. Make the list; ids of pages come behind it ---
+    address, page_size = wrapper._staging.address, plan.geometry.spec.page_size
+    given = 0, False, address, False, address + 4 * at_lengths, False
+    tables = DeviceTables(given, read_tables.KEYS, count, requests.uniform, page_size)
+    begin = -(-planner.num_words // 4) * 4
+    words = wrapper._next_words.reserve(begin + ids.size)
+    numbers = read_tables.read(tables, planner, words, place.index, stream)
+    _, is_bad, _, _, *made = numbers[: read_tables.HEAD].tolist()
+    schedule = None if is_bad else _schedule_of(wrapper, planner, made)
+    if schedule is None:
+        return False
+    if v is None:
+        plan.page_ids = words + 4 * begin
+        wrapper._staging.send([(at_ids, ids.size, plan.page_ids)], stream)
+    else:
+        plan.page_ids, plan.views = v.ptr, (v,)
+    # --- 3. Make it the current plan ---
+    plan.prepared[variant] = _prepared_by_gpu(wrapper, launcher, schedule)
+    plan.is_uniform = plan.framework in ("torch", "cupy")
+    plan.owner = wrapper._turns.begin()
+    wrapper._current = plan
     return True
 
 
@@ -322,24 +387,35 @@ def _prepared(
     stream: int,
 ) -> Prepared:
     """The schedule of a plan on the device: the one that the GPU has made, else the host's."""
-    schedule = None if planner is None else planner.schedule(*made)
+    schedule = None if planner is None else _schedule_of(wrapper, planner, made)
+    if schedule is not None:
+        return _prepared_by_gpu(wrapper, launcher, schedule)
+    _, schedule = wrapper._schedule_variant(plan, variant)
+    require_workspace(wrapper._workspace, schedule.workspace_bytes, "this plan")
+    rotated = wrapper._reserve_rotated(schedule) if schedule.rotated_bytes else 0
+    address = wrapper._send(schedule.words, None, stream)
+    owner = wrapper._words.view, wrapper._rotated.view
+    return Prepared(launcher, schedule, address, owner, rotated)
+
+
+def _schedule_of(
+    wrapper: BatchWrapper, planner: Planner, made: Sequence[int]
+) -> BatchSchedule | None:
+    """The schedule of a list that the GPU has made, if it has, and the workspace has room."""
+    schedule = planner.schedule(*made)
     if schedule is not None and schedule.workspace_bytes:
         wrapper._enlarge_workspace(schedule.workspace_bytes)
         if schedule.workspace_bytes > num_bytes(wrapper._workspace):
-            schedule = None
-    is_made = schedule is not None
-    if schedule is None:
-        _, schedule = wrapper._schedule_variant(plan, variant)
-        require_workspace(wrapper._workspace, schedule.workspace_bytes, "this plan")
+            return None
+    return schedule
+
+
+def _prepared_by_gpu(wrapper: BatchWrapper, launcher: Any, schedule: BatchSchedule) -> Prepared:
+    """The schedule on the device. The list of the plan before was kept, in case this one failed."""
+    wrapper._words, wrapper._next_words = wrapper._next_words, wrapper._words
     rotated = wrapper._reserve_rotated(schedule) if schedule.rotated_bytes else 0
-    if is_made:
-        # The list of the plan before was kept, in case this one had failed.
-        wrapper._words, wrapper._next_words = wrapper._next_words, wrapper._words
-    else:
-        wrapper._send(schedule.words, None, stream)
-    words = wrapper._words
-    owner = words.view, wrapper._rotated.view
-    return Prepared(launcher, schedule, words.address, owner, rotated)
+    owner = wrapper._words.view, wrapper._rotated.view
+    return Prepared(launcher, schedule, wrapper._words.address, owner, rotated)
 
 
 def _number_of(wrapper: BatchWrapper) -> int:

@@ -324,7 +324,8 @@ def read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: b
     used = ids[begin:needed]
     if used.size:
         # As unsigned numbers, so that one pass finds negative ids too.
-        largest = int(_most(np.ascontiguousarray(used).view(_UNSIGNED[used.dtype])))
+        unsigned = np.ascontiguousarray(used).view(_UNSIGNED[used.dtype])
+        largest = int(unsigned[unsigned.argmax()])
         if largest >= 1 << 31:
             at = int(np.argmax((used < 0) | (used >= 1 << 31)))
             raise ArgumentError(

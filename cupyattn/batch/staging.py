@@ -76,6 +76,13 @@ class Staging:
                 block = self._blocks[self._turn] = _Block(size)
         return block.words
 
+    @property
+    def address(self) -> int:
+        """Of the block that `block` returned last; the GPU reads it there too."""
+        block = self._blocks[self._turn]
+        assert block is not None
+        return block.address
+
     def send(self, copies: Sequence[Copy], stream: int) -> None:
         """Enqueue copies out of the block that `block` returned last."""
         block = self._blocks[self._turn]

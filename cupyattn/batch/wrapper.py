@@ -498,8 +498,9 @@ class BatchWrapper(Untraced):
         # An eager run without rows launches nothing, but a graph is replayed.
         if plan.batch.num_rows == 0 and plan.capacity is None:
             return {}
-        made = {v: self._schedule_variant(plan, v) for v in self._variants(plan.geometry)}
-        for _, schedule in made.values():
+        made = {}
+        for variant in self._variants(plan.geometry):
+            made[variant] = _, schedule = self._schedule_variant(plan, variant)
             if schedule.workspace_bytes:
                 require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
         return made

@@ -9,8 +9,9 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,13 +19,12 @@ from ..core.problem import AttentionProblem
 from ..launch.tiles.row_classes import DECODE, FEW, LARGE, SMALL, VERIFY
 from ..schedule.balance import Work
 from ..schedule.batch import TileWork
-from ..schedule.makespan import Slots, TileTimes, best_split
+from ..schedule.makespan import TileTimes, best_split
 from ..schedule.sm_partition import (
     Streams,
     best_partition,
     followed,
-    least_followed,
-    least_together,
+    least_on_all,
     time_together,
 )
 from ..schedule.tile_shape import TileShape, decode_time
@@ -39,6 +39,9 @@ MARGIN = {DECODE: 0.9, VERIFY: 0.85}
 # might be sooner by less than this is taken no more often rightly than wrongly (by rows of an
 # H100), and to look at it takes longer than all else that a plan does.
 _NEAR = 1.1
+# Sums are rounded.
+_ROUNDED = 1.0 - 1e-9
+_by_bound = itemgetter(0)
 
 
 class Keys(NamedTuple):
@@ -168,16 +171,40 @@ class Batch:
 
 
 class _Form(NamedTuple):
-    """A candidate that has not been estimated: it is not done before `least`.
+    """A candidate that has not been estimated.
 
-    estimate  the candidate; its time may be anything from the limit on that it is given
-    margin    times as long it counts, where others are the usual ones
+    bound  it is not done before, times `margin`
+    make   of a batch, a name, a shape and a limit: the candidate; its time may be anything from the
+           limit on
+    margin times as long it counts, where others are the usual ones
     """
 
-    least: float
-    estimate: Callable[[float], Candidate]
+    bound: float
+    make: Callable[[Batch, str, Any, float], Candidate]
+    name: str
+    shape: Any
     margin: float = 1.0
-    tiles: TileShape | None = None
+
+
+class _Rates(NamedTuple):
+    """What bounds of a shape's launches need: its launch, what a pair of a row and a key, and a
+    tile, take of all slots, and which share of that where each of so many tiles has an SM."""
+
+    launch: float
+    pair: float
+    tile: float
+    alone: float
+    most_alone: int
+
+
+@lru_cache(maxsize=1024)
+def _rates(shape: TileShape, num_kv_heads: int) -> _Rates:
+    times = shape.times
+    assert times is not None
+    share = _ROUNDED * num_kv_heads / shape.num_slots
+    pair = share * times.key_tile / (shape.tile_q * shape.tile_kv)
+    of_tile = share * times.item, times.alone, shape.num_sms // num_kv_heads
+    return _Rates(_ROUNDED * times.launch, pair, *of_tile)
 
 
 def best(offer: Offer, batch: Batch) -> Candidate:
@@ -190,51 +217,30 @@ def best(offer: Offer, batch: Batch) -> Candidate:
         asked = [x for x in candidates(offer, batch) if x.name == _forced]
         if asked:
             return asked[0]
-    forms = sorted(_forms(offer, batch), key=_bound)
-    first, others = forms[0], forms[1:]
-    if first.tiles is not None:
-        limit = _NEAR * _bound(others[0]) / first.margin if others else math.inf
-        if _is_done_within(batch, first.tiles, limit):
-            return first.estimate(0.0)
-    return _soonest(forms)
+    return _soonest(batch, _forms(offer, batch))
 
 
-def _bound(form: _Form) -> float:
-    return form.margin * form.least
-
-
-def _is_done_within(batch: Batch, shape: TileShape, limit: float) -> bool:
-    """Whether one launch of these tiles is done within a limit, however its blocks are dealt:
-    each takes the next item when it is done with one."""
-    times, work = shape.times, batch.works.of(shape)
-    assert times is not None
-    if not work.shares_keys:  # memory may be slower
-        return False
-    busy = times.busy(work, batch.num_kv_heads) / shape.num_slots
-    return times.launch + busy + 0.5 * (times.item + times.key_tile * work.longest) <= limit
-
-
-def _soonest(forms: list[_Form]) -> Candidate:
+def _soonest(batch: Batch, forms: list[_Form]) -> Candidate:
     found = None
     limit = math.inf
-    for form in sorted(forms, key=_bound):
-        if found is not None and _NEAR * _bound(form) >= limit:
+    for bound, make, name, shape, margin in sorted(forms, key=_by_bound):
+        if found is not None and _NEAR * bound >= limit:
             break
-        candidate = form.estimate(limit / form.margin)
-        if found is None or form.margin * candidate.time < limit:
-            found, limit = candidate, form.margin * candidate.time
+        candidate = make(batch, name, shape, limit / margin)
+        if found is None or margin * candidate.time < limit:
+            found, limit = candidate, margin * candidate.time
     assert found is not None, "no requests"
     return found
 
 
 def best_of(batch: Batch, shapes: Mapping[str, TileShape]) -> Candidate:
     """The soonest of these tiles, with or without launches for few rows behind them."""
-    return _soonest(_forms_of_tiles(batch, shapes))
+    return _soonest(batch, _forms_of_tiles(batch, shapes))
 
 
 def candidates(offer: Offer, batch: Batch) -> list[Candidate]:
     """Every way to serve a batch."""
-    return [form.estimate(math.inf) for form in _forms(offer, batch)]
+    return [form.make(batch, form.name, form.shape, math.inf) for form in _forms(offer, batch)]
 
 
 def _forms(offer: Offer, batch: Batch) -> list[_Form]:
@@ -247,7 +253,8 @@ def _forms(offer: Offer, batch: Batch) -> list[_Form]:
         return [_known(x) for x in _of_few_rows(offer, batch)]
     found = _forms_of_tiles(batch, offer.timed_shapes())
     if not others and rows in FEW:
-        found = [form._replace(margin=MARGIN[rows]) for form in found]
+        margin = MARGIN[rows]
+        found = [form._replace(bound=margin * form.bound, margin=margin) for form in found]
         return found + [_known(x) for x in _of_few_rows(offer, batch)]
     if found and rows == LARGE:
         return found  # the tiles of prefill_sm90 are those of its class
@@ -255,26 +262,37 @@ def _forms(offer: Offer, batch: Batch) -> list[_Form]:
 
 
 def _forms_of_tiles(batch: Batch, shapes: Mapping[str, TileShape]) -> list[_Form]:
-    found, longest = [], batch.longest
+    found, longest, heads, streams = [], batch.longest, batch.num_kv_heads, batch.streams
+    rows, pairs = (batch.works if batch.many is None else batch.many).rows_and_pairs()
     for name, shape in shapes.items():
-        assert shape.times is not None
         if shape.most_keys and longest > shape.most_keys:
             continue
-        if batch.many is not None and batch.streams is not None:
-            count = *batch.many.at_least(shape), batch.num_kv_heads, shape, batch.streams
-            found.append(_Form(least_together(*count), partial(alone, batch, name, shape)))
-            if name != LARGE and (shape.is_persistent or shape.most_keys):
-                continue  # behind other blocks that take items launches wait as long, and longer
-            found.append(_Form(least_followed(*count), partial(with_others, batch, name, shape)))
-        else:
-            slots = Slots(shape.num_slots, shape.num_sms)
-            least = shape.times.least(*batch.works.at_least(shape), batch.num_kv_heads, slots)
-            found.append(_Form(least, partial(alone, batch, name, shape), tiles=shape))
+        launch, pair, tile, alone_share, most_alone = _rates(shape, heads)
+        num_tiles = -(-rows // shape.tile_q)
+        busy = pairs * pair + num_tiles * tile
+        if streams is None or batch.many is None:
+            least = launch + (busy if num_tiles > most_alone else alone_share * busy)
+            found.append(_Form(least, alone, name, shape))
+            continue
+        few = streams.num_keys * shape.tile_q * pair + streams.keys.size * tile
+        is_alone = num_tiles + streams.keys.size <= most_alone
+        least = launch + (busy + few) * (alone_share if is_alone else 1.0)
+        found.append(_Form(max(least, streams.least_together(shape)), alone, name, shape))
+        if name != LARGE and (shape.is_persistent or shape.most_keys):
+            continue  # behind other blocks that take items launches wait as long, and longer
+        least = launch + (busy if num_tiles > most_alone else alone_share * busy)
+        num_blocks = 0 if shape.is_persistent else num_tiles * heads  # which leave SMs to others
+        least = least_on_all(least, num_blocks, shape, streams)
+        found.append(_Form(least, with_others, name, shape))
     return found
 
 
 def _known(candidate: Candidate) -> _Form:
-    return _Form(candidate.time, lambda limit: candidate)
+    return _Form(candidate.time, _given, "", candidate)
+
+
+def _given(batch: Batch, name: str, candidate: Candidate, limit: float) -> Candidate:
+    return candidate
 
 
 def alone(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) -> Candidate:
@@ -338,8 +356,7 @@ def _time_of_portable(batch: Batch, shape: TileShape, works: TileWork, times: Ti
 def _split_time(
     work: Work, num_kv_heads: int, shape: TileShape, times: TileTimes, limit: float
 ) -> float:
-    slots = Slots(shape.num_slots, shape.num_sms)
-    return best_split(work, num_kv_heads, slots, times, limit=limit).time
+    return best_split(work, num_kv_heads, shape.slots, times, limit=limit).time
 
 
 def _of_few_rows(offer: Offer, batch: Batch) -> list[Candidate]:

@@ -81,6 +81,12 @@ class Work:
     def array(self) -> np.ndarray:
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
 
+    @property
+    def shortest(self) -> int:
+        """The key tiles of the tile that visits the fewest."""
+        sizes = self.key_tiles
+        return self.longest if sizes is None or not sizes.size else int(sizes[sizes.argmin()])
+
     def descending(self) -> np.ndarray:
         """The same as float64, the most first; sorted once for all estimates."""
         found = self._sorted

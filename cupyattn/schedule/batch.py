@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, MAX_WAVES, Work, best_chunk
-from .makespan import Slots, are_splits_late, best_split
+from .makespan import best_split
 from .masking import Masking
 from .tile_shape import TileShape
 
@@ -190,7 +190,7 @@ def _make_tiles(
     if total == counts.size:
         return Tiles(order, None)
     first_row = ends.repeat(counts)
-    first_row -= np.arange(1, total + 1)
+    first_row -= _INDICES[1 : total + 1] if total < _MOST_REMEMBERED else np.arange(1, total + 1)
     first_row *= tile_q
     return Tiles(order.repeat(counts), first_row)
 
@@ -274,14 +274,13 @@ class TileWork:
             work.splits.clear()
             work.unsplit.clear()
 
-    def at_least(self, shape: TileShape) -> tuple[float, int]:
-        """Key tiles that all tiles of this shape visit at least, and how many tiles there are at
-        least, without a count."""
+    def rows_and_pairs(self) -> tuple[int, float]:
+        """All rows, and at least how many pairs of a row and a key in its sight there are."""
         if self._pairs < 0:
             requests = self.requests
             pairs = self._masking.least_pairs(requests.qo_len, requests.kv_len)
             self._pairs = max(0.0, pairs * self._group_size)
-        return self._pairs / (shape.tile_q * shape.tile_kv), -(-self._num_rows() // shape.tile_q)
+        return self._num_rows(), self._pairs
 
 
 class Tiles(NamedTuple):
@@ -380,9 +379,14 @@ def _spans(
     masking: Masking,
 ) -> np.ndarray:
     """The keys from the first to the last that any row of a tile sees; of shared ones at most."""
+    is_shared = requests.is_shared
+    if tiles.first_row is not None and masking.window_left < 0 and is_shared is None:
+        assert tiles.request is not None
+        last = tiles.first_row + (shape.tile_q - 1)
+        last //= group_size
+        return masking.ends(last, requests.qo_len, requests.kv_len, tiles.request)
     qo_len = requests.qo_len if tiles.request is None else requests.qo_len[tiles.request]
     first_row = 0 if tiles.first_row is None else tiles.first_row
-    is_shared = requests.is_shared
     if is_shared is not None and tiles.request is not None:
         is_shared = is_shared[tiles.request]
     # Only a window asks for the first one.
@@ -403,10 +407,7 @@ def _splits(
     # Parts no shorter than this add no more blocks than these waves have.
     least = -(-work.total // max(1, int(splitting.waves * per_wave)))
     if shape.times is not None:
-        if are_splits_late(work, num_kv_heads, shape.num_slots, shape.times):
-            return None
-        slots = Slots(shape.num_slots, shape.num_sms)
-        chunk = best_split(work, num_kv_heads, slots, shape.times).chunk or work.longest
+        chunk = best_split(work, num_kv_heads, shape.slots, shape.times).chunk or work.longest
         return split_after(work, max(chunk, least))
     least = max(least, shape.least_part(work.longest, most_rows))
     return split_after(work, best_chunk(work, per_wave, shape.costs(most_rows), least).size)
@@ -443,12 +444,15 @@ def short_last(
     sizes = work.key_tiles if splits is None else -(-work.key_tiles // splits)
     if not np.count_nonzero(sizes[1:] > sizes[:-1]):
         return tiles, splits
-    costs = sizes + BLOCK_OVERHEAD
-    work_up_to = np.bincount(sizes, costs if splits is None else costs * splits).cumsum()
-    longest = work_up_to.size - 1 + BLOCK_OVERHEAD
-    end = int(work_up_to.searchsorted(_SHORT_WAVES * items_per_wave * longest))
-    # All that are no short ones are alike here, so that they stay in order.
-    order = np.maximum(-sizes, -end).argsort(kind="stable")
+    order = -sizes
+    most = _SHORT_WAVES * items_per_wave
+    if sizes.size > most or splits is not None:  # else all are short
+        costs = sizes + BLOCK_OVERHEAD
+        work_up_to = np.bincount(sizes, costs if splits is None else costs * splits).cumsum()
+        longest = work_up_to.size - 1 + BLOCK_OVERHEAD
+        # All that are no short ones are alike here, so that they stay in order.
+        np.maximum(order, -int(work_up_to.searchsorted(most * longest)), out=order)
+    order = order.argsort(kind="stable")
     request = None if tiles.request is None else tiles.request[order]
     return Tiles(request, tiles.first_row[order]), None if splits is None else splits[order]
 

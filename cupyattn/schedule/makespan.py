@@ -12,7 +12,7 @@ import numpy as np
 from .balance import Split, Work, ones
 
 # A launch of this many waves takes as long as its slots are busy, and half its shortest block.
-_MANY_WAVES = 8
+_MANY_WAVES = 4
 # A split must end within this share of the time without it.
 WORTHWHILE = 0.95
 # Of a bound: estimates are sums, whose last digits depend on the order.
@@ -169,15 +169,6 @@ def best_split(
     return found
 
 
-def are_splits_late(work: Work, num_kv_heads: int, num_slots: int, times: TileTimes) -> bool:
-    """Whether splits gain nothing, because the longest item is short beside all that each slot
-    does: the last block then ends hardly later than the mean of all."""
-    if not work.shares_keys:  # memory may be slower
-        return False
-    busy = times.busy(work, num_kv_heads) / num_slots
-    return times.item + times.key_tile * work.longest <= 0.05 * busy
-
-
 def _best_split(
     work: Work,
     num_kv_heads: int,
@@ -218,6 +209,10 @@ def _unsplit_time(
     work: Work, num_kv_heads: int, slots: Slots, times: TileTimes, reading: float
 ) -> float:
     """What whole tiles take besides the launch: the same with launches behind it and without."""
+    if work.num_tiles * num_kv_heads > _MANY_WAVES * slots.blocks:  # as makespan has it
+        busy = max(times.busy(work, num_kv_heads) / slots.blocks, reading)
+        longest, shortest = (times.item + times.key_tile * x for x in (work.longest, work.shortest))
+        return max(longest, busy + 0.5 * shortest)
     key = num_kv_heads, slots, times.item, times.key_tile, times.alone, reading
     found = work.unsplit.get(key)
     if found is None:

@@ -68,6 +68,19 @@ class Masking:
             begin = begin // tile_kv * tile_kv
         return np.maximum(end - begin, 0)
 
+    def ends(
+        self, last_token: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, request: np.ndarray
+    ) -> np.ndarray:
+        """The same without a window to the left or shared keys, for tiles of these requests; it
+        may write over `last_token`."""
+        if self.window_right < 0:
+            return kv_len[request]
+        hidden = kv_len - qo_len
+        hidden += 1 + self.window_right
+        last_token += hidden[request]
+        np.minimum(last_token, kv_len[request], out=last_token)
+        return last_token if hidden[hidden.argmin()] >= 0 else np.maximum(last_token, 0)
+
     def least_pairs(self, qo_len: np.ndarray, kv_len: np.ndarray) -> float:
         """Pairs of a row and a key in its sight, custom mask aside, at least: of all requests."""
         if self.window_left >= 0:

@@ -130,6 +130,11 @@ class Streams:
         """What all SMs take for their keys."""
         return self._reading
 
+    def least_together(self, shape: TileShape) -> float:
+        """What one launch that serves them too takes at least for their keys."""
+        assert shape.times is not None
+        return shape.times.launch + self.num_bytes / self.times.rate_beside_products
+
     def time(self) -> float:
         """What they take on all SMs."""
         return self.times.start + self._latency + self._reading
@@ -171,50 +176,22 @@ def followed(shape: TileShape, beside: BesideTimes) -> TileShape:
     return replace(shape, times=times._replace(launch=times.launch + beside.followed))
 
 
-def least_on_all(
-    total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
-) -> float:
-    """When blocks on all SMs that there is room for, and the streams behind them, are done at
-    least."""
-    times = shape.times
-    assert times is not None
-    least = times.least(total, num_tiles, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
-    if num_tiles * num_kv_heads >= shape.num_sms:
+def least_on_all(least: float, num_blocks: int, shape: TileShape, streams: Streams) -> float:
+    """When blocks on all SMs that there is room for, which are not done before `least`, and the
+    streams behind them are done at least."""
+    if num_blocks >= shape.num_sms:
         # No SM is left to the streams.
-        return max(least + streams.latency() + streams.reading(), streams.time())
+        least += streams.latency() + streams.reading()
     return max(least, streams.time())
-
-
-def least_followed(
-    total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
-) -> float:
-    """When blocks that launches follow, and the streams behind them, are done at least."""
-    if not shape.is_persistent:
-        return least_on_all(total, num_tiles, num_kv_heads, shape, streams)
-    times = shape.times
-    assert times is not None
-    least = times.least(total, num_tiles, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
-    return max(least, streams.time())
-
-
-def least_together(
-    total: float, num_tiles: int, num_kv_heads: int, shape: TileShape, streams: Streams
-) -> float:
-    """When one launch that serves all is done at least."""
-    times = shape.times
-    assert times is not None
-    both = total + streams.num_keys / shape.tile_kv, num_tiles + streams.keys.size
-    least = times.least(*both, num_kv_heads, Slots(shape.num_slots, shape.num_sms))
-    return max(least, times.launch + streams.num_bytes / streams.times.rate_beside_products)
 
 
 def time_together(
     work: Work, num_kv_heads: int, shape: TileShape, streams: Streams, limit: float = math.inf
 ) -> float:
     """When one launch that serves all is done; infinite if that cannot be within the limit."""
-    times, slots = shape.times, Slots(shape.num_slots, shape.num_sms)
+    times, slots = shape.times, shape.slots
     assert times is not None
-    if least_together(work.total, work.num_tiles, num_kv_heads, shape, streams) >= limit:
+    if streams.least_together(shape) >= limit:
         return math.inf
     # Few rows are one tile.
     few = (streams.keys + (shape.tile_kv - 1)) // shape.tile_kv
@@ -261,9 +238,9 @@ def best_partition(
     """
     times = shape.times
     assert times is not None
-    facts = work.total, work.num_tiles, num_kv_heads
-    soonest = times.least(*facts, Slots(shape.num_slots, shape.num_sms))
-    soonest, on_all = max(soonest, streams.time()), least_on_all(*facts, shape, streams)
+    least = times.least(work.total, work.num_tiles, num_kv_heads, shape.slots)
+    soonest = max(least, streams.time())
+    on_all = least_on_all(least, work.num_tiles * num_kv_heads, shape, streams)
     if soonest >= limit or (not is_persistent and on_all >= limit):
         return Partition(shape.num_slots, math.inf)
     # Tiny pages change whether a launch of their own is worth it, but not which SMs it should have.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from .balance import BLOCK_OVERHEAD, Costs, are_even
-from .makespan import TileTimes
+from .makespan import Slots, TileTimes
 
 # Keys and values of a tile of each of two blocks an SM, which DecodeTimes.key_tile is of.
 _TILE_BYTES = 64 * 512
@@ -89,6 +89,7 @@ class TileShape:
     is_fused        the last block of a tile merges its parts
     most_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
     decode          of blocks of decode that were timed for few requests, what plans go by
+    slots           num_slots and num_sms
     """
 
     tile_q: int
@@ -105,6 +106,10 @@ class TileShape:
     is_fused: bool = True
     most_keys: int = 0
     decode: DecodeTimes | None = None
+    slots: Slots = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", Slots(self.num_slots, self.num_sms))
 
     def in_clusters(self, cluster: int, num_clusters: int, times: DecodeTimes) -> TileShape:
         """The shape of clusters of `cluster` blocks, each of which shares an item as one wide block

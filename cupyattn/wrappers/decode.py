@@ -124,9 +124,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 A request without pages has no keys, and its rows answer 0.
         All three may be on the host or on the device. indptr and last_page_len are needed on the
         host: plan() waits for what brings them from a device, and in later plans also checks them
-        there and makes the list of work. indices on a device are read in place by the kernels (in
-        graph mode they are copied into the buffer), so they must not change before the runs are
-        over; on the host they are checked, and copied with the schedule.
+        there and makes the list of work. Of those on the host an idle GPU makes the list too, and a
+        busy one is not waited for. indices on a device are read in place by the kernels (in graph
+        mode they are copied into the buffer), so they must not change before the runs are over; on
+        the host they are checked, and copied with the schedule.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
         q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q; data_type is
                 the default of the first two.

@@ -202,6 +202,7 @@ class EmulatedGpu:
             is_capturing=lambda stream: False,
             is_debugging=False,
             launch_clusters=self.launch_clusters,
+            is_idle=lambda stream: False,
             launch_early=self.launch,
             launch_kernel=self.launch,
             runtime=SimpleNamespace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,10 +156,19 @@ SHAPES = (
 
 
 def check_list(
-    emulated: gpu.EmulatedGpu, keys: list[int], shape: TileShape, group: int, heads: int, q_len: int
+    emulated: gpu.EmulatedGpu,
+    keys: list[int],
+    shape: TileShape,
+    group: int,
+    heads: int,
+    q_len: int,
+    fused_splits: int = 0,
 ) -> None:
-    """The list of these lengths is the host's."""
+    """The list of these lengths is the host's. fused_splits: of a kernel whose blocks merge so many
+    parts at most, if that is the most that any tile has."""
     launcher = Launcher(shape, group, heads, Masking(-1, 0))
+    if fused_splits:
+        launcher._tiles = SimpleNamespace(fused_merge=False, fused_splits=fused_splits)
     planner = read_tables.planner(launcher, len(keys), q_len)
     assert planner is not None
     of = Given(tuple(keys), q_len=q_len, first=5)
@@ -175,6 +185,8 @@ def check_list(
     size = made.items.size
     np.testing.assert_array_equal(words[:size].reshape(made.items.shape), made.items)
     is_apart = not shape.is_fused or (shape.part_cost > 0 and head[3] > MOST_PARTS)
+    if fused_splits:
+        is_apart = head[3] > fused_splits
     rest = made.merges.tolist() if is_apart else [0] * (heads * len(made.merges))
     assert words[size:][: len(rest)].tolist() == rest
     assert (words[size + len(rest) :] == _FILL).all()
@@ -198,6 +210,19 @@ def test_lists_are_those_of_the_host(
     emulated: gpu.EmulatedGpu, keys: list[int], shape: TileShape, heads: int, q_len: int
 ) -> None:
     check_list(emulated, keys, shape, 4, heads, q_len)
+
+
+@_FIXTURE
+@given(
+    st.lists(length, min_size=1, max_size=70),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from((1, 4)),
+)
+def test_lists_of_wide_heads_are_those_of_the_host(
+    emulated: gpu.EmulatedGpu, keys: list[int], heads: int, fused_splits: int
+) -> None:
+    shape = TileShape(64, 64, 132, 4.0)
+    check_list(emulated, keys, shape, 16, heads, 1, fused_splits)
 
 
 def check_random(emulated: gpu.EmulatedGpu) -> None:
@@ -226,6 +251,6 @@ def check_list_without_room(emulated: gpu.EmulatedGpu) -> None:
     assert planner is not None
     room = 12 * 5
     packed = read_tables._PLANNED.pack(room, *read_tables._PLANNED.unpack(planner.packed)[1:])
-    small = Planner(planner._launcher, planner._rows, planner._shape, room, packed)
+    small = Planner(planner._launcher, planner._rows, planner._shape, room, 16, packed)
     numbers, words = read(emulated, Given((50_000,) * 4), small)
     assert numbers[1] == 0 and numbers[4] == 0 and (words == _FILL).all()

@@ -44,7 +44,7 @@ class Launcher(BatchLauncher):
         spec = AttentionSpec(*heads, _FLOAT, _FLOAT, _FLOAT, page_size=16, **windows)
         super().__init__(spec, spec.problem(), 0)
         # Prefill's are merged by a list of split tiles, decode's by counters.
-        self._tiles: Any = SimpleNamespace(fused_merge=shape.tile_q <= 32)
+        self._tiles: Any = SimpleNamespace(fused_merge=shape.tile_q <= 32, fused_splits=0)
         self._shape = shape
 
     def tiles(self, rows: str) -> Any:

@@ -7,7 +7,6 @@ import ctypes
 import numpy as np
 
 from cupyattn.core.problem import MAX_LENGTH
-from cupyattn.launch.attention.kernels import MOST_PARTS
 from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, DeviceTables, Planner
 from cupyattn.schedule.batch import NUM_SPLITS, BatchRequests, Splitting, plan_batch
 
@@ -60,6 +59,6 @@ def land(asked: DeviceTables, planner: Planner | None) -> tuple[np.ndarray, np.n
     made = plan_batch(requests, *sizes, launcher.masking, Splitting())
     most = made.items[:, NUM_SPLITS].max()
     numbers[4:8] = len(made.items), len(made.merges), made.num_states, most
-    is_apart = not shape.is_fused or (shape.part_cost > 0 and most > MOST_PARTS)
+    is_apart = most > planner.most_fused
     counters = np.zeros(len(made.merges) * launcher.num_kv_heads, np.int32)
     return numbers, np.concatenate([made.items.ravel(), made.merges if is_apart else counters])

@@ -72,6 +72,7 @@ class Gpu:
             is_capturing=lambda stream: self.is_capturing,
             is_debugging=False,
             launch_clusters=self._launch,
+            is_idle=lambda stream: False,
             launch_early=self._launch,
             launch_kernel=self._launch,
             runtime=SimpleNamespace(

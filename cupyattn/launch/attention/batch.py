@@ -191,7 +191,8 @@ class BatchLauncher:
             shape = self._kernels.merged_if_many(shape)
         if self._log is not None:
             self._log.any_lengths(rows, self.kernel(rows).loaded.tiles.name)
-        part, _, workspace_bytes = self._layout.part(rows, self._reserved(rows, shape, made), 0, 0)
+        reserved = self._exactly(rows, self._reserved(rows, shape, made), most_parts)
+        part, _, workspace_bytes = self._layout.part(rows, reserved, 0, 0)
         return BatchSchedule(_NO_MERGES, workspace_bytes, (part,))
 
     def _schedule(
@@ -556,19 +557,23 @@ class BatchLauncher:
     ) -> KernelWork:
         """With reserved for the most that may come; is_exact: that is this plan."""
         reserved = self._reserved(rows, shape, most, splitting.is_given, slots)
-        given = plan.merges
-        fused_splits = self._kernels.get(rows).kinds[0].fused_splits
-        if fused_splits and is_exact and given.size:
-            if plan.most_parts <= fused_splits and not reserved.keeps_order:
-                given = _NO_MERGES
-                reserved = reserved._replace(merges=0, split_tiles=0)
-            else:  # the launch waits for every block, so it merges all tiles; or it keeps the order
-                reserved = reserved._replace(counters=0)
+        if is_exact:
+            reserved = self._exactly(rows, reserved, plan.most_parts)
         merges = _NO_MERGES
         if reserved.merges:
             merges = np.full(reserved.merges, -1, np.int32)
-            merges[: len(given)] = given
+            merges[: len(plan.merges)] = plan.merges
         return KernelWork(rows, reserved, plan.items, merges)
+
+    def _exactly(self, rows: str, reserved: Reserved, most_parts: int) -> Reserved:
+        """Of tiles of at most so many parts: who merges them."""
+        fused_splits = self._kernels.get(rows).kinds[0].fused_splits
+        if not fused_splits or not reserved.merges:
+            return reserved
+        if most_parts <= fused_splits and not reserved.keeps_order:
+            return reserved._replace(merges=0, split_tiles=0)
+        # The launch waits for every block, so it merges all tiles; or it keeps the order.
+        return reserved._replace(counters=0)
 
     def _reserved(
         self,

@@ -15,7 +15,7 @@ from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...schedule.batch import BatchRequests, least_of, most_of
 from ...schedule.levels import Served
-from ...schedule.makespan import Slots, TileTimes, best_split
+from ...schedule.makespan import TileTimes, best_split
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import Streams, streams_of
 from ...schedule.tile_shape import CLUSTERS, TileShape
@@ -194,7 +194,7 @@ class Kernels:
             # captured graph, whose lengths only the GPU knows. Where the host knows them, rows of
             # an H100 say that SMALL needs none.
             shape = self.shape(SMALL)
-            work, slots = keys.work(shape.tile_kv), Slots(shape.num_slots, shape.num_sms)
+            work, slots = keys.work(shape.tile_kv), shape.slots
             time = best_split(work, self._num_kv_heads, slots, of_small).time
             found.append((MARGIN[rows] * time, SMALL, shape))
         _, name, shape = min(found, key=lambda one: one[0])
@@ -284,10 +284,11 @@ class Kernels:
     def choose_for_any_length(self, num_requests: int, most_rows: int) -> TileShape | None:
         """What `choose` gives of decode, however many keys requests have; None if they decide."""
         kernel = self.get(DECODE)
-        if not kernel.kinds[0].fused_merge or self._problem.is_wide:
-            return None
-        if self._may_be_few(kernel, DECODE, num_requests * self._num_kv_heads):
-            return None
+        if not self._problem.is_wide:
+            if not kernel.kinds[0].fused_merge:
+                return None
+            if self._may_be_few(kernel, DECODE, num_requests * self._num_kv_heads):
+                return None
         return self.choose(DECODE, Keys.equal(num_requests, 1), most_rows)[1]
 
     def merged_by(self, shape: TileShape, most_parts: int) -> TileShape:

@@ -179,6 +179,11 @@ class Layout:
             ]
         if len(works) == 1 and words_bytes == works[0].items.nbytes and positions is None:
             return BatchSchedule(works[0].items.reshape(-1), workspace_bytes, tuple(parts))
+        if len(works) == 1 and not works[0].reserved.merges and positions is None:
+            items = works[0].items.reshape(-1)
+            words = np.empty(words_bytes // 4, np.int32)
+            words[: items.size], words[items.size :] = items, 0
+            return BatchSchedule(words, workspace_bytes, tuple(parts))
         num_positions = 0 if positions is None else works[-1].reserved.levels[0]
         words = np.zeros(words_bytes // 4 + num_positions, np.int32)
         for part, work in zip(parts, works, strict=True):

@@ -64,16 +64,26 @@ class DeviceTables(NamedTuple):
 class Planner:
     """What the kernel is told to plan requests of one batch size.
 
-    num_words  room for the longest list
+    num_words   room for the longest list
+    most_fused  parts of a tile that its last block merges
     """
 
-    __slots__ = ("_launcher", "_rows", "_schedules", "_shape", "num_words", "packed")
+    __slots__ = (
+        *("_launcher", "_rows", "_schedules", "_shape"),
+        *("most_fused", "num_words", "packed"),
+    )
 
     def __init__(
-        self, launcher: BatchLauncher, rows: str, shape: TileShape, num_words: int, packed: bytes
+        self,
+        launcher: BatchLauncher,
+        rows: str,
+        shape: TileShape,
+        num_words: int,
+        most_fused: int,
+        packed: bytes,
     ) -> None:
         self._launcher, self._rows, self._shape = launcher, rows, shape
-        self.num_words, self.packed = num_words, packed
+        self.num_words, self.most_fused, self.packed = num_words, most_fused, packed
         self._schedules: dict[tuple[int, ...], BatchSchedule] = {}
 
     def schedule(self, *made: int) -> BatchSchedule | None:
@@ -157,15 +167,16 @@ def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner 
         return None
     per_wave = max(1, shape.num_slots // heads)
     num_words = len(WORK_FIELDS) * (num_requests + MAX_WAVES * per_wave) + num_requests * heads
-    most_fused = 1
-    if shape.is_fused:
+    tiles = launcher.tiles(rows)
+    most_fused = max(1, tiles.fused_splits)
+    if tiles.fused_merge and shape.is_fused:
         most_fused = MOST_PARTS if shape.part_cost else num_words
     costs = shape.costs(most_rows)
     packed = _PLANNED.pack(
         *(num_words, shape.tile_kv, per_wave, heads, most_fused, 0),
         *(shape.cost_of_part(most_rows), *costs, costs.least_share * costs.block),
     )
-    return Planner(launcher, rows, shape, num_words, packed)
+    return Planner(launcher, rows, shape, num_words, most_fused, packed)
 
 
 @functools.cache

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import array, jit
 from ...core import env, recording
@@ -30,11 +31,25 @@ def cuda() -> SimpleNamespace:
         get_device=runtime.getDevice,
         is_capturing=runtime.streamIsCapturing,
         is_debugging=env.DEBUG.flag(),
+        is_idle=is_idle,
         launch_clusters=launch_clusters,
         launch_early=launch_early,
         launch_kernel=driver.launchKernel,
         runtime=runtime,
     )
+
+
+def is_idle(stream: int) -> bool:
+    """Whether a stream has done all that it was given."""
+    # The runtime's call would leave its answer for others to find as an error.
+    return _stream_query()(stream) == 0
+
+
+@functools.cache
+def _stream_query() -> Any:
+    call = ctypes.CDLL("libcuda.so.1").cuStreamQuery
+    call.argtypes = [ctypes.c_void_p]
+    return call
 
 
 class Launch(NamedTuple):

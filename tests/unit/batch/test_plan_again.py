@@ -279,3 +279,46 @@ def test_other_arguments_beside_tables_on_the_host(device: Device) -> None:
             plan(w, kind, tables, window_left=True, sm_scale=0.25)
         plan(w, kind, tables)
         run(device, w, kind, b)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("has_ids_on_device", [False, True])
+def test_an_idle_gpu_makes_the_list_of_tables_on_the_host(
+    device: Device, gpu: Any, page_size: int, dtype: str, has_ids_on_device: bool
+) -> None:
+    """It reads them in pinned memory. While it works on something else the host makes the list,
+    which is the same one."""
+    w, lists = wrapper_of(device, "decode"), []
+    for seed in (0, 1, 1, 2, 2, 3):
+        gpu.api.is_idle = lambda stream: seed % 2 == 1  # noqa: B023 (called at once)
+        b = batch_of("decode", seed, page_size)
+        tables: list[Any] = [x.astype(dtype) for x in b.table]
+        if has_ids_on_device:
+            tables[1] = device.put(b.table[1])
+        plan(w, "decode", tables, page_size)
+        run(device, w, "decode", b)
+        prepared = w._current.prepared[w._current.geometry.default_variant]
+        lists.append((prepared.schedule.parts, prepared.schedule.workspace_bytes))
+    assert device.stream.readings == [True] * 3
+    gpu.api.is_idle = lambda stream: False
+    for seed, made in zip((1, 3), (lists[1], lists[5]), strict=True):
+        b = batch_of("decode", seed, page_size)
+        plan(w, "decode", [*b.table], page_size)
+        schedule = w._current.prepared[w._current.geometry.default_variant].schedule
+        assert (schedule.parts, schedule.workspace_bytes) == made
+
+
+def test_an_idle_gpu_may_be_asked_while_runs_of_earlier_plans_wait(
+    device: Device, gpu: Any
+) -> None:
+    """Each plan's list and page table stay where they are until its runs are over."""
+    gpu.api.is_idle = lambda stream: True
+    w, answers = wrapper_of(device, "decode"), []
+    for seed in range(4):
+        b = batch_of("decode", seed)
+        plan(w, "decode", [*b.table])
+        pages = device.put(b.one_tensor())
+        answers.append((w.run(device.put(b.q), pages, return_lse=True), b.expected(causal=True)))
+    for got, wanted in answers:
+        check(device, got, wanted)

@@ -102,4 +102,4 @@ def test_a_plan_reads_no_request_by_itself(device: fake_batch.Device) -> None:
     for count in (4, 400, 4, 400):
         b = batches.make([1] * count, [1, 5, 9, 20] * (count // 4), 4)
         counts.append(count_functions(lambda b=b: w.plan(*b.table, HQ, HKV, D, 4)))
-    assert abs(counts[2] - counts[3]) <= 20, counts
+    assert abs(counts[2] - counts[3]) <= 30, counts

@@ -90,6 +90,21 @@ def test_a_later_plan_moves_cached_runs(device: Device) -> None:
         np.testing.assert_array_equal(device.get(p.wrapper.run(**arrays)), wanted)
 
 
+def test_an_idle_gpu_makes_the_list_of_one_token_a_request(device: Device, gpu: Any) -> None:
+    gpu.api.is_idle = lambda stream: True
+    case = replace(BASE, qo_len=(1, 1, 1))
+    p, arrays = Planned(device, case), None
+    for lengths in ((70, 9, 5), (3, 1, 5), (69, 8, 2)):
+        p.plan(lengths)
+        arrays = arrays or p.arrays(True)
+        host = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+        given = p.host.qo_indptr, p.host.kv_indptr, p.host.ids, np.array(lengths, np.int32)
+        host.plan(*given, *(3, 512, 64, 16, True, BASE.sm_scale, "float16", "float16"))
+        wanted = host.run(query=p.host.q, kv_cache=p.host.pool)
+        np.testing.assert_array_equal(device.get(p.wrapper.run(**arrays)), wanted)
+    assert device.stream.readings == [True] * 3
+
+
 def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
     p = Planned(device)
     arrays = p.arrays(True)

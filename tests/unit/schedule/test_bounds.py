@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.choose.candidates import Batch, alone, with_others
+from cupyattn.choose.candidates import _forms_of_tiles as forms_of_tiles
 from cupyattn.choose.card import card_of
 from cupyattn.core.device import NO_GPU
 from cupyattn.schedule import Masking
@@ -46,12 +47,11 @@ def test_bounds_are_below_counts_and_estimates(
     works = TileWork(requests, group_size, masking)
     for shape in SHAPES:
         assert shape.times is not None
-        total, num_tiles = works.at_least(shape)
-        work, slots = works.of(shape), Slots(shape.num_slots, shape.num_sms)
-        assert total <= work.total and num_tiles <= work.num_tiles
-        least = shape.times.least(total, num_tiles, heads, slots)
+        work, slots = works.of(shape), shape.slots
         counted = shape.times.least(work.total, work.num_tiles, heads, slots)
-        assert least <= counted <= best_split(work, heads, slots, shape.times).time
+        for form in forms_of_tiles(batch_of(works, None, heads, group_size), {"": shape}):
+            assert form.bound <= counted * (1.0 + 1e-12)
+        assert counted <= best_split(work, heads, slots, shape.times).time
 
 
 @given(prompts(), st.sampled_from([1, 2, 8]), st.floats(0.5, 1.5))
