@@ -11,6 +11,7 @@ from helpers.on_gpu import scratch
 from helpers.poison import download, upload
 
 import cupyattn
+from cupyattn import mla
 from cupyattn.errors import ArgumentError
 from cupyattn.wrappers import decode
 
@@ -63,6 +64,80 @@ def test_decodes(xp: Any, kind: str) -> None:
         ((_, made),) = on_gpu._current.prepared.items()
         planned += made.schedule.words.size == 0
     assert planned >= 3, "the GPU has made too few lists"
+
+
+def is_made_by_gpu(w: Any) -> bool:
+    """Whether the words of the plan were never on the host."""
+    ((_, made),) = w._current.prepared.items()
+    return made.schedule.words.size == 0
+
+
+def synchronize(xp: Any) -> None:
+    (xp.cuda if xp.__name__ == "torch" else xp.cuda.Device()).synchronize()
+
+
+@pytest.mark.parametrize("has_ids_on_gpu", [False, True])
+def test_an_idle_gpu_makes_lists_of_tables_on_the_host(xp: Any, has_ids_on_gpu: bool) -> None:
+    """They are those that the host makes: in a wrapper's first plan, and while a GPU is busy."""
+    workspace, planned = scratch(xp), 0
+    again = cupyattn.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    for seed in range(12):
+        b = batch_of(seed)
+        first = cupyattn.BatchDecodeWithPagedKVCacheWrapper(workspace)
+        first.plan(*b.table, *HEADS, DIM, PAGE)
+        assert not is_made_by_gpu(first)
+        wanted = run(first, b, xp)
+        tables: list[Any] = [*b.table]
+        if has_ids_on_gpu:
+            tables[1] = upload(b.table[1], xp)
+        for _ in range(2):
+            synchronize(xp)
+            again.plan(*tables, *HEADS, DIM, PAGE)
+            same(run(again, b, xp), wanted, f"seed {seed}, {len(b.table[2])} requests")
+            planned += is_made_by_gpu(again)
+    assert planned >= 8, "the GPU has made too few lists"
+
+
+def test_a_busy_gpu_is_not_waited_for(torch: Any) -> None:
+    b, big = batch_of(3), torch.randn(8192, 8192, device="cuda")
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(scratch(torch))
+    w.plan(*b.table, *HEADS, DIM, PAGE)
+    wanted = run(w, b, torch)
+    for _ in range(3):
+        for _ in range(10):
+            big @ big
+        w.plan(*b.table, *HEADS, DIM, PAGE)
+        assert not is_made_by_gpu(w)
+        same(run(w, b, torch), wanted, "a busy stream")
+    # Nothing is left that torch would take for an error of a launch of its own.
+    (big + 1).sum().item()
+
+
+def test_an_idle_gpu_makes_lists_of_wide_heads(xp: Any) -> None:
+    workspace, planned = scratch(xp), 0
+    again = mla.BatchMLAPagedAttentionWrapper(workspace)
+    heads, options = 16, (512, 64, PAGE, True, 192**-0.5, "float16", "float16")
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        count = int(rng.choice([1, 3, 40, 300]))
+        keys = rng.integers(1, 700, count)
+        keys[rng.integers(count)] = int(rng.choice([5, 3000]))
+        pages = -(-keys // PAGE)
+        kv_indptr = np.concatenate(([0], pages.cumsum())).astype(np.int32)
+        ids = rng.permutation(int(kv_indptr[-1])).astype(np.int32)
+        tables = np.arange(count + 1, dtype=np.int32), kv_indptr, ids, keys.astype(np.int32)
+        q = upload(rng.standard_normal((count, heads, 576)).astype(np.float16), xp)
+        pool = upload(rng.standard_normal((ids.size, PAGE, 576)).astype(np.float16), xp)
+        first = mla.BatchMLAPagedAttentionWrapper(workspace)
+        first.plan(*tables, heads, *options)
+        wanted = [download(x) for x in first.run(query=q, kv_cache=pool, return_lse=True)]
+        for _ in range(2):
+            synchronize(xp)
+            again.plan(*tables, heads, *options)
+            got = [download(x) for x in again.run(query=q, kv_cache=pool, return_lse=True)]
+            same(got, wanted, f"seed {seed}, {count} requests")
+            planned += is_made_by_gpu(again)
+    assert planned >= 6, "the GPU has made too few lists"
 
 
 def test_prompts(xp: Any) -> None:
