@@ -83,6 +83,26 @@ class Card:
     tiles: Mapping[TileKey, TimedTile]
     scaled_from: str = ""
 
+    def slower(self, factor: float) -> Card:
+        """The times of a card on which all takes so many times as long."""
+        beside = _scaled(self.beside, 1 / factor, _BESIDE_RATES)
+        return replace(
+            self,
+            state_rate=self.state_rate / factor,
+            key_rate=self.key_rate / factor,
+            row_rate=self.row_rate / factor,
+            decode=DecodeKinds(*(_scaled(x, factor, _DECODE_TIMES) for x in self.decode)),
+            beside=_scaled(beside, factor, _BESIDE_TIMES),
+            options={name: (factor * us, times) for name, (us, times) in self.options.items()},
+            tiles={
+                key: timed._replace(
+                    times=_scaled(timed.times, factor, _TILE_TIMES),
+                    capped=(factor * timed.capped[0], timed.capped[1]),
+                )
+                for key, timed in self.tiles.items()
+            },
+        )
+
     def scaled_to(self, props: DeviceProps) -> Card:
         """The times that a card of these properties should have."""
         memory = _ratio(props.memory_rate, self.memory_rate)
@@ -111,6 +131,17 @@ class Card:
             tiles=tiles,
             scaled_from=self.scaled_from or self.name,
         )
+
+
+# --- What times and rates there are ---
+
+_TILE_TIMES = ("launch", "item", "key_tile", "merge", "state", "read", "row")
+_DECODE_TIMES = ("start", "row", "block", "merge", "part", "key_tile")
+_BESIDE_RATES = (*_MEMORY_RATES, "product_rate", "rate_of_block")
+_BESIDE_TIMES = (
+    *("start", "latency", "further_launch", "longest", "item", "tiny_page_item"),
+    *("late_merge", "followed"),
+)
 
 
 def _ratio(wanted: float, measured: float) -> float:

@@ -49,6 +49,14 @@ def test_a_fit_finds_times_that_differ_from_those_it_begins_with() -> None:
     assert biases[0] < -0.6 and abs(biases[1]) < 0.05
 
 
+def test_a_slower_card_says_as_many_times_as_much_of_everything() -> None:
+    measured, card = rows.read(RESULTS / HELD_OUT["H100"][0])[:1500], card_named("H100")
+    one, slower = (fit.check(x, measured).errors for x in (card, card.slower(2.5)))
+    assert one.keys() == slower.keys() and len(one) > 20
+    for kind, logs in one.items():
+        np.testing.assert_allclose(slower[kind], np.array(logs) + np.log(2.5), atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["H100", "H200"])
 def test_a_card_is_its_file(name: str) -> None:
     text = (cards.FOLDER / f"{name.lower()}.json").read_text("utf-8")

@@ -84,6 +84,7 @@ def gpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(Arrays, "normal", lambda self, *shape, **dtype: None)
     monkeypatch.setattr(Arrays, "empty", lambda self, shape, dtype: None)
     monkeypatch.setattr(Arrays, "int32", lambda self, values: values)
+    monkeypatch.setattr(Arrays, "uint8", lambda self, values: np.frombuffer(values, np.uint8))
     monkeypatch.setattr(measure, "_answer", lambda *_: np.ones(3))
     monkeypatch.setattr(tune, "_CASES_A_SECOND", CASES / 50)
     monkeypatch.setenv("CUPYATTN_TUNED", "1")
