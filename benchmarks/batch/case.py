@@ -72,6 +72,11 @@ class BatchCase:
         return self.api != "ragged"
 
     @property
+    def has_mask(self) -> bool:
+        """Whether bits of the whole mask say which keys rows see."""
+        return self.mask == "packed"
+
+    @property
     def is_plain(self) -> bool:
         """No option beyond causality."""
         return self.groups[0].is_plain
