@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..core.problem import AttentionProblem
 from ..launch.tiles.row_classes import DECODE, FEW, LARGE, SMALL, VERIFY
 from ..schedule.balance import Work
 from ..schedule.batch import TileWork
@@ -29,7 +28,6 @@ from ..schedule.sm_partition import (
 )
 from ..schedule.tile_shape import TileShape, decode_time
 from .card import Card
-from .tile_times import portable_times_of
 
 Parts = list[tuple[str, TileWork]]
 # What the time of tiles of prefill_sm90 counts beside that of blocks of decode for few rows of a
@@ -302,7 +300,7 @@ def alone(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) ->
         work = batch.many.of(shape)
         time = time_together(work, batch.num_kv_heads, shape, batch.streams, limit)
     else:
-        time = _split_time(batch.works.of(shape), batch.num_kv_heads, shape, shape.times, limit)
+        time = split_time(batch.works.of(shape), batch.num_kv_heads, shape, shape.times, limit)
     return Candidate(name, [(name, batch.works)], 0, None, time)
 
 
@@ -325,37 +323,24 @@ def _by_rows(offer: Offer, batch: Batch) -> Candidate:
     (rows, works), *others = batch.parts
     time = math.inf
     if not others:
-        time = _portable_time(offer, batch, rows, works)
+        shape = offer.shape(rows)
+        time = split_time(works.of(shape), batch.num_kv_heads, shape, offer.portable_times(rows))
     elif batch.streams is not None and batch.many is None:
         time = batch.streams.time()
     return Candidate("by rows", batch.parts, -1, None, time)
 
 
-def _portable_time(offer: Offer, batch: Batch, rows: str, works: TileWork) -> float:
-    """When the portable blocks of prefill are done; infinite where they were not timed."""
-    times = offer.portable_times(rows)
+def split_time(
+    work: Work,
+    num_kv_heads: int,
+    shape: TileShape,
+    times: TileTimes | None,
+    limit: float = math.inf,
+) -> float:
+    """When one launch of prefill is done whose blocks take so long, no less than the limit if not
+    within that; infinite where they were not timed."""
     if times is None:
         return math.inf
-    return _time_of_portable(batch, offer.shape(rows), works, times)
-
-
-def portable_time(
-    card: Card, problem: AttentionProblem, rows: str, offer: Offer, batch: Batch
-) -> float:
-    """The same by another card."""
-    shape, ((_, works),) = offer.shape(rows), batch.parts
-    times = portable_times_of(card, problem, rows, (shape.tile_q, shape.tile_kv))
-    assert times is not None
-    return _time_of_portable(batch, shape, works, times.of_group(batch.group_size))
-
-
-def _time_of_portable(batch: Batch, shape: TileShape, works: TileWork, times: TileTimes) -> float:
-    return _split_time(works.of(shape), batch.num_kv_heads, shape, times, math.inf)
-
-
-def _split_time(
-    work: Work, num_kv_heads: int, shape: TileShape, times: TileTimes, limit: float
-) -> float:
     return best_split(work, num_kv_heads, shape.slots, times, limit=limit).time
 
 
@@ -363,29 +348,38 @@ def _of_few_rows(offer: Offer, batch: Batch) -> list[Candidate]:
     """The blocks of decode for requests of one row class, and those of prefill for more rows."""
     ((rows, works),) = batch.parts
     keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
-    found = [
-        Candidate(name_of_blocks(rows, shape), [(kernel_rows, works)], -1, shape, time)
-        for time, kernel_rows, shape in timed_blocks(
-            offer, rows, keys, batch.num_kv_heads, batch.most_rows, batch.key_bytes
-        )
+    facts = batch.num_kv_heads, batch.most_rows, batch.key_bytes
+    return [
+        Candidate(name_of_blocks(rows, name, shape), [(name, works)], -1, shape, time)
+        for time, name, shape in timed_blocks(offer, rows, keys, *facts, works.of)
     ]
-    if rows == VERIFY:
-        time = _portable_time(offer, batch, SMALL, works)
-        found.append(Candidate(SMALL, [(SMALL, works)], -1, offer.shape(SMALL), time))
-    return found
 
 
 def timed_blocks(
-    offer: Offer, rows: str, keys: Keys, num_kv_heads: int, most_rows: int, key_bytes: int
+    offer: Offer,
+    rows: str,
+    keys: Keys,
+    num_kv_heads: int,
+    most_rows: int,
+    key_bytes: int,
+    work_of: Callable[[TileShape], Work],
 ) -> list[tuple[float, str, TileShape]]:
-    """The blocks of decode for requests of one row class: when they are done, the class of their
-    kernel, and their shape."""
+    """The blocks of decode for requests of one row class, and those of prefill for 17 rows and
+    more: when they are done, the class of their kernel, and their shape."""
     facts, times = (*keys, num_kv_heads, most_rows, key_bytes), offer.card.decode
     offered = offer.blocks_of_few_rows(rows, keys.num_requests, most_rows)
-    return [(decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered]
+    found = [(decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered]
+    if rows == VERIFY:
+        shape = offer.shape(SMALL)
+        time = split_time(work_of(shape), num_kv_heads, shape, offer.portable_times(SMALL))
+        found.append((time, SMALL, shape))
+    return found
 
 
-def name_of_blocks(rows: str, shape: TileShape) -> str:
+def name_of_blocks(rows: str, kernel_rows: str, shape: TileShape) -> str:
+    """The name of blocks for a row class. kernel_rows: the class that their kernel is of."""
+    if kernel_rows == SMALL:
+        return SMALL
     if shape.cluster > 1:
         return f"{rows} x{shape.cluster}"
     if shape.decode is not None:

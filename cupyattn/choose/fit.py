@@ -25,7 +25,7 @@ from .candidates import (
     Offer,
     alone,
     name_of_blocks,
-    portable_time,
+    split_time,
     with_others,
 )
 from .card import Card, TileKey, TimedTile
@@ -249,8 +249,13 @@ def _fit_portable_tile(card: Card, own: TileKey, group: list[tuple[Sample, float
         made = replace(card, tiles={**card.tiles, own: times_of(x)})
         found = []
         for sample, _ in group:
-            sample.batch.works.forget()
-            found.append(portable_time(made, sample.problem, own.tile, sample.offer, sample.batch))
+            batch, shape = sample.batch, sample.offer.shape(own.tile)
+            batch.works.forget()
+            area = shape.tile_q, shape.tile_kv
+            times = tile_times.portable_times_of(made, sample.problem, own.tile, area)
+            assert times is not None
+            times = times.of_group(batch.group_size)
+            found.append(split_time(batch.works.of(shape), batch.num_kv_heads, shape, times))
         return np.array(found)
 
     us = np.array([us for _, us in group])
@@ -301,8 +306,8 @@ def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
 
 
 def _blocks(sample: Sample, rows: str, count: int) -> Iterable[tuple[str, Any]]:
-    for _, shape in sample.offer.blocks_of_few_rows(rows, count, sample.batch.most_rows):
-        yield name_of_blocks(rows, shape), shape
+    for name, shape in sample.offer.blocks_of_few_rows(rows, count, sample.batch.most_rows):
+        yield name_of_blocks(rows, name, shape), shape
 
 
 def _fit_beside(card: Card, samples: Sequence[Sample]) -> BesideTimes:

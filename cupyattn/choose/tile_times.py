@@ -140,10 +140,6 @@ def portable_times_of(
     return key and _scaled(card, problem, area, key, card.tiles[key])
 
 
-def _holds(dims: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    return own[0] <= dims[0] and own[1] <= dims[1]
-
-
 def shape_of(
     tiles: TileConfig, times: TileTimes, group_size: int, num_kv_heads: int, num_sms: int
 ) -> TileShape:

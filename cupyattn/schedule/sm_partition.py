@@ -31,8 +31,6 @@ _LEAST_ITEMS = 264
 # Another form must end within this share of the time of the best; but one launch serves all if it
 # is done by the others: none then waits for another, and it is closer to estimates.
 _WORTHWHILE, _AS_SOON = 0.97, 1.06
-# Where the slots are busy for so many of its longest items, only the first shape is looked at.
-_LONG = 3
 
 
 class BesideTimes(NamedTuple):

@@ -179,8 +179,7 @@ class BatchLauncher:
         most_rows = qo_len * self.group_size
         if row_class(most_rows) != DECODE or self._is_debugging():
             return None
-        shape = self._kernels.choose_for_any_length(num_requests, most_rows)
-        return None if shape is None else (DECODE, shape)
+        return self._kernels.only_blocks(num_requests, most_rows)
 
     def schedule_planned(
         self, rows: str, shape: TileShape, made: Limits, most_parts: int
@@ -252,12 +251,11 @@ class BatchLauncher:
         least, most = requests.qo_range()
         if least <= 0 or most * self.group_size > MOST_ROWS[DECODE] or not self._kernels.is_paged:
             return None
-        of_rows = DECODE, requests.qo_len.size, most * self.group_size
-        offered = self._kernels.blocks_of_few_rows(*of_rows)
-        if len(offered) > 1:
+        only = self._kernels.only_blocks(requests.qo_len.size, most * self.group_size)
+        if only is None:
             return None
-        ((rows, shape),) = offered
-        name = candidates.name_of_blocks(DECODE, shape)
+        rows, shape = only
+        name = candidates.name_of_blocks(DECODE, rows, shape)
         return Candidate(name, [(rows, self._works(requests))], -1, shape)
 
     def candidates(self, requests: BatchRequests) -> list[Candidate]:

@@ -15,7 +15,7 @@ from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...schedule.batch import BatchRequests, least_of, most_of
 from ...schedule.levels import Served
-from ...schedule.makespan import TileTimes, best_split
+from ...schedule.makespan import TileTimes
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import Streams, streams_of
 from ...schedule.tile_shape import CLUSTERS, TileShape
@@ -37,9 +37,6 @@ Rows = str | tuple[str, str]
 # How often the warps of a block take a row of a tile to merge its parts, at most: more are left to
 # a launch, which takes some 2.5 us.
 _MOST_PASSES = 2
-# Tiles of keys for each block that runs at a time, up to which prefill's kernel serves 17 to 32
-# rows.
-_MOST_TILES_OF_SMALL = 32
 # States that a warp of a fused merge asks for at a time: more of them are two round trips.
 MOST_PARTS = 16
 # Parts up to which more warps than those of an ordinary block merge as fast as a launch.
@@ -187,17 +184,14 @@ class Kernels:
         only kind of tiles: that by which requests of so many keys are done soonest."""
         if rows not in FEW:
             return rows, self.shape(rows)
-        found = timed_blocks(self, rows, keys, self._num_kv_heads, most_rows, self.key_bytes)
-        if rows == VERIFY and (of_small := self.portable_times(SMALL)) is not None:
-            # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Those of
-            # prefill divide the rows, and nothing is merged. The margin keeps SMALL for drafts of a
-            # captured graph, whose lengths only the GPU knows. Where the host knows them, rows of
-            # an H100 say that SMALL needs none.
-            shape = self.shape(SMALL)
-            work, slots = keys.work(shape.tile_kv), shape.slots
-            time = best_split(work, self._num_kv_heads, slots, of_small).time
-            found.append((MARGIN[rows] * time, SMALL, shape))
-        _, name, shape = min(found, key=lambda one: one[0])
+        facts = self._num_kv_heads, most_rows, self.key_bytes
+        found = timed_blocks(self, rows, keys, *facts, lambda shape: keys.work(shape.tile_kv))
+        # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Those of
+        # prefill divide the rows, and nothing is merged. The margin keeps SMALL for drafts of a
+        # captured graph, whose lengths only the GPU knows. Where the host knows them, rows of an
+        # H100 say that SMALL needs none.
+        margins = {SMALL: MARGIN[rows]}
+        _, name, shape = min(found, key=lambda x: margins.get(x[1], 1.0) * x[0])
         return name, shape
 
     def _may_be_few(self, kernel: Kernel, rows: str, num_blocks: int) -> bool:
@@ -281,15 +275,11 @@ class Kernels:
         of_heads = self._num_kv_heads, self.key_bytes
         return streams_of(few, *of_heads, masking, self._card.beside, *of_problem)
 
-    def choose_for_any_length(self, num_requests: int, most_rows: int) -> TileShape | None:
-        """What `choose` gives of decode, however many keys requests have; None if they decide."""
-        kernel = self.get(DECODE)
-        if not self._problem.is_wide:
-            if not kernel.kinds[0].fused_merge:
-                return None
-            if self._may_be_few(kernel, DECODE, num_requests * self._num_kv_heads):
-                return None
-        return self.choose(DECODE, Keys.equal(num_requests, 1), most_rows)[1]
+    def only_blocks(self, num_requests: int, most_rows: int) -> tuple[str, TileShape] | None:
+        """The blocks of decode that serve so many requests, however many keys they have; None if
+        there are several to choose from."""
+        offered = self.blocks_of_few_rows(DECODE, num_requests, most_rows)
+        return offered[0] if len(offered) == 1 else None
 
     def merged_by(self, shape: TileShape, most_parts: int) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for

@@ -75,26 +75,16 @@ _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, convert
 # Gathered rows take longer to land: more of them are under way, in a slot of Q if need be.
 _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
 
-# By the kind of keys and the head dims of q, k and of v, o. Registers hold O, the logits of a tile
+# By the kind of keys and the head dims of q, k and of v, o; ragged keys that are not there have the
+# tiles of pages. Registers hold O, the logits of a tile
 # and its probabilities; shared memory holds the rest. In a third warpgroup's kernels a tile has
 # fewer keys, and each key is read for half as many rows again: that is faster for ragged keys and
 # slower for pages (measured). A soft cap is bound by work on logits, which three warpgroups do
 # beside more products than two.
 _TILES = {
-    ("ragged", 64, 64): _THREE,
-    ("ragged", 96, 96): _TWO,
     ("ragged", 128, 128): _THREE._replace(tile_kv=80, stages=3),
-    ("ragged", 192, 128): _TWO._replace(query_slots=1),
-    ("ragged", 192, 192): _TALL,
-    ("ragged", 256, 128): _DEEP,
-    ("ragged", 256, 256): _WIDE,
-    ("ragged capped", 64, 64): _THREE,
     ("ragged capped", 96, 96): _THREE._replace(tile_kv=96),
     ("ragged capped", 128, 128): _THREE._replace(tile_kv=80, stages=3),
-    ("ragged capped", 192, 128): _TWO._replace(query_slots=1),
-    ("ragged capped", 192, 192): _TALL,
-    ("ragged capped", 256, 128): _DEEP,
-    ("ragged capped", 256, 256): _WIDE,
     ("paged", 64, 64): _THREE,
     ("paged", 96, 96): _TWO,
     ("paged", 128, 128): _TWO,
@@ -339,6 +329,8 @@ def _kind(problem: AttentionProblem) -> str:
 def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     dims = tile_dims(problem)
     shape, is_wide = _TILES.get((kind, *dims)), dims[1] > 192
+    if shape is None and kind.startswith("ragged"):
+        shape = _TILES[("paged", *dims)]
     if shape is None or (shape.fp8_stages and _caps_rows(problem) and is_wide):
         return None
     if shape.fp8_stages and problem.has_long_transform:

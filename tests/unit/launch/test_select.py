@@ -29,7 +29,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize(("name", "arch"), product(PROBLEMS, TARGETS))
+@pytest.mark.parametrize(("name", "arch"), [*product(PROBLEMS, TARGETS)])
 def test_a_kernel_says_why_not_or_has_tiles(name: str, arch: str) -> None:
     problem, target = PROBLEMS[name], TARGETS[arch]
     for rows in (*ROW_CLASSES, *FEW.values(), *LARGE_TILES[1:]):
