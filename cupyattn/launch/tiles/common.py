@@ -13,6 +13,13 @@ ROW_BYTES = 20
 LOGIT_BYTES = 32
 NONFINITE_BYTES = 8
 _PLACEHOLDER = 16
+# Of the swizzle of Hopper's copies and products.
+PATTERN_BYTES = 1024
+
+
+def panels(rows: int, columns: int, count: int) -> Field:
+    """`count` tiles (PanelTile) of 16-bit elements."""
+    return Field(count * rows * 2 * round_up(columns, 64), PATTERN_BYTES)
 
 
 def tile_field(rows: int, head_dim: int, itemsize: int, count: int = 1) -> Field:
@@ -23,8 +30,8 @@ def tile_field(rows: int, head_dim: int, itemsize: int, count: int = 1) -> Field
     return Field(count * rows * (chunks | 1) * 16, 16)
 
 
-def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, jit.Constant]:
-    """Constants that every attention kernel has."""
+def problem_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
+    """Constants by which a kernel is told of its problem."""
     return {
         "DTypeQ": problem.dtype_q,
         "DTypeKV": problem.dtype_kv,
@@ -32,19 +39,26 @@ def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str,
         "kHeadDimQK": problem.head_dim_qk,
         "kHeadDimVO": problem.head_dim_vo,
         "kRope": problem.pos_encoding == "ROPE_LLAMA",
-        "kRotateKeys": rotates_keys,
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
-        # Rows of bf16 that meet fp8 keys are scaled one by one (attention/fp8_query.cuh).
-        "kRowScales": problem.prescale_logits
-        or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
+        "kRowScales": problem.prescale_logits,
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kTransform": problem.transforms_logits,
         "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
-        "kAligned": problem.aligned,
         "kPaged": problem.paged,
         "kOwnValuePages": problem.own_value_pages,
+    }
+
+
+def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, jit.Constant]:
+    """Constants of every portable kernel."""
+    # Rows of bf16 that meet fp8 keys are scaled one by one (attention/fp8_query.cuh).
+    scales_rows = problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16
+    return problem_constants(problem) | {
+        "kRowScales": problem.prescale_logits or scales_rows,
+        "kRotateKeys": rotates_keys,
+        "kAligned": problem.aligned,
     }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ... import jit
-from ...core import dtypes, expression_cuda
-from ...core.problem import MASK_FORMS, AttentionProblem
+from ...core import dtypes
+from ...core.problem import AttentionProblem
 from ..driver import tensor_map
+from .common import panels, problem_constants
 from .config import (
     Field,
     Target,
@@ -19,7 +20,6 @@ from .config import (
 )
 from .row_classes import LARGE, LARGE_TILES
 
-_PATTERN_BYTES = 1024
 _ITEM_BYTES = 112
 # With what fills it up to a multiple of 8.
 _MASK_MAP_BYTES = 8 + 2 * 2048 // 8
@@ -395,10 +395,10 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     items = shape.items if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * round_up(dim, 16), 128) for dim in dims]
     if shape.lean:
-        keys = [_panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
+        keys = [panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
         rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]
     else:
-        keys = [_panels(tile_kv, dim, stages) for dim in (problem.head_dim_qk, problem.head_dim_vo)]
+        keys = [panels(tile_kv, dim, stages) for dim in (problem.head_dim_qk, problem.head_dim_vo)]
         rest = [
             Field(stages * 16, 16),
             _row_bits(problem, tile_q, tile_kv, stages),
@@ -407,19 +407,14 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         ]
     shared = struct_of(
         *fp8_tiles,
-        _panels(tile_q, problem.head_dim_qk, slots),
+        panels(tile_q, problem.head_dim_qk, slots),
         *keys,
         Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
         Field(64 if has_fast_cap else 32, 16),
         Field(items * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         *rest,
     ).size
-    config: dict[str, jit.Constant] = {
-        "DTypeQ": problem.dtype_q,
-        "DTypeKV": problem.dtype_kv,
-        "DTypeO": problem.dtype_o,
-        "kHeadDimQK": problem.head_dim_qk,
-        "kHeadDimVO": problem.head_dim_vo,
+    config = problem_constants(problem) | {
         "kConsumers": consumers,
         "kTileKV": tile_kv,
         "kStages": stages,
@@ -429,16 +424,6 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kProducerRegisters": registers[0],
         "kConsumerRegisters": registers[1],
         "kIntraWarpgroupOverlap": shape.overlaps,
-        "kRope": is_rotated,
-        "kAlibi": problem.pos_encoding == "ALIBI",
-        "kSoftCap": problem.soft_cap,
-        "kRowScales": problem.prescale_logits,
-        "kCustomMask": problem.custom_mask,
-        "kMaskForm": MASK_FORMS.index(problem.mask_form),
-        "kTransform": problem.transforms_logits,
-        "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
-        "kPaged": problem.paged,
-        "kOwnValuePages": problem.own_value_pages,
         "kGatherers": shape.gatherers,
         "kMinBlocks": shape.min_blocks,
         "kPersistent": shape.persistent,
@@ -461,8 +446,3 @@ def _row_bits(problem: AttentionProblem, tile_q: int, tile_kv: int, stages: int)
         return Field(4)
     words = -(-tile_kv // 32)
     return struct_of(Field(stages * 4 * words * tile_q), Field(8 * stages), Field(8 * stages, 8))
-
-
-def _panels(rows: int, head_dim: int, count: int) -> Field:
-    """`count` tiles (PanelTile) of 16-bit elements."""
-    return Field(count * rows * 2 * round_up(head_dim, 64), _PATTERN_BYTES)

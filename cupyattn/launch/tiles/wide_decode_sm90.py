@@ -6,9 +6,10 @@ from ... import jit
 from ...core.dtypes import DType
 from ...core.problem import KEY_SCALES, AttentionProblem
 from . import wide_sm90
+from .common import PATTERN_BYTES, panels
 from .config import Field, Target, TileConfig, refusal_by_room, struct_of
 from .row_classes import DECODE, VERIFY
-from .wide_sm90 import FUSED_SPLITS, ITEM_BYTES, LATENT, PATTERN_BYTES, panels
+from .wide_sm90 import FUSED_SPLITS, ITEM_BYTES, LATENT
 
 _ROWS = {DECODE: 16, VERIFY: 32}
 

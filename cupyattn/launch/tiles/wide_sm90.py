@@ -6,13 +6,13 @@ from ... import jit
 from ...core.dtypes import DType, float8_e4m3fn
 from ...core.problem import KEY_SCALES, AttentionProblem
 from ..driver import tensor_map
+from .common import panels
 from .config import (
     Field,
     Target,
     TileConfig,
     refusal_by_room,
     refusal_of_hopper,
-    round_up,
     struct_of,
 )
 from .row_classes import DECODE, VERIFY
@@ -31,7 +31,6 @@ _THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
 # So many splits of a tile of so many rows of latent attention are merged by the last of its blocks,
 # and so many of few rows of other wide heads.
 FUSED_SPLITS, FUSED_SPLITS_OF_FEW = {16: 8, 32: 8, 64: 4}, 8
-PATTERN_BYTES = 1024
 ITEM_BYTES = 104
 
 
@@ -172,8 +171,3 @@ def config(
         "kSharedBytes": shared,
     }
     return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, threads, shared)
-
-
-def panels(rows: int, columns: int, count: int) -> Field:
-    """`count` tiles (PanelTile) of 16-bit elements."""
-    return Field(count * rows * 2 * round_up(columns, 64), PATTERN_BYTES)
