@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -57,6 +58,13 @@ VARIETY = [
     VERIFY,
     replace(VERIFY, causal=False, mask="tree"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def own_workspaces() -> Iterator[None]:
+    """Tests say how large workspaces are, and these are kept."""
+    yield
+    wrappers.workspace.cache_clear()
 
 
 def _ids(case: BatchCase) -> str:
