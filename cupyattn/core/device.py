@@ -139,6 +139,8 @@ def device_props(index: int) -> DeviceProps:
     if index == NO_GPU.index:
         return NO_GPU
     if index < NO_GPU.index:
+        if -2 - index >= len(_imagined):
+            raise ArgumentError(f"device: got index {index}; wanted that of a GPU, 0 or more")
         return _imagined[-2 - index]
     runtime = cupy_module().cuda.runtime
     try:
