@@ -384,7 +384,8 @@ def _spans(
         assert tiles.request is not None
         last = tiles.first_row + (shape.tile_q - 1)
         last //= group_size
-        return masking.ends(last, requests.qo_len, requests.kv_len, tiles.request)
+        hidden = requests.kv_len - requests.qo_len
+        return masking.ends(last, hidden, tiles.request, kv_len)
     qo_len = requests.qo_len if tiles.request is None else requests.qo_len[tiles.request]
     first_row = 0 if tiles.first_row is None else tiles.first_row
     if is_shared is not None and tiles.request is not None:

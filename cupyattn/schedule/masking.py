@@ -69,27 +69,28 @@ class Masking:
         return np.maximum(end - begin, 0)
 
     def ends(
-        self, last_token: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, request: np.ndarray
+        self, last_token: np.ndarray, hidden: np.ndarray, request: np.ndarray, kv_len: np.ndarray
     ) -> np.ndarray:
-        """The same without a window to the left or shared keys, for tiles of these requests; it
-        may write over `last_token`."""
+        """The same without a window to the left or shared keys; it may write over `last_token`.
+
+        hidden: keys of each request without its rows. request, kv_len: of each tile.
+        """
         if self.window_right < 0:
-            return kv_len[request]
-        hidden = kv_len - qo_len
-        hidden += 1 + self.window_right
+            return kv_len
         last_token += hidden[request]
-        np.minimum(last_token, kv_len[request], out=last_token)
-        return last_token if hidden[hidden.argmin()] >= 0 else np.maximum(last_token, 0)
+        last_token += 1 + self.window_right
+        np.minimum(last_token, kv_len, out=last_token)
+        is_seen = hidden[hidden.argmin()] + self.window_right >= -1
+        return last_token if is_seen else np.maximum(last_token, 0)
 
     def least_pairs(self, qo_len: np.ndarray, kv_len: np.ndarray) -> float:
         """Pairs of a row and a key in its sight, custom mask aside, at least: of all requests."""
         if self.window_left >= 0:
             return 0.0
-        rows = qo_len.astype(np.float64)
-        pairs = float(rows.dot(kv_len.astype(np.float64)))
+        pairs = float(qo_len.dot(kv_len))
         if self.window_right < 0:
             return pairs
-        return pairs - 0.5 * float(rows.dot(rows - 1.0))
+        return pairs - 0.5 * float(qo_len.dot(qo_len - 1))
 
 
 def tile_span(begin: int, end: int, tile_kv: int, split: int, num_splits: int) -> tuple[int, int]:
