@@ -63,10 +63,6 @@ class BatchCase:
     host_goal_us: float | None = None
 
     @property
-    def has_mask(self) -> bool:
-        return self.mask != "none"
-
-    @property
     def is_host(self) -> bool:
         """Whether the host's part of a call is timed, and not the device's."""
         return self.op == "host_batch"
