@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,18 +146,22 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
             done, num_items = uneven.split(chunk)
         estimate = done + costs.merge + costs.state * num_items / items_per_wave
         estimate += costs.part * -(-longest // chunk)
-        if estimate < best_time or (estimate == best_time and chunk < best):
+        # The shortest parts win among equal times.
+        if estimate < best_time or (estimate == best_time and chunk < best < longest):
             best, best_time = chunk, estimate
     return Chunk(best, whole if best == longest else best_time)
 
 
 def _least_of_uneven(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> float:
     """When all is done at least if keys are split after `chunk` tiles."""
-    parts = -(-work.longest // chunk)
+    longest = work.longest
     waves = max(work.num_tiles, work.total / chunk) / items_per_wave
     busy = work.total / items_per_wave + waves * costs.block
-    done = max(busy, work.longest / parts + costs.block)
-    return _ROUNDED * (done + waves * costs.state) + costs.merge + costs.part * parts
+    done = max(
+        busy, longest / math.ceil(longest * (1.0 / chunk)) + costs.block
+    )  # as `split` has it
+    least = _ROUNDED * (done + waves * costs.state)
+    return least + costs.merge + costs.part * -(-longest // chunk)
 
 
 def are_even(longest: int, total: int, num_tiles: int) -> bool:
