@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 from helpers.offers import batch_of, choose
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cupyattn.choose.candidates import Batch, alone, with_others
 from cupyattn.choose.candidates import _forms_of_tiles as forms_of_tiles
 from cupyattn.choose.card import card_of
 from cupyattn.core.device import NO_GPU
-from cupyattn.schedule import Masking
+from cupyattn.schedule import Masking, balance
+from cupyattn.schedule.balance import Costs, Work
 from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.makespan import Slots, TileTimes, best_split
 from cupyattn.schedule.sm_partition import streams_of
@@ -108,3 +109,41 @@ def test_launches_beside_decodes_are_hardly_later_than_the_best(
         for _ in range(2)
     ]
     assert choose(batches[0], SHAPES).time <= MOST * soonest_of_all(batches[1])
+
+
+def chunk_of_all(work: Work, per_wave: int, costs: Costs, least: int) -> int:
+    """Without bounds: every split is looked at, the shortest parts first."""
+    longest = work.longest
+    uneven = balance._Uneven(work, per_wave, costs.block)
+    whole = max(uneven.done(longest, float(work.num_tiles)), longest + costs.block)
+    best, best_time = longest, 0.95 * whole
+    if best_time <= work.total / per_wave + costs.least_share * costs.block:
+        return longest
+    for chunk in balance._candidates(work, per_wave, False, least, costs.least_share):
+        done, num_items = uneven.split(chunk)
+        time = done + costs.merge + costs.state * num_items / per_wave
+        time += costs.part * -(-longest // chunk)
+        if time < best_time:
+            best, best_time = chunk, time
+    return best
+
+
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=40),
+    st.sampled_from([400, 9300, 20_000]),
+    st.integers(1, 300),
+    st.sampled_from([0.0, 0.25, 4.0]),
+    st.sampled_from([0.0, 0.009, 1.0]),
+    st.sampled_from([1, 9]),
+)
+@example([1, 1], 9300, 101, 4.0, 1.0, 9)
+def test_no_bound_changes_the_splits_of_decodes(
+    tiles: list[int], longest: int, per_wave: int, state: float, part: float, least: int
+) -> None:
+    sizes = np.array([longest, *sorted(tiles, reverse=True)])
+    work = Work(sizes, longest, int(sizes.sum()), sizes.size)
+    if balance.are_even(longest, work.total, work.num_tiles):
+        return
+    costs = Costs(3.0, 2.0, state, part, 1.0)
+    found = balance.best_chunk(work, per_wave, costs, least)
+    assert found.size == chunk_of_all(work, per_wave, costs, least)
