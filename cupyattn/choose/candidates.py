@@ -20,6 +20,7 @@ from ..schedule.balance import Work
 from ..schedule.batch import TileWork
 from ..schedule.makespan import TileTimes, best_split
 from ..schedule.sm_partition import (
+    Partition,
     Streams,
     best_partition,
     followed,
@@ -308,14 +309,24 @@ def with_others(batch: Batch, name: str, shape: TileShape, limit: float = math.i
     """Launches for the requests of few rows follow one for those of many, on SMs of their own if
     its blocks are persistent."""
     assert batch.many is not None and batch.streams is not None
-    of_first = followed(shape, batch.streams.times) if shape.is_persistent else shape
-    may_leave = shape.is_persistent and not shape.most_keys
-    slots, time = best_partition(
-        batch.many.of(shape), batch.num_kv_heads, of_first, batch.streams, may_leave, limit
-    )
+    slots, time = beside_others(batch.many, batch.num_kv_heads, shape, batch.streams, limit)
     few = [part for part in batch.parts if part[0] not in (SMALL, LARGE)]
-    slots = 0 if slots == shape.num_slots else slots
     return Candidate(f"{name} + others", [(name, batch.many), *few], slots, None, time)
+
+
+def beside_others(
+    many: TileWork,
+    num_kv_heads: int,
+    shape: TileShape,
+    streams: Streams,
+    limit: float = math.inf,
+) -> Partition:
+    """How many blocks of a launch run at a time that others follow, 0 for as many as it has, and
+    when all are done."""
+    of_first = followed(shape, streams.times) if shape.is_persistent else shape
+    may_leave = shape.is_persistent and not shape.most_keys
+    found = best_partition(many.of(shape), num_kv_heads, of_first, streams, may_leave, limit)
+    return found._replace(num_slots=0) if found.num_slots == shape.num_slots else found
 
 
 def _by_rows(offer: Offer, batch: Batch) -> Candidate:

@@ -109,7 +109,6 @@ class Card:
         clock = _ratio(props.sm_clock, self.sm_clock)
         decode = DecodeKinds(*(_scaled(x, 1 / memory, _MEMORY_TIMES) for x in self.decode))
         beside = _scaled(self.beside, memory, _MEMORY_RATES)
-        beside = _scaled(beside, clock, ("product_rate",))
         tiles = {
             key: timed._replace(times=_scaled(timed.times, 1 / clock, ("item", "key_tile")))
             for key, timed in self.tiles.items()
@@ -137,7 +136,7 @@ class Card:
 
 _TILE_TIMES = ("launch", "item", "key_tile", "merge", "state", "read", "row")
 _DECODE_TIMES = ("start", "row", "block", "merge", "part", "key_tile")
-_BESIDE_RATES = (*_MEMORY_RATES, "product_rate", "rate_of_block")
+_BESIDE_RATES = (*_MEMORY_RATES, "rate_of_block")
 _BESIDE_TIMES = (
     *("start", "latency", "further_launch", "longest", "item", "tiny_page_item"),
     *("late_merge", "followed"),
@@ -264,7 +263,7 @@ def _card(data: dict[str, Any]) -> Card:
         key_rate=float(data["rates"]["keys"]),
         row_rate=float(data["rates"]["rows"]),
         decode=DecodeKinds(*kinds),
-        beside=BesideTimes(**{name: float(x) for name, x in data["beside"].items()}),
+        beside=BesideTimes(*(float(data["beside"][name]) for name in BesideTimes._fields)),
         options={name: _pair(data["options"][name]) for name in OPTIONS},
         tiles=dict(_tile(row) for row in data["tiles"]),
     )

@@ -35,7 +35,7 @@ _LEAST_SAMPLES = 12
 # What the fit of a tile changes.
 _TILE_FIELDS = "launch", "item", "key_tile", "alone", "own_keys"
 # Rows say nothing of these: a partition is chosen by them, and no other is timed beside it.
-_NOT_TOLD = "product_rate", "stream_rate"
+_NOT_TOLD = ("stream_rate",)
 _SHARES = {"alone": (0.3, 1.0), "own_keys": (1.0, 2.0)}
 
 

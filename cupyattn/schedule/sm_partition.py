@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import BLOCK_OVERHEAD, Work
-from .batch import BatchRequests, TileWork, most_of, sum_of
+from .balance import Work
+from .batch import BatchRequests, most_of, sum_of
 from .makespan import Slots, best_split
 from .masking import Masking
-from .mixed import Kinds
 from .tile_shape import TileShape
 
 # Partitions are multiples of so many SMs, so that plans of like batches share their launchers.
@@ -35,9 +34,8 @@ _WORTHWHILE, _AS_SOON = 0.97, 1.06
 
 class BesideTimes(NamedTuple):
     """What launches of decode take behind and beside one of prefill: of a card (choose/card.py), in
-    microseconds, bytes a microsecond and products (FLOP) a microsecond.
+    microseconds and bytes a microsecond.
 
-    product_rate    of an SM, by wgmma
     stream_rate     bytes of keys and values that blocks of decode stream on one SM, while SMs are
                     few enough not to be limited by memory
     max_share       of the SMs, with which decode streams all that memory gives
@@ -56,7 +54,6 @@ class BesideTimes(NamedTuple):
     followed        what persistent blocks take more if launches follow them
     """
 
-    product_rate: float
     stream_rate: float
     max_share: float
     memory_rate: float
@@ -318,35 +315,3 @@ def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Strea
         left = (1.0 - done) * streams.reading()
         streamed = max(streamed, mean + streams.latency() + left)
     return max(end, streamed)
-
-
-def persistent_grid_size(
-    kernels: Sequence[Kinds],
-    group_size: int,
-    masking: Masking,
-    head_dims: int,
-    itemsize: int,
-    times: BesideTimes,
-) -> int:
-    """Blocks of the first kernel that end when the others do on the SMs that they leave.
-
-    head_dims: of q, k and v, o together. itemsize: of k and v.
-    """
-    (_, shape), *_ = kernels[0]
-    first, *others = (
-        [(_key_tiles(kind, group_size, masking), kind[1]) for kind in kinds] for kinds in kernels
-    )
-    flop = sum(n * of.tile_q * of.tile_kv * 2 * head_dims for n, of in first)
-    num_bytes = sum(n * of.tile_kv * head_dims * itemsize for kinds in others for n, of in kinds)
-    multiplying, streaming = flop / times.product_rate, num_bytes / times.stream_rate
-    if not multiplying or not streaming:
-        return shape.num_slots
-    share = min(streaming / (multiplying + streaming), times.max_share)
-    return shape.num_slots - int(share * shape.num_slots / _STEP) * _STEP
-
-
-def _key_tiles(kind: tuple[BatchRequests, TileShape], group_size: int, masking: Masking) -> float:
-    """How many each KV head's blocks visit, or might in the time of their starts and ends."""
-    requests, shape = kind
-    work = TileWork(requests, group_size, masking).of(shape)
-    return work.total + BLOCK_OVERHEAD * work.num_tiles

@@ -8,7 +8,6 @@ launch merges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -36,14 +35,12 @@ from ...schedule.mixed import (
     CASCADE_SPLITTINGS,
     SPLITTINGS,
     Device,
-    Kinds,
     MixedPlan,
     combine,
     estimate,
     plan_mixed,
     state_offsets,
 )
-from ...schedule.sm_partition import persistent_grid_size
 from ...schedule.tile_shape import TileShape
 from ...schedule.validate import validate_plan
 from ..driver import params
@@ -59,6 +56,7 @@ from .kernels import (
     Kernel,
     KernelGroup,
     Kernels,
+    Rows,
     group_by_row_class,
 )
 from .layout import (
@@ -216,7 +214,7 @@ class BatchLauncher:
             schedule.candidate = candidate.name
             return schedule
         if splitting.is_given:
-            slots = self._slots_of_first(parts)
+            slots = self._blocks_of_first(*parts[0], [x.requests for _, x in parts[1:]])
         works: list[KernelWork] = []
         for rows, chosen in parts:
             shape = candidate.shape or self._kernels.shape(rows)
@@ -286,15 +284,6 @@ class BatchLauncher:
 
     def _works(self, requests: BatchRequests) -> TileWork:
         return TileWork(requests, self.group_size, self.masking)
-
-    def _slots_of_first(self, found: list[tuple[str, TileWork]]) -> int:
-        """Blocks of the first of several launches that run at a time, if its kernel has not been
-        timed; 0: as many as it has."""
-        if len(found) < 2:
-            return 0
-        kernels = [self._kernels.get(rows) for rows, _ in found]
-        kinds = [[(x.requests, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
-        return self._blocks_of_first(kernels, kinds)
 
     def _of_requests(
         self, works: list[KernelWork], requests: BatchRequests, capacity: Capacity | None = None
@@ -405,7 +394,10 @@ class BatchLauncher:
         groups = self._level_groups(requests, capacity)
         slots = [0] * len(groups)
         if capacity is None:
-            slots[0] = self._blocks_of_first([x.kernel for x in groups], [x.kinds for x in groups])
+            first, *rest = groups
+            others = [requests for group in rest for requests, _ in group.kinds]
+            many = self._works(first.kinds[0][0])
+            slots[0] = self._blocks_of_first(first.rows, many, others, leaves_states=True)
         plans = [
             self._plan_group(group, splitting, True, blocks)
             for group, blocks in zip(groups, slots, strict=True)
@@ -498,14 +490,21 @@ class BatchLauncher:
         """slots: blocks that run at a time; 0: as many as the kernel has."""
         return Device(slots or group.kernel.loaded.num_slots, self.num_kv_heads)
 
-    def _blocks_of_first(self, kernels: Sequence[Kernel], kinds: Sequence[Kinds]) -> int:
-        """Of persistent blocks that others run beside; 0: as many as there can be."""
-        if len(kernels) < 2 or not kernels[0].kinds[0].is_sm90:
+    def _blocks_of_first(
+        self,
+        rows: Rows,
+        first: TileWork,
+        others: list[BatchRequests],
+        leaves_states: bool = False,
+    ) -> int:
+        """Of persistent blocks that launches for others follow; 0: as many as there can be."""
+        shape = self._kernels.get(rows).shapes[0]
+        if not others or shape.times is None:
             return 0
-        head_dims = self.problem.head_dim_qk + self.problem.head_dim_vo
-        itemsize = self.problem.dtype_kv.itemsize
-        of_heads = head_dims, itemsize, self._kernels.card.beside
-        return persistent_grid_size(kinds, self.group_size, self.masking, *of_heads)
+        if leaves_states:  # a merge comes anyway
+            shape = replace(shape, times=shape.times._replace(merge=0.0))
+        streams = self._kernels.streams_of(others, self.masking)
+        return candidates.beside_others(first, self.num_kv_heads, shape, streams).num_slots
 
     def _plan(self, works: TileWork, shape: TileShape, splitting: Splitting) -> BatchPlan:
         plan = plan_tiles(works, self.num_kv_heads, shape, splitting)

@@ -153,6 +153,7 @@ class Kernels:
                 *_costs(loaded, tiles),
                 times=times,
                 num_sms=loaded.num_sms,
+                is_persistent=tiles.is_persistent,
             )
             for tiles in kinds
         )
