@@ -27,8 +27,7 @@ from ..schedule.sm_partition import (
     least_on_all,
     time_together,
 )
-from ..schedule.tile_shape import TileShape, decode_time
-from .card import Card
+from ..schedule.tile_shape import DecodeKinds, TileShape, decode_time
 
 Parts = list[tuple[str, TileWork]]
 # What the time of tiles of prefill_sm90 counts beside that of blocks of decode for few rows of a
@@ -74,7 +73,7 @@ class Offer(Protocol):
     """The kernels that serve a problem on a device (launch/attention/kernels.py)."""
 
     @property
-    def card(self) -> Card: ...
+    def decode_times(self) -> DecodeKinds: ...
     @property
     def is_paged(self) -> bool: ...
     def timed_shapes(self) -> Mapping[str, TileShape]:
@@ -377,7 +376,7 @@ def timed_blocks(
 ) -> list[tuple[float, str, TileShape]]:
     """The blocks of decode for requests of one row class, and those of prefill for 17 rows and
     more: when they are done, the class of their kernel, and their shape."""
-    facts, times = (*keys, num_kv_heads, most_rows, key_bytes), offer.card.decode
+    facts, times = (*keys, num_kv_heads, most_rows, key_bytes), offer.decode_times
     offered = offer.blocks_of_few_rows(rows, keys.num_requests, most_rows)
     found = [(decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered]
     if rows == VERIFY:

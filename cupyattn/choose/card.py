@@ -62,6 +62,7 @@ class Card:
     source       the measured rows, and the commit that they come from; "" if nobody measured it
     state_rate   bytes of states that all SMs write and read in a microsecond
     key_rate     bytes of keys that blocks of prefill read in a microsecond
+    fp8_keys     times as long blocks of decode take for keys of fp8 as for as many bytes of 16 bits
     row_rate     bytes of rows of Q and the output that they read and write in a microsecond
     options      what an option adds to a launch of prefill, and times as long a key tile takes
     scaled_from  the card that was measured, if this one was not
@@ -77,6 +78,7 @@ class Card:
     state_rate: float
     key_rate: float
     row_rate: float
+    fp8_keys: float
     decode: DecodeKinds
     beside: BesideTimes
     options: Mapping[str, tuple[float, float]]
@@ -262,6 +264,7 @@ def _card(data: dict[str, Any]) -> Card:
         state_rate=float(data["rates"]["states"]),
         key_rate=float(data["rates"]["keys"]),
         row_rate=float(data["rates"]["rows"]),
+        fp8_keys=float(data["rates"]["fp8_keys"]),
         decode=DecodeKinds(*kinds),
         beside=BesideTimes(*(float(data["beside"][name]) for name in BesideTimes._fields)),
         options={name: _pair(data["options"][name]) for name in OPTIONS},

@@ -57,6 +57,7 @@ def fit_card(card: Card, samples: Sequence[Sample]) -> Card:
     card = _fit_options(card, samples)
     card = _fit_portable(card, samples)
     card = replace(card, decode=_fit_decode(card, samples))
+    card = replace(card, fp8_keys=_fit_fp8(card, samples))
     return replace(card, beside=_fit_beside(card, samples))
 
 
@@ -274,12 +275,17 @@ def _within(name: str, value: float) -> float:
     return min(max(value, least), most)
 
 
-def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
-    """The times of each kind of blocks of decode."""
-    groups: dict[str, list[tuple[Callable[[DecodeTimes], float], float]]] = defaultdict(list)
+_Told = Callable[[DecodeTimes], float]
+
+
+def _of_decode(
+    card: Card, samples: Iterable[Sample], is_fp8: bool
+) -> dict[str, list[tuple[_Told, float]]]:
+    """What blocks of decode take by their times, and what they took, by their kind."""
+    groups: dict[str, list[tuple[_Told, float]]] = defaultdict(list)
     for sample in samples:
         (rows, works), *others = sample.batch.parts
-        if others or rows not in FEW:
+        if others or rows not in FEW or sample.problem.dtype_kv.is_fp8 != is_fp8:
             continue
         batch = sample.batch
         keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
@@ -289,6 +295,27 @@ def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
                 kind = card.decode.kind_of(shape)
                 told = lambda times, shape=shape, facts=facts: decode_time(shape, times, *facts)  # noqa: E731
                 groups[kind].append((told, sample.us[name]))
+    return groups
+
+
+def _fit_fp8(card: Card, samples: Sequence[Sample]) -> float:
+    """How much longer blocks of decode take for keys of fp8."""
+    groups = _of_decode(card, samples, True)
+    group = [(kind, *one) for kind, some in groups.items() for one in some]
+    if len(group) < _LEAST_SAMPLES:
+        return card.fp8_keys
+
+    def told(x: np.ndarray) -> np.ndarray:
+        decode = card.decode.of_keys(float(x[0]))
+        return np.array([of(getattr(decode, kind)) for kind, of, _ in group])
+
+    us = np.array([us for _, _, us in group])
+    return float(least_squares.fit(told, np.array([card.fp8_keys]), us)[0])
+
+
+def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
+    """The times of each kind of blocks of decode, by keys of 16 bits."""
+    groups = _of_decode(card, samples, False)
     found = card.decode
     for kind, group in groups.items():
         times = getattr(found, kind)
@@ -365,7 +392,12 @@ def text_of(card: Card) -> str:
         },
         "measured": _measured(card),
         "rates": _rounded(
-            {"states": card.state_rate, "keys": card.key_rate, "rows": card.row_rate}
+            {
+                "states": card.state_rate,
+                "keys": card.key_rate,
+                "rows": card.row_rate,
+                "fp8_keys": card.fp8_keys,
+            }
         ),
         "decode": {k: _rounded(x._asdict()) for k, x in card.decode._asdict().items()},
         "beside": _rounded(card.beside._asdict()),

@@ -145,13 +145,14 @@ class Partition(NamedTuple):
 def streams_of(
     few: Sequence[BatchRequests],
     num_kv_heads: int,
-    key_bytes: int,
+    key_bytes: float,
     masking: Masking,
     times: BesideTimes,
     has_tiny_pages: bool = False,
     is_capped: bool = False,
 ) -> Streams:
-    """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
+    """What launches of these requests of few rows stream. key_bytes: of a key and its value, or
+    so many more as take as long."""
     keys = few[0].kv_len
     if len(few) > 1:
         keys = np.concatenate([requests.kv_len for requests in few])

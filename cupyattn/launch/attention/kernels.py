@@ -18,7 +18,7 @@ from ...schedule.levels import Served
 from ...schedule.makespan import TileTimes
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import Streams, streams_of
-from ...schedule.tile_shape import CLUSTERS, TileShape
+from ...schedule.tile_shape import CLUSTERS, DecodeKinds, TileShape
 from ..tiles.config import TileConfig
 from ..tiles.decode_sm80 import few_rows
 from ..tiles.row_classes import (
@@ -104,6 +104,8 @@ class Kernels:
         self._device_index = device_index
         self._props = device_props(device_index)
         self._card = card_of(self._props)
+        self._slower_keys = self._card.fp8_keys if problem.dtype_kv.is_fp8 else 1.0
+        self._decode_times = self._card.decode.of_keys(self._slower_keys)
         self._known: dict[Rows, Kernel | None] = {}
         self._large: dict[str, TileShape] | None = None
         self._few: dict[str, list[tuple[str, TileShape]]] = {}
@@ -209,7 +211,7 @@ class Kernels:
             assert name is not None, rows
             few = self.get(name)
             # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
-            shape, times = few.shapes[0], self._card.decode
+            shape, times = few.shapes[0], self.decode_times
             shapes = [
                 shape.in_clusters(x, few.loaded.most_clusters(x), times.cluster) for x in CLUSTERS
             ]
@@ -264,6 +266,11 @@ class Kernels:
         return self._portable[rows]
 
     @property
+    def decode_times(self) -> DecodeKinds:
+        """What blocks of decode take over these keys."""
+        return self._decode_times
+
+    @property
     def key_bytes(self) -> int:
         """Of a key and its value."""
         head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
@@ -273,7 +280,7 @@ class Kernels:
         """What launches of decode for these requests read."""
         has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
         of_problem = has_tiny_pages, self._problem.soft_cap
-        of_heads = self._num_kv_heads, self.key_bytes
+        of_heads = self._num_kv_heads, self._slower_keys * self.key_bytes
         return streams_of(few, *of_heads, masking, self._card.beside, *of_problem)
 
     def only_blocks(self, num_requests: int, most_rows: int) -> tuple[str, TileShape] | None:
