@@ -29,7 +29,7 @@ from ..launch.attention import read_tables
 from ..launch.attention.layout import BatchSchedule
 from ..launch.attention.read_tables import DeviceTables, Planner
 from ..launch.driver.enqueue import cuda
-from ..schedule.batch import BatchRequests
+from ..schedule.batch import BatchRequests, are_equal
 from .mask import NO_MASK
 from .requests import (
     INTEGERS,
@@ -109,8 +109,8 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
             if is_new:
                 plan(wrapper, *args, **kwargs)
                 return
-            scalars = (*args[count:], *rest.values(), *rest)
             if is_on_host:
+                scalars = (*args[count:], *rest.values(), *rest)
                 given = tuple(map(_faster, given))
                 arrays = (*given[1:], *absent, given[0]) if has_rows else (*given, None)
                 if not _plan_on_host(wrapper, arrays, scalars, names):
@@ -118,7 +118,7 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
                     _remember_on_host(wrapper, arrays, scalars, has_keys, state)
                 return
             arrays = (*given[1:], *absent, given[0]) if has_rows else given
-            scalars = (*scalars, _number_of(wrapper))
+            scalars = (*args[count:], *rest.values(), *rest, _number_of(wrapper))
             if not plan_again(wrapper, arrays, scalars):
                 plan(wrapper, *args, **kwargs)
                 kept = {name: getattr(wrapper, name) for name in state}
@@ -170,8 +170,8 @@ def _take_listed(wrapper: BatchWrapper, plan: Plan) -> bool:
     place, count, v = wrapper._workspace.device, batch.num_requests, batch.page_ids_device
     if place.kind == "cpu" or plan.split != (0, True) or requests.uniform <= 0:
         return False
-    if v is None and batch.page_ids is None:
-        return False
+    if (v is None and batch.page_ids is None) or are_equal(requests.kv_len):
+        return False  # the host remembers lists of equal lengths
     if v is not None:
         is_plain = v.dtype is dtypes.int32 and (v.device, v.framework) == _place_of(wrapper)
         if not is_plain or not is_contiguous(v):

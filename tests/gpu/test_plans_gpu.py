@@ -95,7 +95,7 @@ def test_an_idle_gpu_makes_lists_of_tables_on_the_host(xp: Any, has_ids_on_gpu: 
             again.plan(*tables, *HEADS, DIM, PAGE)
             same(run(again, b, xp), wanted, f"seed {seed}, {len(b.table[2])} requests")
             planned += is_made_by_gpu(again)
-    assert planned >= 8, "the GPU has made too few lists"
+    assert planned >= 5, "the GPU has made too few lists"
 
 
 def test_a_busy_gpu_is_not_waited_for(torch: Any) -> None:

@@ -322,3 +322,13 @@ def test_an_idle_gpu_may_be_asked_while_runs_of_earlier_plans_wait(
         answers.append((w.run(device.put(b.q), pages, return_lse=True), b.expected(causal=True)))
     for got, wanted in answers:
         check(device, got, wanted)
+
+
+def test_the_host_remembers_lists_of_equal_lengths(device: Device, gpu: Any) -> None:
+    gpu.api.is_idle = lambda stream: True
+    w = wrapper_of(device, "decode")
+    for keys in (9, 9, 10, 40):
+        b = batches.make([1] * 5, [keys] * 5, 4, seed=keys)
+        plan(w, "decode", [*b.table])
+        run(device, w, "decode", b)
+    assert not device.stream.readings
