@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import cases, compare, gpu_cases, poison
+from helpers import cases, compare, gpu_cases, kernel_caches, poison
 from helpers.calls import run_and_check
 from helpers.cases import Case
 from helpers.on_gpu import try_random
@@ -19,6 +19,7 @@ from helpers.share import some
 from helpers.single_calls import Call
 
 import cupyattn
+from cupyattn.choose import candidates
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +69,20 @@ def test_random_decode(first: int) -> None:
 @blocks(gpu_cases.NUM_SPLIT)
 def test_random_splits(first: int) -> None:
     try_all(first, gpu_cases.NUM_SPLIT, gpu_cases.split)
+
+
+@pytest.mark.parametrize(("qo_len", "name"), [
+    *((1, name) for name in ("decode", "decode alone", "decode x4", "decode x8")),
+    *((6, name) for name in ("verify merged apart", "verify x4", "verify x8", "small", "short")),
+])  # fmt: skip
+def test_every_way_to_serve_few_rows(qo_len: int, name: str) -> None:
+    """Without splits, with some, and with so many that a launch merges them."""
+    kernel_caches.forget()
+    with candidates.only(name):
+        for kv_len, num_kv_heads in ((200, 2), (3000, 2), (70_000, 1)):
+            case = Case(7, qo_len, kv_len, num_kv_heads, 4, 128, 128, causal=True, has_sinks=True)
+            run_and_check(Call(case, cupy))
+    kernel_caches.forget()
 
 
 @pytest.mark.parametrize("case", gpu_cases.ALONE.values(), ids=gpu_cases.ALONE)
