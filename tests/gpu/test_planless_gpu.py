@@ -103,13 +103,14 @@ class Model:
         table = rng.integers(0, POOL, (self.count, WIDTH))
         for row, n in zip(table, lens, strict=True):
             row[-(-int(n) // PAGE) :] = 2**31 - 1
-        q_lens = rng.multinomial(self.rows - int(rng.integers(0, 5)), np.ones(5) / 5)
+        spare, count = int(rng.integers(0, 5)), self.count
+        q_lens = rng.multinomial(self.rows - spare, np.ones(count) / count)
         ends = np.concatenate([[0], np.cumsum(q_lens)])
         for target, values in (
             (self.table, table),
             (self.lens, lens),
-            (self.q_lens, q_lens[: self.count]),
-            (self.offsets, ends[: self.count + 1]),
+            (self.q_lens, q_lens),
+            (self.offsets, ends),
             (self.scale, rng.uniform(0.05, 0.3, 1).astype(np.float32)),
         ):
             kind = np.float32 if target is self.scale else np.int32
