@@ -107,7 +107,10 @@ ONE = Case(1, 1, 7000, 1, 4, 64, 64, has_sinks=True)
 
 
 @pytest.mark.parametrize("cluster", [1, 4])
-@pytest.mark.parametrize("changes", [{}, {"qo_len": 3, "causal": True}, {"window_left": 5000}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"qo_len": 3, "causal": True}, {"kv_len": 14_000, "window_left": 12_000}],
+)
 def test_one_request(changes: dict[str, Any], cluster: int, prefer: Callable[..., None]) -> None:
     """Its blocks and clusters find their work by the grid."""
     prefer(cluster)
