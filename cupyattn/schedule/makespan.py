@@ -308,11 +308,11 @@ def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:
         if parts > 1:
             found.add(-(-work.longest // parts))
         if work.key_tiles is not None and most > work.num_tiles:
-            found.add(_chunk_of_parts(work.key_tiles, most))
+            found.add(chunk_of_parts(work.key_tiles, most))
     return sorted(chunk for chunk in found if chunk < work.longest)
 
 
-def _chunk_of_parts(sizes: np.ndarray, most: int) -> int:
+def chunk_of_parts(sizes: np.ndarray, most: int) -> int:
     """Key tiles of a part so that uneven tiles have at most so many parts, and not many fewer.
 
     Example: tiles of 361, 361, 103 and 103 key tiles have 18 parts of 58, and 16 of 61.

@@ -27,6 +27,7 @@ from .batch import (
     short_last,
     split_after,
 )
+from .makespan import chunk_of_parts
 from .masking import Masking
 from .tile_shape import TileShape
 
@@ -123,6 +124,10 @@ def _choose(
         least = -(-total // (device.items * MAX_WAVES))
         tried = [waves for waves in _WAVES if waves <= splitting.waves]
         sizes = {-(-total // int(device.items * waves)) for waves in tried}
+        tiles = np.concatenate([work.array() for work in works])
+        if tiles.size < device.items and total:
+            # The last part of a tile is not full: so many parts that all run at a time.
+            sizes.add(chunk_of_parts(tiles, device.items))
         sizes = {size for size in sizes if max(1, least) <= size < longest}
         candidates = [[longest] * len(works)]
         for size in sorted(sizes, reverse=True):

@@ -20,7 +20,8 @@ from cupyattn.schedule.levels import (
     level_limits,
     level_tables,
 )
-from cupyattn.schedule.mixed import Device, combine, estimate, state_offsets
+from cupyattn.schedule.mixed import Device, combine, estimate, plan_mixed, state_offsets
+from cupyattn.schedule.tile_shape import TileShape
 from cupyattn.schedule.validate import validate_plan
 
 
@@ -303,3 +304,11 @@ def test_levels_must_refine_only_where_positions_count() -> None:
     Cascade(levels, 2, 1, shapes, Masking(-1, 0)).join()
     with pytest.raises(ArgumentError, match=r"qo_indptr_arr\[1\]: rows of one request"):
         Cascade(levels, 2, 1, shapes, Masking(5, 0)).join()
+
+
+def test_parts_of_few_tiles_run_at_a_time() -> None:
+    """Two tiles on 13 blocks: parts of a thirteenth of all keys would be 14, and a wave more."""
+    rows, keys, zero = np.array([256]), np.array([11_280]), np.zeros(1, np.int64)
+    kinds = [(BatchRequests(rows, keys, zero, zero), TileShape(128, 128, 13, 4.0))]
+    plan = plan_mixed(kinds, 1, Device(13, 1), Masking(), Splitting(), leaves_states=True)
+    assert [len(part.items) for part in plan.parts] == [12]

@@ -16,8 +16,8 @@ from cupyattn.schedule.batch import BatchRequests, Splitting, TileWork, alike_sp
 from cupyattn.schedule.makespan import (
     Slots,
     TileTimes,
-    _chunk_of_parts,
     best_split,
+    chunk_of_parts,
     launch_time,
     makespan,
 )
@@ -145,7 +145,7 @@ def test_uneven_tiles_are_split_though_memory_decides() -> None:
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(0, 100))
 def test_parts_are_as_many_as_they_may_be_or_not_many_fewer(sizes: list[int], more: int) -> None:
     most = len(sizes) + more
-    chunk = _chunk_of_parts(np.array(sizes), most)
+    chunk = chunk_of_parts(np.array(sizes), most)
     num_parts = sum(-(-size // chunk) for size in sizes)
     assert len(sizes) <= num_parts <= most
     least = next(c for c in range(1, max(sizes) + 1) if sum(-(-x // c) for x in sizes) <= most)

@@ -124,12 +124,12 @@ def test_splits_are_contiguous_and_balanced(
 
 @given(requests(longest_q=5000, longest_kv=200_000))
 def test_blocks_are_as_promised(request: Request) -> None:
-    num_splits, num_q_tiles = request.num_splits(), request.work().num_tiles
-    tiles = num_q_tiles * request.num_kv_heads
-    assert num_q_tiles == -(-request.qo_len * request.group_size // request.tile_q)
+    num_splits, work = request.num_splits(), request.work()
+    assert work.num_tiles == -(-request.qo_len * request.group_size // request.tile_q)
     if num_splits > 1:
-        # Splits are few waves, and none of the longest tile is idle.
-        assert tiles * num_splits <= tiles + MAX_WAVES * max(request.num_slots, tiles)
+        # Parts of all key tiles are few waves, and none of the longest tile is idle.
+        per_wave = max(1, request.num_slots // request.num_kv_heads)
+        assert (num_splits - 1) * work.total <= work.longest * MAX_WAVES * per_wave
         # Under a window the last tile need not be the longest.
         spans = [request.span(*tile) for tile in request.row_tiles()]
         longest = max(-(-(end - begin) // request.tile_kv) for begin, end in spans)
