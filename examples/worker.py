@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -107,6 +108,7 @@ class Replayed:
         if key not in self.graphs:
             own, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
             self.step(*own)  # compiles kernels, which a capture cannot
+            gc.collect()  # what is freed while a graph is captured may end the capture
             with torch.cuda.graph(graph):
                 output = self.step(*own)
             self.graphs[key] = graph, own, output
