@@ -36,6 +36,8 @@ _LEAST_SAMPLES = 12
 _TILE_FIELDS = "launch", "item", "key_tile", "alone", "own_keys"
 # Rows say nothing of these: a partition is chosen by them, and no other is timed beside it.
 _NOT_TOLD = ("stream_rate",)
+# What blocks take at least that have an SM each, where others have none: memory is all theirs.
+_LEAST_OF_LONE = 0.8
 _SHARES = {"alone": (0.3, 1.0), "own_keys": (1.0, 2.0)}
 
 
@@ -162,8 +164,12 @@ def _fit_tile(card: Card, own: TileKey, group: list[_OfTile], one: _OfTile) -> T
         if name != "own_keys" or any(x.sample.batch.group_size == 1 for x in group)
     ]
 
+    is_lone = one.tile.shape.min_blocks == 1
+
     def times_of(x: np.ndarray) -> TimedTile:
         values = {name: _within(name, float(v)) for name, v in zip(fields, x, strict=True)}
+        if is_lone:
+            values["alone"] = max(values["alone"], _LEAST_OF_LONE)
         return timed._replace(times=timed.times._replace(**values))
 
     def told(x: np.ndarray) -> np.ndarray:
