@@ -53,8 +53,18 @@ class Work:
     """
 
     __slots__ = (
-        *("_sorted", "key_tiles", "longest", "num_read", "num_rows", "num_tiles"),
-        *("parts", "shares_keys", "splits", "splits_alike", "total", "unsplit"),
+        "_sorted",
+        "key_tiles",
+        "longest",
+        "num_read",
+        "num_rows",
+        "num_tiles",
+        "parts",
+        "shares_keys",
+        "splits",
+        "splits_alike",
+        "total",
+        "unsplit",
     )
 
     def __init__(
