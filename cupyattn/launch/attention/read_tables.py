@@ -69,8 +69,13 @@ class Planner:
     """
 
     __slots__ = (
-        *("_launcher", "_rows", "_schedules", "_shape"),
-        *("most_fused", "num_words", "packed"),
+        "_launcher",
+        "_rows",
+        "_schedules",
+        "_shape",
+        "most_fused",
+        "num_words",
+        "packed",
     )
 
     def __init__(

@@ -35,8 +35,17 @@ class Maps:
     """The maps of q, k, v and o of some strides and sizes, remembered by their addresses."""
 
     __slots__ = (
-        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_rows", "_num_tail_items"),
-        *("_outputs", "_queries", "_tiles", "_values"),
+        "_head",
+        "_heads",
+        "_keys",
+        "_known",
+        "_mask_maps",
+        "_num_rows",
+        "_num_tail_items",
+        "_outputs",
+        "_queries",
+        "_tiles",
+        "_values",
     )
 
     def __init__(
