@@ -78,7 +78,7 @@ class Staging:
 
     @property
     def address(self) -> int:
-        """Of the block that `block` returned last; the GPU reads it there too."""
+        """The address of the block that `block` returned last, at which the GPU reads it too."""
         block = self._blocks[self._turn]
         assert block is not None
         return block.address

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..launch.tiles.row_classes import DECODE, FEW, LARGE, SMALL, VERIFY
-from ..schedule.balance import Work
+from ..schedule.balance import ROUNDED, Work
 from ..schedule.batch import TileWork
 from ..schedule.makespan import TileTimes, best_split
 from ..schedule.sm_partition import (
@@ -37,8 +37,6 @@ MARGIN = {DECODE: 0.9, VERIFY: 0.85}
 # might be sooner by less than this is taken no more often rightly than wrongly (by rows of an
 # H100), and to look at it takes longer than all else that a plan does.
 _NEAR = 1.1
-# Sums are rounded.
-_ROUNDED = 1.0 - 1e-9
 _by_bound = itemgetter(0)
 
 
@@ -199,10 +197,10 @@ class _Rates(NamedTuple):
 def _rates(shape: TileShape, num_kv_heads: int) -> _Rates:
     times = shape.times
     assert times is not None
-    share = _ROUNDED * num_kv_heads / shape.num_slots
+    share = ROUNDED * num_kv_heads / shape.num_slots
     pair = share * times.key_tile / (shape.tile_q * shape.tile_kv)
     of_tile = share * times.item, times.alone, shape.num_sms // num_kv_heads
-    return _Rates(_ROUNDED * times.launch, pair, *of_tile)
+    return _Rates(ROUNDED * times.launch, pair, *of_tile)
 
 
 def best(offer: Offer, batch: Batch) -> Candidate:

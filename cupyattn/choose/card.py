@@ -140,8 +140,14 @@ _TILE_TIMES = ("launch", "item", "key_tile", "merge", "state", "read", "row")
 _DECODE_TIMES = ("start", "row", "block", "merge", "part", "key_tile")
 _BESIDE_RATES = (*_MEMORY_RATES, "rate_of_block")
 _BESIDE_TIMES = (
-    *("start", "latency", "further_launch", "longest", "item", "tiny_page_item"),
-    *("late_merge", "followed"),
+    "start",
+    "latency",
+    "further_launch",
+    "longest",
+    "item",
+    "tiny_page_item",
+    "late_merge",
+    "followed",
 )
 
 

@@ -19,8 +19,8 @@ _WORTHWHILE = 0.95
 _EVEN = 1.15
 _WAVES = range(1, MAX_WAVES + 1)
 _ONE = np.float64(1.0)  # converted once
-# Of a bound: estimates are sums, whose last digits depend on the order.
-_ROUNDED = 1.0 - 1e-9
+# A bound is lowered by this factor: estimates are sums, whose last digits depend on the order.
+ROUNDED = 1.0 - 1e-9
 _ONES = np.ones(4096)
 
 
@@ -86,7 +86,7 @@ class Work:
 
     @classmethod
     def of_equal(cls, num_tiles: int, key_tiles: int) -> Work:
-        """Of tiles that visit so many key tiles each."""
+        """The work of tiles that visit so many key tiles each."""
         return cls(None, key_tiles, key_tiles * num_tiles, num_tiles)
 
     def array(self) -> np.ndarray:
@@ -170,7 +170,7 @@ def _least_of_uneven(work: Work, chunk: int, items_per_wave: int, costs: Costs) 
     done = max(
         busy, longest / math.ceil(longest * (1.0 / chunk)) + costs.block
     )  # as `split` has it
-    least = _ROUNDED * (done + waves * costs.state)
+    least = ROUNDED * (done + waves * costs.state)
     return least + costs.merge + costs.part * -(-longest // chunk)
 
 

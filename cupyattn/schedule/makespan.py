@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import Split, Work, ones
+from .balance import ROUNDED, Split, Work, ones
 
 # A launch of this many waves takes as long as its slots are busy, and half its shortest block.
 _MANY_WAVES = 4
 # A split must end within this share of the time without it.
 WORTHWHILE = 0.95
-# Of a bound: estimates are sums, whose last digits depend on the order.
-_ROUNDED = 1.0 - 1e-9
 # Launches whose tiles share keys take so many times what memory takes for them, at least.
 _SHARED_READING = 1.125
 # Splits are tried where the last block ends later than this many times the mean of all.
@@ -73,7 +71,7 @@ class TileTimes(NamedTuple):
         busy = (total * self.key_tile + num_tiles * self.item) * num_kv_heads / slots.blocks
         if num_tiles * num_kv_heads <= slots.num_sms:
             busy *= self.alone
-        return _ROUNDED * (self.launch + busy)
+        return ROUNDED * (self.launch + busy)
 
 
 class Slots(NamedTuple):

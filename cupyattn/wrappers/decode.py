@@ -260,9 +260,19 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                         logits_params,
                     )
         return run(
-            self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse, mask, None,
+            self,
+            q,
+            paged_kv_cache,
+            None,
+            out,
+            lse,
+            sinks,
+            scales,
+            return_lse,
+            mask,
+            None,
             logits_params,
-        )  # fmt: skip
+        )
 
     def _plan_for(self, q_len: int, q: Any) -> Plan:
         """The plan with another number of query rows of each request, as q has them."""

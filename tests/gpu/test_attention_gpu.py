@@ -71,10 +71,13 @@ def test_random_splits(first: int) -> None:
     try_all(first, gpu_cases.NUM_SPLIT, gpu_cases.split)
 
 
-@pytest.mark.parametrize(("qo_len", "name"), [
-    *((1, name) for name in ("decode", "decode alone", "decode x4", "decode x8")),
-    *((6, name) for name in ("verify merged apart", "verify x4", "verify x8", "small", "short")),
-])  # fmt: skip
+WAYS = {
+    1: ("decode", "decode alone", "decode x4", "decode x8"),
+    6: ("verify merged apart", "verify x4", "verify x8", "small", "short"),
+}
+
+
+@pytest.mark.parametrize(("qo_len", "name"), [(n, name) for n in WAYS for name in WAYS[n]])
 def test_every_way_to_serve_few_rows(qo_len: int, name: str) -> None:
     """Without splits, with some, and with so many that a launch merges them."""
     kernel_caches.forget()

@@ -79,7 +79,10 @@ def judge(card: Card, rows: Sequence[Row], props: DeviceProps, source: str) -> V
 
 
 def _slowness(card: Card, rows: Sequence[Row], props: DeviceProps) -> float:
-    """How many times as long rows took as the card says, in the median. What few of them are of
-    keeps its place beside the rest by that."""
+    """How many times as long rows took as the card says, in the median.
+
+    The fit begins with a card that is so much slower. Tiles with too few rows for a fit then keep
+    their place beside the others.
+    """
     logs = [x for some in check(card, rows, props.index).errors.values() for x in some]
     return float(np.exp(-np.median(logs))) if logs else 1.0

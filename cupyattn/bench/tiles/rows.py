@@ -27,7 +27,7 @@ _FIELDS = (
     "kv_dtype",
     "has_mask",
 )
-# Of rows that were written before there were masks.
+# Rows that were written before there were masks have these values.
 _DEFAULTS = {"has_mask": False}
 
 

@@ -497,7 +497,8 @@ class BatchLauncher:
         others: list[BatchRequests],
         leaves_states: bool = False,
     ) -> int:
-        """Of persistent blocks that launches for others follow; 0: as many as there can be."""
+        """The number of persistent blocks that launches for others follow; 0: as many as there can
+        be."""
         shape = self._kernels.get(rows).shapes[0]
         if not others or shape.times is None:
             return 0
@@ -563,7 +564,7 @@ class BatchLauncher:
         return KernelWork(rows, reserved, plan.items, merges)
 
     def _exactly(self, rows: str, reserved: Reserved, most_parts: int) -> Reserved:
-        """Of tiles of at most so many parts: who merges them."""
+        """The memory of a launch by who merges its tiles, which have at most so many parts."""
         fused_splits = self._kernels.get(rows).kinds[0].fused_splits
         if not fused_splits or not reserved.merges:
             return reserved

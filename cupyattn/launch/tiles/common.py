@@ -13,7 +13,7 @@ ROW_BYTES = 20
 LOGIT_BYTES = 32
 NONFINITE_BYTES = 8
 _PLACEHOLDER = 16
-# Of the swizzle of Hopper's copies and products.
+# The swizzle of Hopper's copies and products repeats after so many bytes.
 PATTERN_BYTES = 1024
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,15 @@ BAD: dict[str, tuple[int, Callable[[np.ndarray], Any]]] = {
 }
 
 
+def spoilt_tables(kind: str, tables: Sequence[Any], name: str) -> list[Any]:
+    """Tables of which one is wrong, as BAD has it."""
+    place, spoil = BAD[name]
+    place += kind == "paged"
+    spoilt = list(tables)
+    spoilt[place] = spoil(spoilt[place]).astype(np.int32)
+    return spoilt
+
+
 def refused(call: Callable[[], Any]) -> tuple[type, str]:
     with pytest.raises(CupyAttnError) as caught:
         call()
@@ -124,11 +133,8 @@ def refused(call: Callable[[], Any]) -> tuple[type, str]:
 def test_errors_are_those_of_tables_on_the_host(device: Device, kind: str, name: str) -> None:
     """They come before and after a good plan, which stays as it was."""
     w, b = wrapper_of(device, kind), batch_of(kind, 1)
-    place, spoil = BAD[name]
     tables = tables_of(kind, b)
-    spoilt = list(tables)
-    place += kind == "paged"
-    spoilt[place] = spoil(spoilt[place]).astype(np.int32)
+    spoilt = spoilt_tables(kind, tables, name)
     wanted = refused(lambda: plan(wrapper_of(device, kind), kind, spoilt))
     on_gpu = [device.put(x) for x in spoilt]
     assert refused(lambda: plan(w, kind, on_gpu)) == wanted
@@ -243,11 +249,8 @@ def test_other_tables_on_the_host(
 @pytest.mark.parametrize("kind", ["decode", "paged"])
 def test_errors_of_later_plans_are_those_of_the_first(device: Device, kind: str, name: str) -> None:
     w, b = wrapper_of(device, kind), batch_of(kind, 1)
-    place, spoil = BAD[name]
     tables = tables_of(kind, b)
-    spoilt = list(tables)
-    place += kind == "paged"
-    spoilt[place] = spoil(spoilt[place]).astype(np.int32)
+    spoilt = spoilt_tables(kind, tables, name)
     wanted = refused(lambda: plan(wrapper_of(device, kind), kind, spoilt))
     for _ in range(2):
         plan(w, kind, tables)

@@ -75,18 +75,32 @@ def test_cached_runs_answer_as_checked_ones(
         np.testing.assert_allclose(device.get(lse), wanted_lse, rtol=1e-6)
 
 
+def answer_of_cpu(p: Planned, lengths: tuple[int, ...]) -> Any:
+    """What a wrapper on the CPU answers over keys of these lengths."""
+    w = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    w.plan(
+        p.host.qo_indptr,
+        p.host.kv_indptr,
+        p.host.ids,
+        np.array(lengths, np.int32),
+        num_heads=3,
+        head_dim_ckv=512,
+        head_dim_kpe=64,
+        page_size=16,
+        causal=True,
+        sm_scale=BASE.sm_scale,
+        q_data_type="float16",
+        kv_data_type="float16",
+    )
+    return w.run(query=p.host.q, kv_cache=p.host.pool)
+
+
 def test_a_later_plan_moves_cached_runs(device: Device) -> None:
     p, arrays = Planned(device), None
     for lengths in ((70, 9, 5), (3, 0, 5), (69, 8, 0)):
         p.plan(lengths)
         arrays = arrays or p.arrays(True)
-        host = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
-        p_host = p.host
-        host.plan(
-            *(p_host.qo_indptr, p_host.kv_indptr, p_host.ids, np.array(lengths, np.int32)),
-            *(3, 512, 64, 16, True, BASE.sm_scale, "float16", "float16"),
-        )
-        wanted = host.run(query=p.host.q, kv_cache=p.host.pool)
+        wanted = answer_of_cpu(p, lengths)
         np.testing.assert_array_equal(device.get(p.wrapper.run(**arrays)), wanted)
 
 
@@ -97,10 +111,7 @@ def test_an_idle_gpu_makes_the_list_of_one_token_a_request(device: Device, gpu: 
     for lengths in ((70, 9, 5), (3, 1, 5), (69, 8, 2)):
         p.plan(lengths)
         arrays = arrays or p.arrays(True)
-        host = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
-        given = p.host.qo_indptr, p.host.kv_indptr, p.host.ids, np.array(lengths, np.int32)
-        host.plan(*given, *(3, 512, 64, 16, True, BASE.sm_scale, "float16", "float16"))
-        wanted = host.run(query=p.host.q, kv_cache=p.host.pool)
+        wanted = answer_of_cpu(p, lengths)
         np.testing.assert_array_equal(device.get(p.wrapper.run(**arrays)), wanted)
     assert device.stream.readings == [True] * 3
 
