@@ -111,7 +111,6 @@ notebooks: $(STAMP)
 
 wheel: $(STAMP)
 	$(PY) -m hatchling build
-	$(PY) hatch_build.py dist/*.whl
 
 clean:
 	rm -rf build dist .cupyattn-cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

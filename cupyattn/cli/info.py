@@ -54,7 +54,7 @@ def facts() -> dict[str, Any]:
         "frameworks": {x: version(x) for x in _FRAMEWORKS},
         **_gpu_facts(),
         "nvrtc": _told(jit.nvrtc_version),
-        "kernels": _told(lambda: str(jit.kernels_dir()).rstrip("/")),
+        "kernels": _told(lambda: str(jit.kernels_dir())),
         "hopper_head_dims": list(prefill_sm90.HEAD_DIMS),
         "cache": _cache_facts(),
         "environment": {x.name: os.environ.get(x.name) for x in env.ALL},

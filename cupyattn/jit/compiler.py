@@ -93,18 +93,12 @@ def compile_cubin(program: Program, arch: str) -> Compiled:
     """
     require_arch(arch)
     nvrtc = _nvrtc()
-    folder = program.include_folder
-    names = () if folder else tuple(program.includes)
-    # CuPy encodes the program, but not the headers.
-    texts = tuple(program.includes[name].encode() for name in names)
-    encoded = tuple(name.encode() for name in names)
-    where = (f"-I{folder}",) if folder else ()
     # NVRTC only shows this path; one that cannot be encoded is refused with the options below.
     shown = str(program.entry_path).encode(errors="backslashreplace").decode()
-    handle = nvrtc.createProgram(program.text, shown, texts, encoded)
+    handle = nvrtc.createProgram(program.text, shown, (), ())
     start = time.perf_counter()
     try:
-        nvrtc.compileProgram(handle, (*options(arch), *_without_its_cache(), *where))
+        nvrtc.compileProgram(handle, (*options(arch), *_without_its_cache(), f"-I{program.root}"))
         # CuPy drops the last byte of the image, and tools that read the ELF then call it invalid.
         cubin = nvrtc.getCUBIN(handle) + b"\0"
         return Compiled(cubin, nvrtc.getProgramLog(handle), time.perf_counter() - start)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import io
-import json
 import posixpath
 import re
-import zipfile
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +16,8 @@ from ..errors import CompileError
 
 # Raise when the meaning of a cache entry changes in a way no other part of the key shows.
 SCHEMA = 1
-# What hatch_build.py puts into the package.
-ARCHIVE = "_kernels.json.bz2"
+# Where a wheel has the CUDA sources, in the package (pyproject.toml).
+_INSTALLED = "_kernels"
 
 _TYPES_HEADER = "cupyattn/common/types.cuh"
 _BUILTIN_TYPES = ("float", "bool")
@@ -126,56 +122,24 @@ def _member(key: str, value: object) -> str:
     return f"static constexpr int {key} = {int(value)};"
 
 
-# A folder of CUDA sources, or an archive of them: both have `/`, is_file(), is_dir(), iterdir() and
-# read_text().
-Sources: TypeAlias = Path | zipfile.Path
+def kernels_dir() -> Path:
+    """The folder of the CUDA sources: CUPYATTN_KERNELS_DIR, that of an installed package, or a
+    checkout's.
 
-
-def kernels_dir() -> Sources:
-    """The CUDA sources: the folder CUPYATTN_KERNELS_DIR, the archive of an installed package, or a
-    checkout's folder.
-
-    Raises CompileError if there are none.
+    Raises CompileError if there is none.
     """
     package = Path(__file__).resolve().parents[1]
     chosen = env.KERNELS_DIR.get()
     places = [Path(chosen).expanduser().absolute()] if chosen else []
-    places = places or [package / ARCHIVE, package.parent / "kernels"]
+    places = places or [package / _INSTALLED, package.parent / "kernels"]
     for place in places:
-        found = _archive(place) if place.name == ARCHIVE and place.is_file() else place
-        if (found / "entry").is_dir():
-            return found
+        if (place / "entry").is_dir():
+            return place
     looked = " and ".join(map(str, places))
     raise CompileError(
         f"kernels: no folder with an entry/ in it at {looked}; reinstall cupyattn, or point "
         f"{env.KERNELS_DIR.name} at the CUDA sources"
     )
-
-
-@functools.cache
-def _archive(path: Path) -> zipfile.Path:
-    """The sources that the file at `path` holds as {path: text}, as an archive in memory."""
-    try:
-        import bz2
-    except ImportError:
-        raise CompileError(
-            f"kernels: {path} is compressed by bzip2, and this Python was built without bz2; "
-            f"install a Python that has it, or point {env.KERNELS_DIR.name} at the CUDA sources"
-        ) from None
-    try:
-        sources: dict[str, str] = json.loads(bz2.decompress(path.read_bytes()))
-    except (OSError, ValueError, EOFError) as error:
-        raise CompileError(
-            f"kernels: {path} cannot be read ({error}); reinstall cupyattn, or point "
-            f"{env.KERNELS_DIR.name} at the CUDA sources"
-        ) from None
-    stored = io.BytesIO()
-    with zipfile.ZipFile(stored, "w") as made:
-        for name, text in sources.items():
-            made.writestr(zipfile.ZipInfo(name), text)
-    archive = zipfile.ZipFile(stored)
-    archive.filename = str(path)
-    return zipfile.Path(archive)
 
 
 @dataclass(frozen=True)
@@ -184,7 +148,7 @@ class Program:
 
     name: str
     config: Config
-    root: Sources
+    root: Path
     includes: dict[str, str]
 
     @classmethod
@@ -209,13 +173,8 @@ class Program:
         return f"cupyattn_{self.name}"
 
     @property
-    def entry_path(self) -> Sources:
+    def entry_path(self) -> Path:
         return self.root / "entry" / f"{self.name}.cu"
-
-    @property
-    def include_folder(self) -> Path | None:
-        """Where the compiler finds includes; None if it must be given their text."""
-        return self.root if isinstance(self.root, Path) else None
 
     @property
     def text(self) -> str:
@@ -236,7 +195,7 @@ class Program:
         return hashlib.sha256(framed).hexdigest()[:32]
 
 
-def _read_graph(root: Sources, path: str, seen: dict[str, str], includer: str) -> None:
+def _read_graph(root: Path, path: str, seen: dict[str, str], includer: str) -> None:
     if path in seen:
         return
     try:
@@ -262,7 +221,7 @@ def _read_graph(root: Sources, path: str, seen: dict[str, str], includer: str) -
         _read_graph(root, include, seen, where)
 
 
-def _resolve(root: Sources, includer: str, include: str, seen: Container[str]) -> str | None:
+def _resolve(root: Path, includer: str, include: str, seen: Container[str]) -> str | None:
     """The path below `root` that `include` means inside the file `includer`, if there is one."""
     for folder in (posixpath.dirname(includer), ""):
         candidate = posixpath.normpath(posixpath.join(folder, include))

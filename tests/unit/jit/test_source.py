@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import json
 import pickle
 import subprocess
@@ -173,61 +172,17 @@ def test_kernels_dir_prefers_the_variable(root: Path, monkeypatch: pytest.Monkey
 
 def test_kernels_dir_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUPYATTN_KERNELS_DIR", raising=False)
-    assert kernels_dir().name in ("kernels", source.ARCHIVE)
+    checkout = Path(__file__).resolve().parents[3] / "kernels"
+    installed = Path(source.__file__).resolve().parents[1] / "_kernels"
+    assert kernels_dir() == (installed if installed.is_dir() else checkout)
 
 
-def test_an_archive_of_sources_is_read_as_their_folder(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = jit.Config({"kScale": 3})
-    folder = Program.read("tiny", config)
-    pytest.importorskip("hatchling")
-    import hatch_build
-
-    hatch_build.pack(root, root.parent / source.ARCHIVE)
-    archive = source._archive(root.parent / source.ARCHIVE)
-    monkeypatch.setattr(source, "kernels_dir", lambda: archive)
-    program = Program.read("tiny", config)
-    without = hatch_build.without_comments
-    assert program.includes == {name: without(x) for name, x in folder.includes.items()}
-    assert program.symbol == folder.symbol and without(program.text) == without(folder.text)
-    assert folder.include_folder == root and program.include_folder is None
-    assert str(archive) == f"{root.parent / source.ARCHIVE}/"
-    # A forked process would share the position of an open file.
-    assert source.ARCHIVE not in " ".join(str(x.resolve()) for x in Path("/proc/self/fd").iterdir())
-    with pytest.raises(CompileError, match="kernels there are broken, indexing, slow, spilling"):
-        Program.read("nothing", config)
-
-
-def test_includes_are_named_from_the_root_since_an_archive_has_no_folders() -> None:
+def test_includes_are_named_from_the_root() -> None:
     kernels = Path(__file__).resolve().parents[3] / "kernels"
     for path in kernels.rglob("*.cu*"):
         for match in source._INCLUDE.finditer(path.read_text("utf-8")):
             name = source._QUOTED.match(match[1])
             assert name and (kernels / name[1]).is_file(), f"{path.name}: {match[0]}"
-
-
-def test_equal_sources_make_equal_archives(root: Path, tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    import hatch_build
-
-    made = tmp_path / "one.bz2", tmp_path / "two.bz2"
-    for path in made:
-        hatch_build.pack(root, path)
-    assert made[0].read_bytes() == made[1].read_bytes()
-
-
-@pytest.mark.parametrize("held", [b"no archive", bz2.compress(b"no JSON"), bz2.compress(b"{}")[:9]])
-def test_a_damaged_archive_says_what_to_do(held: bytes, tmp_path: Path) -> None:
-    (tmp_path / source.ARCHIVE).write_bytes(held)
-    with pytest.raises(CompileError, match="reinstall cupyattn"):
-        source._archive(tmp_path / source.ARCHIVE)
-
-
-def test_a_python_without_bz2_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bz2", None)
-    with pytest.raises(CompileError, match=r"built without bz2.*CUPYATTN_KERNELS_DIR"):
-        source._archive(tmp_path / source.ARCHIVE)
 
 
 # --- the key ---
