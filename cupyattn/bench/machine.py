@@ -76,9 +76,7 @@ def versions() -> dict[str, str]:
 
 def run(command: list[str], env: dict[str, str] | None = None) -> str:
     """What a command prints. Raises OSError or SubprocessError if it fails."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, check=True, env=env
-    )  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=env)
     return done.stdout.strip()
 
 

@@ -70,7 +70,9 @@ def _decode(
     library: Any, case: Case, inputs: Inputs, workspace: Any, table: Table, options: dict[str, Any]
 ) -> Callable[[], Any]:
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **options)
-    wrapper.plan(*_pages(case, inputs, table), *_heads(case), case.page_size, **_dtypes())
+    indptr, indices, last = _pages(case, inputs, table)
+    q_heads, kv_heads, head_dim = _heads(case)
+    wrapper.plan(indptr, indices, last, q_heads, kv_heads, head_dim, case.page_size, **_dtypes())
     return functools.partial(wrapper.run, inputs.q, (inputs.k, inputs.v), out=inputs.out)
 
 
@@ -79,8 +81,20 @@ def _append(
 ) -> Callable[[], Any]:
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
     rows = table(_offsets(case, case.q_len))
-    tables = _pages(case, inputs, table)
-    wrapper.plan(rows, *tables, *_heads(case), case.page_size, causal=True, **_dtypes())
+    indptr, indices, last = _pages(case, inputs, table)
+    q_heads, kv_heads, head_dim = _heads(case)
+    wrapper.plan(
+        rows,
+        indptr,
+        indices,
+        last,
+        q_heads,
+        kv_heads,
+        head_dim,
+        case.page_size,
+        causal=True,
+        **_dtypes(),
+    )
     return functools.partial(wrapper.run, inputs.q, (inputs.k, inputs.v), out=inputs.out)
 
 
@@ -89,7 +103,8 @@ def _ragged(
 ) -> Callable[[], Any]:
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **options)
     rows, keys = (table(_offsets(case, length)) for length in (case.q_len, case.kv_len))
-    wrapper.plan(rows, keys, *_heads(case), causal=True, **_dtypes())
+    q_heads, kv_heads, head_dim = _heads(case)
+    wrapper.plan(rows, keys, q_heads, kv_heads, head_dim, causal=True, **_dtypes())
     return functools.partial(wrapper.run, inputs.q, inputs.k, inputs.v, out=inputs.out)
 
 

@@ -27,7 +27,7 @@ from ..schedule.sm_partition import (
     least_on_all,
     time_together,
 )
-from ..schedule.tile_shape import DecodeKinds, TileShape, decode_time
+from ..schedule.tile_shape import DecodeKinds, FewRows, TileShape, decode_time
 
 Parts = list[tuple[str, TileWork]]
 # What the time of tiles of prefill_sm90 counts beside that of blocks of decode for few rows of a
@@ -56,6 +56,10 @@ class Keys(NamedTuple):
     @classmethod
     def equal(cls, num_requests: int, kv_len: int) -> Keys:
         return cls(num_requests, kv_len, num_requests * kv_len)
+
+    def few_rows(self, num_kv_heads: int, rows: int, key_bytes: int) -> FewRows:
+        """These keys of requests of a tile of so many rows each."""
+        return FewRows(self.num_requests, self.longest, self.total, num_kv_heads, rows, key_bytes)
 
     def work(self, tile_kv: int) -> Work:
         """The work of a tile of rows each, all as long as the longest."""
@@ -198,9 +202,13 @@ def _rates(shape: TileShape, num_kv_heads: int) -> _Rates:
     times = shape.times
     assert times is not None
     share = ROUNDED * num_kv_heads / shape.num_slots
-    pair = share * times.key_tile / (shape.tile_q * shape.tile_kv)
-    of_tile = share * times.item, times.alone, shape.num_sms // num_kv_heads
-    return _Rates(ROUNDED * times.launch, pair, *of_tile)
+    return _Rates(
+        launch=ROUNDED * times.launch,
+        pair=share * times.key_tile / (shape.tile_q * shape.tile_kv),
+        tile=share * times.item,
+        alone=times.alone,
+        most_alone=shape.num_sms // num_kv_heads,
+    )
 
 
 def best(offer: Offer, batch: Batch) -> Candidate:
@@ -356,30 +364,26 @@ def _of_few_rows(offer: Offer, batch: Batch) -> list[Candidate]:
     """The blocks of decode for requests of one row class, and those of prefill for more rows."""
     ((rows, works),) = batch.parts
     keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
-    facts = batch.num_kv_heads, batch.most_rows, batch.key_bytes
+    few = keys.few_rows(batch.num_kv_heads, batch.most_rows, batch.key_bytes)
     return [
         Candidate(name_of_blocks(rows, name, shape), [(name, works)], -1, shape, time)
-        for time, name, shape in timed_blocks(offer, rows, keys, *facts, works.of)
+        for time, name, shape in timed_blocks(offer, rows, few, works.of)
     ]
 
 
 def timed_blocks(
     offer: Offer,
     rows: str,
-    keys: Keys,
-    num_kv_heads: int,
-    most_rows: int,
-    key_bytes: int,
+    few: FewRows,
     work_of: Callable[[TileShape], Work],
 ) -> list[tuple[float, str, TileShape]]:
     """The blocks of decode for requests of one row class, and those of prefill for 17 rows and
     more: when they are done, the class of their kernel, and their shape."""
-    facts, times = (*keys, num_kv_heads, most_rows, key_bytes), offer.decode_times
-    offered = offer.blocks_of_few_rows(rows, keys.num_requests, most_rows)
-    found = [(decode_time(shape, times.of(shape), *facts), name, shape) for name, shape in offered]
+    times, offered = offer.decode_times, offer.blocks_of_few_rows(rows, few.num_tiles, few.rows)
+    found = [(decode_time(shape, times.of(shape), few), name, shape) for name, shape in offered]
     if rows == VERIFY:
         shape = offer.shape(SMALL)
-        time = split_time(work_of(shape), num_kv_heads, shape, offer.portable_times(SMALL))
+        time = split_time(work_of(shape), few.num_kv_heads, shape, offer.portable_times(SMALL))
         found.append((time, SMALL, shape))
     return found
 

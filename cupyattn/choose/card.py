@@ -93,7 +93,7 @@ class Card:
             state_rate=self.state_rate / factor,
             key_rate=self.key_rate / factor,
             row_rate=self.row_rate / factor,
-            decode=DecodeKinds(*(_scaled(x, factor, _DECODE_TIMES) for x in self.decode)),
+            decode=DecodeKinds._make(_scaled(x, factor, _DECODE_TIMES) for x in self.decode),
             beside=_scaled(beside, factor, _BESIDE_TIMES),
             options={name: (factor * us, times) for name, (us, times) in self.options.items()},
             tiles={
@@ -109,7 +109,7 @@ class Card:
         """The times that a card of these properties should have."""
         memory = _ratio(props.memory_rate, self.memory_rate)
         clock = _ratio(props.sm_clock, self.sm_clock)
-        decode = DecodeKinds(*(_scaled(x, 1 / memory, _MEMORY_TIMES) for x in self.decode))
+        decode = DecodeKinds._make(_scaled(x, 1 / memory, _MEMORY_TIMES) for x in self.decode)
         beside = _scaled(self.beside, memory, _MEMORY_RATES)
         tiles = {
             key: timed._replace(times=_scaled(timed.times, 1 / clock, ("item", "key_tile")))
@@ -192,7 +192,8 @@ class Known(NamedTuple):
 def known(props: DeviceProps) -> Known:
     """What is known of a device."""
     if own := tuned.find(props, read):
-        return Known(*own)
+        card, file = own
+        return Known(card, file)
     return Known(packaged(props))
 
 
@@ -258,7 +259,8 @@ def read(text: str, where: str) -> Card:
 
 def _card(data: dict[str, Any]) -> Card:
     card, measured = data["card"], data["measured"] or {}
-    kinds = [DecodeTimes(**data["decode"][kind]) for kind in DecodeKinds._fields]
+    kinds = {kind: DecodeTimes(**data["decode"][kind]) for kind in DecodeKinds._fields}
+    beside = {name: float(data["beside"][name]) for name in BesideTimes._fields}
     return Card(
         name=str(card["name"]),
         match=tuple(map(str, card["match"])),
@@ -271,8 +273,8 @@ def _card(data: dict[str, Any]) -> Card:
         key_rate=float(data["rates"]["keys"]),
         row_rate=float(data["rates"]["rows"]),
         fp8_keys=float(data["rates"]["fp8_keys"]),
-        decode=DecodeKinds(*kinds),
-        beside=BesideTimes(*(float(data["beside"][name]) for name in BesideTimes._fields)),
+        decode=DecodeKinds(**kinds),
+        beside=BesideTimes(**beside),
         options={name: _pair(data["options"][name]) for name in OPTIONS},
         tiles=dict(_tile(row) for row in data["tiles"]),
     )
@@ -281,7 +283,8 @@ def _card(data: dict[str, Any]) -> Card:
 def _tile(row: dict[str, Any]) -> tuple[TileKey, TimedTile]:
     names = [name for name in TileTimes._fields if name in row]
     times = TileTimes(**{name: float(row[name]) for name in names})
-    key = TileKey(row["kernel"], row["tile"], row["keys"], *map(int, row["dims"]))
+    head_dim_qk, head_dim_vo = map(int, row["dims"])
+    key = TileKey(row["kernel"], row["tile"], row["keys"], head_dim_qk, head_dim_vo)
     return key, TimedTile(times, int(row["area"]), _pair(row["capped"]))
 
 

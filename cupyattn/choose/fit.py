@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import defaultdict
@@ -16,7 +17,7 @@ from ..launch.tiles import prefill_sm90
 from ..launch.tiles.row_classes import FEW, LARGE, MOST_ROWS, SMALL, VERIFY
 from ..schedule.makespan import TileTimes
 from ..schedule.sm_partition import BesideTimes
-from ..schedule.tile_shape import DecodeKinds, DecodeTimes, decode_time
+from ..schedule.tile_shape import DecodeKinds, DecodeTimes, FewRows, TileShape, decode_time
 from . import least_squares, tile_times
 from .candidates import (
     Batch,
@@ -227,9 +228,11 @@ def _fit_portable(card: Card, samples: Sequence[Sample]) -> Card:
             continue
         problem = sample.problem
         keys = tile_times.portable_keys(problem)
-        dims = problem.head_dim_qk, problem.head_dim_vo
         if not (tile_times.option_names(problem) or problem.soft_cap):
-            groups[TileKey(tile_times.PORTABLE_KERNEL, rows, keys, *dims)].append((sample, us))
+            key = TileKey(
+                tile_times.PORTABLE_KERNEL, rows, keys, problem.head_dim_qk, problem.head_dim_vo
+            )
+            groups[key].append((sample, us))
     tiles = dict(card.tiles)
     for key, group in groups.items():
         if len(group) >= _LEAST_SAMPLES or key in tiles:
@@ -295,13 +298,17 @@ def _of_decode(
             continue
         batch = sample.batch
         keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
-        facts = *keys, batch.num_kv_heads, batch.most_rows, batch.key_bytes
+        few = keys.few_rows(batch.num_kv_heads, batch.most_rows, batch.key_bytes)
         for name, shape in _blocks(sample, rows, keys.num_requests):
             if name in sample.us:
                 kind = card.decode.kind_of(shape)
-                told = lambda times, shape=shape, facts=facts: decode_time(shape, times, *facts)  # noqa: E731
+                told = functools.partial(_decode_time, shape, few)
                 groups[kind].append((told, sample.us[name]))
     return groups
+
+
+def _decode_time(shape: TileShape, few: FewRows, times: DecodeTimes) -> float:
+    return decode_time(shape, times, few)
 
 
 def _fit_fp8(card: Card, samples: Sequence[Sample]) -> float:
@@ -329,12 +336,12 @@ def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
             continue
 
         def told_all(x: np.ndarray, group: Any = group) -> np.ndarray:
-            made = DecodeTimes(*map(float, x))
+            made = DecodeTimes._make(map(float, x))
             return np.array([told(made) for told, _ in group])
 
         us = np.array([us for _, us in group])
         fitted = least_squares.fit(told_all, np.array(times), us)
-        found = found._replace(**{kind: DecodeTimes(*map(float, fitted))})
+        found = found._replace(**{kind: DecodeTimes._make(map(float, fitted))})
     return found
 
 
@@ -409,7 +416,8 @@ def text_of(card: Card) -> str:
         "beside": _rounded(card.beside._asdict()),
         "options": {name: [*map(_short, pair)] for name, pair in card.options.items()},
     }
-    lines = ",\n".join(f"    {json.dumps(_row(*x))}" for x in sorted(card.tiles.items()))
+    rows = (_row(key, timed) for key, timed in sorted(card.tiles.items()))
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     return json.dumps(data, indent=2)[:-2] + f',\n  "tiles": [\n{lines}\n  ]\n}}\n'
 
 

@@ -172,7 +172,10 @@ def problem_of(
     if fields.get("mask_form") == "rows" and not has_pages:
         return None
     q, kv = kinds
-    problem = AttentionProblem(q, kv, q, *dims, aligned=aligned, paged=has_pages, **fields)
+    head_dim_qk, head_dim_vo = dims
+    problem = AttentionProblem(
+        q, kv, q, head_dim_qk, head_dim_vo, aligned=aligned, paged=has_pages, **fields
+    )
     is_rotated = problem.is_wide and problem.pos_encoding == "ROPE_LLAMA"
     return None if is_rotated and kv.is_fp8 else problem
 

@@ -159,7 +159,8 @@ def plan_tiles(
     if splitting.may_split:
         splits = _splits(work, num_kv_heads, most_rows, shape, splitting)
     items_per_wave = max(1, shape.num_slots // num_kv_heads)
-    return build(requests, *short_last(tiles, work, splits, items_per_wave))
+    tiles, splits = short_last(tiles, work, splits, items_per_wave)
+    return build(requests, tiles, splits)
 
 
 def make_tiles(
@@ -248,8 +249,8 @@ class TileWork:
         """The tiles of this shape, requests with the longest keys first."""
         found = self._tiles.get(shape.tile_q)
         if found is None:
-            given = self.requests, self._in_order(), self._group_size
-            found = self._tiles[shape.tile_q] = _make_tiles(*given, shape.tile_q)
+            found = _make_tiles(self.requests, self._in_order(), self._group_size, shape.tile_q)
+            self._tiles[shape.tile_q] = found
         return found
 
     def of(self, shape: TileShape) -> Work:
@@ -257,8 +258,11 @@ class TileWork:
         size = shape.tile_q, shape.tile_kv
         found = self._works.get(size)
         if found is None:
-            given = self.requests, self.tiles(shape), self._group_size, shape, self._masking
-            found = self._works[size] = count_work(*given, self.num_keys)
+            tiles, group_size = self.tiles(shape), self._group_size
+            found = count_work(
+                self.requests, tiles, group_size, shape, self._masking, self.num_keys
+            )
+            self._works[size] = found
             found.num_rows, found.splits_alike = self._num_rows(), self._splits_alike
         return found
 
@@ -392,8 +396,8 @@ def _spans(
         is_shared = is_shared[tiles.request]
     # Only a window asks for the first one.
     first = first_row // group_size if masking.window_left >= 0 else 0
-    tokens = first, (first_row + (shape.tile_q - 1)) // group_size
-    return masking.span_lengths(*tokens, qo_len, kv_len, is_shared, shape.tile_kv)
+    last_of_all = (first_row + (shape.tile_q - 1)) // group_size
+    return masking.span_lengths(first, last_of_all, qo_len, kv_len, is_shared, shape.tile_kv)
 
 
 def _splits(

@@ -161,7 +161,7 @@ def best_split(
     key = num_kv_heads, slots, times, may_split
     found = work.splits.get(key)
     if found is None:
-        found = _best_split(work, *key, limit)
+        found = _best_split(work, num_kv_heads, slots, times, may_split, limit)
         if found.time < limit:
             work.splits[key] = found
     return found
@@ -186,8 +186,8 @@ def _best_split(
     least = 0.0
     if work.shares_keys:  # blocks do not ask memory for all that they read
         least, reading = times.launch + _SHARED_READING * reading, 0.0
-    launch = num_kv_heads, slots, times, reading
-    whole = Split(0, max(least, times.launch + _unsplit_time(work, *launch)))
+    unsplit = _unsplit_time(work, num_kv_heads, slots, times, reading)
+    whole = Split(0, max(least, times.launch + unsplit))
     if not may_split or work.longest <= 1:
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
@@ -197,7 +197,8 @@ def _best_split(
         return whole
     for split in _parts(work, num_kv_heads, slots.blocks):
         merge = times.merge + times.state * (split.num_parts - split.num_whole) * num_kv_heads
-        time = max(_parts_time(split, work, *launch, limit - merge), least) + merge
+        of_parts = _parts_time(split, work, num_kv_heads, slots, times, reading, limit - merge)
+        time = max(of_parts, least) + merge
         if time < limit:
             best, limit = Split(split.chunk, time), time
     return best
@@ -280,8 +281,10 @@ def _make_parts(work: Work, chunks: list[int]) -> list[_Parts]:
     num_parts = map(int, parts.dot(ones(sizes.size)).tolist())
     num_whole = np.count_nonzero(parts == 1.0, axis=1).tolist()
     longest = np.maximum.reduce(lengths, axis=1).tolist()
-    columns = chunks, parts, lengths, num_parts, num_whole, longest
-    return [_Parts(*row) for row in zip(*columns, strict=True)]
+    return [
+        _Parts._make(row)
+        for row in zip(chunks, parts, lengths, num_parts, num_whole, longest, strict=True)
+    ]
 
 
 def _parts_of_equal(work: Work, chunk: int) -> _Parts:

@@ -76,11 +76,11 @@ def plan_mixed(
     tiles, works = _count(kinds, group_size, masking)
     time, splits = _choose(kinds, works, group_size, device, splitting, leaves_states)
     make = build_states if leaves_states else build
-    parts = tuple(
-        make(requests, *short_last(of, work, split, device.items))
-        for (requests, _), of, work, split in zip(kinds, tiles, works, splits, strict=True)
-    )
-    return MixedPlan(parts, time)
+    parts = []
+    for (requests, _), of, work, split in zip(kinds, tiles, works, splits, strict=True):
+        ordered, of_tiles = short_last(of, work, split, device.items)
+        parts.append(make(requests, ordered, of_tiles))
+    return MixedPlan(tuple(parts), time)
 
 
 def estimate(

@@ -57,7 +57,7 @@ class DecodeKinds(NamedTuple):
 
     def of_keys(self, factor: float) -> DecodeKinds:
         """The times over keys that take so many times as long."""
-        return DecodeKinds(*(x._replace(key_tile=factor * x.key_tile) for x in self))
+        return DecodeKinds._make(x._replace(key_tile=factor * x.key_tile) for x in self)
 
     @staticmethod
     def kind_of(shape: TileShape) -> str:
@@ -69,8 +69,8 @@ class DecodeKinds(NamedTuple):
         return "one_an_sm" if shape.num_slots < 2 * shape.num_sms else "two_an_sm"
 
 
-# block, merge, state and part of the Costs of splits that a launch merges, also fitted.
-_MERGED_APART = 3.0, 1.4, 0.3, 0.0
+# The Costs of splits that a launch merges, also fitted.
+_MERGED_APART = Costs(block=3.0, merge=1.4, state=0.3, part=0.0)
 
 
 # Compared as objects, for caches by shape: there is one for each kernel of a launcher.
@@ -151,7 +151,7 @@ class TileShape:
         if self.decode is not None:
             return self.decode.costs(self._passes(rows))
         if not self.is_fused:
-            return Costs(*_MERGED_APART, self.least_share)
+            return _MERGED_APART._replace(least_share=self.least_share)
         if not self.part_cost:
             return Costs(state=self.state_cost, least_share=self.least_share)
         # In units of 2.1 us, which a key tile takes by memory's rate with all slots busy. The
@@ -171,25 +171,29 @@ class TileShape:
 CLUSTERS = (8, 4)
 
 
-def decode_time(
-    shape: TileShape,
-    times: DecodeTimes,
-    num_tiles: int,
-    longest: int,
-    total: int,
-    num_kv_heads: int,
-    rows: int,
-    key_bytes: int = 512,
-) -> float:
-    """When a launch of decode is done, in microseconds, whose keys are split as suits it best.
+class FewRows(NamedTuple):
+    """What a launch of decode serves.
 
     num_tiles  of so many rows, each for all KV heads
     longest    keys of one of them; `total`: of all
     key_bytes  of a key and its value
+    """
+
+    num_tiles: int
+    longest: int
+    total: int
+    num_kv_heads: int
+    rows: int
+    key_bytes: int = 512
+
+
+def decode_time(shape: TileShape, times: DecodeTimes, few: FewRows) -> float:
+    """When a launch of decode is done, in microseconds, whose keys are split as suits it best.
 
     A block waits for its keys, or memory decides: the longest tile's keys, or all keys over all
     slots. Parts divide the former, and cost a merge.
     """
+    num_tiles, longest, total, num_kv_heads, rows, key_bytes = few
     key_tiles = math.ceil(longest / shape.tile_kv)
     waits = times.key_tile * times.least_share * key_tiles
     all_tiles = max(total / shape.tile_kv, 1.0)

@@ -85,6 +85,7 @@ def draw_case(seed: int, number: int) -> TileCase:
     shape = generator.choices(shapes, [_SHAPES[x] for x in shapes])[0]
     q_heads, kv_heads = generator.choice(_HEADS)
     requests = _SHAPE_DRAWS[shape](generator)
+    head_dim_qk, head_dim_vo = problem.dims
     case = TileCase(
         f"t{seed}_{number:04d}_{shape}",
         problem.api,
@@ -92,7 +93,8 @@ def draw_case(seed: int, number: int) -> TileCase:
         problem.page_size if problem.api == "paged" else 0,
         q_heads,
         kv_heads,
-        *problem.dims,
+        head_dim_qk,
+        head_dim_vo,
         not problem.has_mask and (shape not in _RAGGED_SHAPES or generator.random() < 0.7),
         pos_encoding_mode=problem.pos_encoding_mode,
         logits_soft_cap=problem.soft_cap,

@@ -46,17 +46,15 @@ class Verdict(NamedTuple):
 
     def lines(self) -> list[str]:
         """For readers."""
-        both = self.before, self.after
+        rows = (
+            ("estimates are off by, in the median", lambda x: f"{100 * x.error:.1f} %"),
+            ("chosen / best, in the mean", lambda x: f"{x.regret:.3f}"),
+            ("chosen / best, at the 95th percentile", lambda x: f"{x.high_regret:.3f}"),
+        )
         return [
             f"{self.num_batches} batches were held out:{'before':>28}{'after':>10}",
-            _line("estimates are off by, in the median", *(f"{100 * x.error:.1f} %" for x in both)),
-            _line("chosen / best, in the mean", *(f"{x.regret:.3f}" for x in both)),
-            _line("chosen / best, at the 95th percentile", *(f"{x.high_regret:.3f}" for x in both)),
+            *(f"  {name:40}{of(self.before):>10}{of(self.after):>10}" for name, of in rows),
         ]
-
-
-def _line(name: str, before: str, after: str) -> str:
-    return f"  {name:40}{before:>10}{after:>10}"
 
 
 def judge(card: Card, rows: Sequence[Row], props: DeviceProps, source: str) -> Verdict:

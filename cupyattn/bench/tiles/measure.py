@@ -149,8 +149,17 @@ def _rows_of_case(
             raise RuntimeError(f"{candidate.name}: {timing.error}")
         told = float(candidate.time) if np.isfinite(candidate.time) else None
         is_chosen = candidate.name == made.schedule.candidate
-        of_card = props.name, props.sm_clock, commit
-        rows.append(Row(*of_card, case, candidate.name, timing.percentile(50), told, is_chosen))
+        row = Row(
+            card=props.name,
+            clock=props.sm_clock,
+            commit=commit,
+            case=case,
+            candidate=candidate.name,
+            us=timing.percentile(50),
+            told=told,
+            is_chosen=is_chosen,
+        )
+        rows.append(row)
     return rows
 
 

@@ -95,7 +95,7 @@ def wrapper_of(case: Drawn, space: Any, indices: Any = None, mask: Any = None) -
     """
     import cupyattn
 
-    heads = case.num_qo_heads, case.num_kv_heads, case.head_dim_qk
+    q_heads, kv_heads, head_dim = case.num_qo_heads, case.num_kv_heads, case.head_dim_qk
     options: dict[str, Any] = {
         "q_data_type": case.dtype,
         "kv_data_type": case.kv_dtype,
@@ -114,19 +114,24 @@ def wrapper_of(case: Drawn, space: Any, indices: Any = None, mask: Any = None) -
         wrapper = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(space)
         kv_indptr = np.array(case.kv_offsets, np.int32)
         options |= {"causal": case.causal, "head_dim_vo": case.head_dim_vo}
-        wrapper.plan(qo_indptr, kv_indptr, *heads, **options)
+        wrapper.plan(qo_indptr, kv_indptr, q_heads, kv_heads, head_dim, **options)
         return wrapper
     counts = page_counts(case)
     indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     last = (np.array(case.kv_lens) - (counts - 1) * case.page_size).astype(np.int32)
     if indices is None:
         indices = np.arange(indptr[-1], dtype=np.int32)
-    table = indptr, indices, last
+    sizes = {
+        "num_qo_heads": q_heads,
+        "num_kv_heads": kv_heads,
+        "page_size": case.page_size,
+    }
     if case.api in ("decode", "verify"):
         wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(space)
         rows = {"q_len_per_req": case.q_lens[0]} if case.api == "verify" else {}
-        wrapper.plan(*table, *heads, case.page_size, **options, **rows)
+        wrapper.plan(indptr, indices, last, head_dim=head_dim, **sizes, **options, **rows)
         return wrapper
     wrapper = cupyattn.BatchPrefillWithPagedKVCacheWrapper(space)
-    wrapper.plan(qo_indptr, *table, *heads, case.page_size, causal=case.causal, **options)
+    options |= {"causal": case.causal, "head_dim_qk": head_dim}
+    wrapper.plan(qo_indptr, indptr, indices, last, **sizes, **options)
     return wrapper

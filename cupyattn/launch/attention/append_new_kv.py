@@ -120,15 +120,7 @@ def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) ->
         0 if new.k_offsets is None else new.k_offsets.ptr,
         new.lens_after.ptr,
         new.table.ptr,
-        b"".join(
-            (IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype)).pack()
-            for v in (
-                new.lens,
-                new.lens if rotation is None else rotation.begin,
-                None if rotation is None else rotation.q_offsets,
-                new.k_offsets,
-            )
-        ),
+        _formats(new, rotation),
         *((0, 0) if rotation is None else rotation.q.strides[:2]),
         *((0, 0) if rotation is None else (rotation.cosines.strides[0], rotation.sines.strides[0])),
         new.table.strides[0],
@@ -152,6 +144,16 @@ def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) ->
     blocks = min(-(-most // (_THREADS >> lane_bits)), _MAX_BLOCKS)
     grid = blocks, 2 if rotation is None else 3, 1
     enqueue(Launch(kernel.function, grid, _THREADS, 0), arguments, device, stream)
+
+
+def _formats(new: NewKeys, rotation: Rotation | None) -> bytes:
+    """How lengths before, the rotation's begin, and offsets of q and k lie."""
+    begin = new.lens if rotation is None else rotation.begin
+    q_offsets = None if rotation is None else rotation.q_offsets
+    return b"".join(
+        (IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype)).pack()
+        for v in (new.lens, begin, q_offsets, new.k_offsets)
+    )
 
 
 def _addresses(rotation: Rotation | None) -> tuple[int, int, int, int]:

@@ -97,7 +97,7 @@ class BatchLauncher:
         self.group_size = spec.group_size
         self.device_index = device_index
         self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
-        heads = spec.num_kv_heads, spec.group_size
+        num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
         self._keys = rotate_keys.Keys(
             spec.dtype_kv,
             spec.num_kv_heads,
@@ -106,11 +106,11 @@ class BatchLauncher:
             params.rope_table(spec),
             device_index,
         )
-        self._kernels = Kernels(problem, *heads, spec.page_size, device_index)
-        self._layout = Layout(self._kernels, problem, *heads, device_index)
+        self._kernels = Kernels(problem, num_kv_heads, group_size, spec.page_size, device_index)
+        self._layout = Layout(self._kernels, problem, num_kv_heads, group_size, device_index)
         self._packed: dict[tuple[int, float, float, int, int, float, int], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
-        self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
+        self._heads = tma_sm90.Heads(problem, num_kv_heads, group_size, spec.page_size)
         self._log = log_choices.log_of(spec, problem)
 
     def schedule(
@@ -158,9 +158,12 @@ class BatchLauncher:
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
     ) -> BatchSchedule:
         """Plans of equal requests are made once."""
-        facts = self.group_size, self.masking, bool(self._keys.rope_table)
-        may_know = not (self._is_debugging() or candidates.forced())
-        key = key_of_equal(requests, *facts, splitting, capacity) if may_know else None
+        key = None
+        if not (self._is_debugging() or candidates.forced()):
+            has_table = bool(self._keys.rope_table)
+            key = key_of_equal(
+                requests, self.group_size, self.masking, has_table, splitting, capacity
+            )
         if key is not None:
             found = self._equal.get(key)
             if found is None:
@@ -214,7 +217,8 @@ class BatchLauncher:
             schedule.candidate = candidate.name
             return schedule
         if splitting.is_given:
-            slots = self._blocks_of_first(*parts[0], [x.requests for _, x in parts[1:]])
+            (rows, first), *others = parts
+            slots = self._blocks_of_first(rows, first, [x.requests for _, x in others])
         works: list[KernelWork] = []
         for rows, chosen in parts:
             shape = candidate.shape or self._kernels.shape(rows)
@@ -226,8 +230,10 @@ class BatchLauncher:
                 if is_free and plan.num_states > MOST_PARTS:
                     shape = self._kernels.merged_by(shape, plan.most_parts)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                of_plan = shape, plan, exact, splitting, max(slots, 0)
-                works.append(self._kernel_work(rows, *of_plan, is_exact=True))
+                work = self._kernel_work(
+                    rows, shape, plan, exact, splitting, max(slots, 0), is_exact=True
+                )
+                works.append(work)
             slots = 0
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
@@ -274,8 +280,16 @@ class BatchLauncher:
                 rows = requests.qo_len * self.group_size
                 many = self._works(requests.select((rows > MOST_ROWS[VERIFY]).nonzero()[0]))
         works = parts[0][1] if len(parts) == 1 else self._works(requests)
-        facts = requests.qo_range()[1], self._kernels.key_bytes
-        return Batch(parts, works, self.num_kv_heads, self.group_size, *facts, streams, many)
+        return Batch(
+            parts,
+            works,
+            num_kv_heads=self.num_kv_heads,
+            group_size=self.group_size,
+            max_qo_len=requests.qo_range()[1],
+            key_bytes=self._kernels.key_bytes,
+            streams=streams,
+            many=many,
+        )
 
     @property
     def offer(self) -> Offer:
@@ -365,8 +379,7 @@ class BatchLauncher:
         if not tiles.reads_uniform:
             return None
         work = Work.of_equal(num_tiles, -(-kv_len // shape.tile_kv))
-        of_lists = work, self.num_kv_heads, self.group_size
-        splits = alike_splits(*of_lists, shape, splitting)
+        splits = alike_splits(work, self.num_kv_heads, self.group_size, shape, splitting)
         is_split = splits > 1
         state_rows = num_tiles * splits * tiles.tile_q if is_split else 0
         reserved = Reserved(num_tiles * splits, 0, num_tiles * is_split, 0, state_rows)
@@ -647,8 +660,15 @@ class BatchLauncher:
                 if schedule.uniform is not None:
                     qo_len, kv_len, num_q_tiles, num_splits = schedule.uniform
                     items = 0
-                scales = sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
-                key = first_item, *scales, lse_form
+                constants = self._constants(
+                    first_item,
+                    sm_scale,
+                    output_scale,
+                    num_q_tiles,
+                    num_splits,
+                    lse_scale,
+                    lse_form,
+                )
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
@@ -662,27 +682,48 @@ class BatchLauncher:
                     mask_row_bytes,
                     qo_len,
                     kv_len,
-                    self._packed.get(key) or self._constants(*key),
+                    constants,
                 )
                 if launch is not None:
                     maps = None
                     if part.tiles is not None:
-                        keys, of_all = None, (self.spec, self.problem)
-                        swizzle = swizzle_of(*of_all, schedule.longest, self.device_index)
                         if part.tiles.wants_rotated_keys:
-                            keys = self._keys.strides, schedule.rotated
                             to = rotate_keys.Where(rotated, schedule.rotated)
-                            of_keys = self._keys, strides, kv_indices, self.group_size
-                            rotation = rotate_batch.of_part(part, words, *of_keys, to)
-                        maps = tma_sm90.Maps(
-                            self._heads, part.tiles, launch.num_items, swizzle, strides, num_rows,
-                            num_keys, keys, workspace + part.mask_maps,
-                        )  # fmt: skip
+                            rotation = rotate_batch.of_part(
+                                part, words, self._keys, strides, kv_indices, self.group_size, to
+                            )
+                        mask_maps = workspace + part.mask_maps
+                        maps = self._maps(
+                            schedule, part.tiles, launch, strides, num_rows, num_keys, mask_maps
+                        )
                     steps.append((launch, planned, maps))
             if part.merge is not None:
                 merges.append((part.merge, planned, None))
         behind = params.more_rope_steps(self.spec)
         return BoundRun(in_order(steps, merges), self.device_index, rotation, behind)
+
+    def _maps(
+        self,
+        schedule: BatchSchedule,
+        tiles: TileConfig,
+        launch: Launch,
+        strides: bytes,
+        num_rows: int,
+        num_keys: int,
+        mask_maps: int,
+    ) -> tma_sm90.Maps:
+        """The tensor maps of a launch of prefill_sm90."""
+        return tma_sm90.Maps(
+            self._heads,
+            tiles,
+            launch.num_items,
+            swizzle_of(self.spec, self.problem, schedule.longest, self.device_index),
+            strides,
+            num_rows,
+            num_keys,
+            rotated=(self._keys.strides, schedule.rotated) if tiles.wants_rotated_keys else None,
+            mask_maps=mask_maps,
+        )
 
     def _constants(
         self,
@@ -695,6 +736,10 @@ class BatchLauncher:
         lse_form: int,
     ) -> bytes:
         """What is the same for all runs with these scales."""
+        key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale, lse_form
+        found = self._packed.get(key)
+        if found is not None:
+            return found
         packed = params.pack_constants(
             self.spec,
             sm_scale=sm_scale,
@@ -707,7 +752,5 @@ class BatchLauncher:
         )
         if len(self._packed) >= _MAX_CACHED:
             self._packed.clear()
-        scales = sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
-        key = first_item, *scales, lse_form
         self._packed[key] = packed
         return packed

@@ -89,7 +89,11 @@ class EqualRequests:
         items[:, _KV_LEN] = kv_len = int(requests.kv_len[0])
         uniform = made.uniform and made.uniform._replace(kv_len=kv_len)
         longest = kv_len if made.longest else 0
-        shared = made.workspace_bytes, made.parts
         return BatchSchedule(
-            words, *shared, longest=longest, uniform=uniform, candidate=made.candidate
+            words,
+            made.workspace_bytes,
+            made.parts,
+            longest=longest,
+            uniform=uniform,
+            candidate=made.candidate,
         )

@@ -99,7 +99,7 @@ class Kernels:
         is_batch: bool = True,
     ) -> None:
         self._problem = problem
-        self._group_size, self._num_kv_heads = self._heads = group_size, num_kv_heads
+        self._group_size, self._num_kv_heads = group_size, num_kv_heads
         self._page_size, self._is_batch = page_size, is_batch
         self._device_index = device_index
         self._props = device_props(device_index)
@@ -129,12 +129,16 @@ class Kernels:
             return self._known[rows]
         found = None
         if isinstance(rows, str):
-            how = self._device_index, self._is_batch, self._page_size
-            single = load_kernel(self._problem, rows, *how)
+            single = load_kernel(
+                self._problem, rows, self._device_index, self._is_batch, self._page_size
+            )
             found = self._kernel_of(single, (single.tiles,), self._times(single.tiles, rows))
-        elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
-            kinds = mixed.tiles.prefill, mixed.tiles.decode
-            found = self._kernel_of(mixed, kinds, None)
+        else:
+            large, small = rows
+            mixed = load_mixed(self._problem, large, small, self._device_index)
+            if mixed is not None:
+                kinds = mixed.tiles.prefill, mixed.tiles.decode
+                found = self._kernel_of(mixed, kinds, None)
         self._known[rows] = found
         return found
 
@@ -149,13 +153,13 @@ class Kernels:
     ) -> Kernel:
         shapes = tuple(
             TileShape(
-                tiles.used_rows(*self._heads),
+                tiles.used_rows(self._group_size, self._num_kv_heads),
                 tiles.tile_kv,
                 loaded.num_slots,
-                *_costs(loaded, tiles),
                 times=times,
                 num_sms=loaded.num_sms,
                 is_persistent=tiles.is_persistent,
+                **_costs(loaded, tiles),
             )
             for tiles in kinds
         )
@@ -178,8 +182,12 @@ class Kernels:
         """Tiles of prefill_sm90 that serve all rows, by name."""
         if self._large is None:
             made = large_tiles(self._problem, self._props, self._page_size)
-            facts = *self._heads, self._props.num_sms
-            self._large = {name: shape_of(*timed, *facts) for name, timed in made.items()}
+            self._large = {
+                name: shape_of(
+                    tiles, times, self._group_size, self._num_kv_heads, self._props.num_sms
+                )
+                for name, (tiles, times) in made.items()
+            }
         return self._large
 
     def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
@@ -187,8 +195,8 @@ class Kernels:
         only kind of tiles: that by which requests of so many keys are done soonest."""
         if rows not in FEW:
             return rows, self.shape(rows)
-        facts = self._num_kv_heads, most_rows, self.key_bytes
-        found = timed_blocks(self, rows, keys, *facts, lambda shape: keys.work(shape.tile_kv))
+        few = keys.few_rows(self._num_kv_heads, most_rows, self.key_bytes)
+        found = timed_blocks(self, rows, few, lambda shape: keys.work(shape.tile_kv))
         # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Those of
         # prefill divide the rows, and nothing is merged. The margin keeps SMALL for drafts of a
         # captured graph, whose lengths only the GPU knows. Where the host knows them, rows of an
@@ -231,7 +239,8 @@ class Kernels:
         if found is None:
             if len(self._blocks) >= _MAX_CACHED:
                 self._blocks.clear()
-            found = self._blocks[key] = self._find_blocks(*key)
+            found = self._find_blocks(rows, num_requests, most_rows)
+            self._blocks[key] = found
         return found
 
     def _find_blocks(
@@ -279,9 +288,15 @@ class Kernels:
     def streams_of(self, few: Sequence[BatchRequests], masking: Masking) -> Streams:
         """What launches of decode for these requests read."""
         has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
-        of_problem = has_tiny_pages, self._problem.soft_cap
-        of_heads = self._num_kv_heads, self._slower_keys * self.key_bytes
-        return streams_of(few, *of_heads, masking, self._card.beside, *of_problem)
+        return streams_of(
+            few,
+            self._num_kv_heads,
+            self._slower_keys * self.key_bytes,
+            masking,
+            self._card.beside,
+            has_tiny_pages,
+            self._problem.soft_cap,
+        )
 
     def only_blocks(self, num_requests: int, most_rows: int) -> tuple[str, TileShape] | None:
         """The blocks of decode that serve so many requests, however many keys they have; None if
@@ -346,14 +361,21 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     return found
 
 
-def _costs(loaded: LoadedKernel[Any], tiles: TileConfig) -> tuple[float, float, int, float]:
-    """TileShape's state_cost, part_cost, rows_at_a_time and least_share."""
+def _costs(loaded: LoadedKernel[Any], tiles: TileConfig) -> dict[str, Any]:
+    """What a TileShape says of costs."""
     has_two = loaded.num_slots >= 2 * loaded.num_sms
     # A state of decode has few rows of its tile and is merged by the block that is last, whose
     # warps take a row each: 16 states are one round trip to L2, some 0.25 us.
     if tiles.fused_merge:
-        return 0.25, 0.03, loaded.tiles.threads // 32, 0.52 if has_two else 1.0
+        return {
+            "state_cost": 0.25,
+            "part_cost": 0.03,
+            "rows_at_a_time": loaded.tiles.threads // 32,
+            "least_share": 0.52 if has_two else 1.0,
+        }
     # One of prefill has up to 64 KB, and a launch merges them. Two blocks of few rows an SM take
     # longer than one, because keys are waited for by latency.
     is_small = tiles.name == "prefill_sm80" and tiles.tile_q <= MOST_ROWS[SMALL]
-    return (2.0, 0.0, 1, 0.7 if has_two else 1.0) if is_small else (4.0, 0.0, 1, 1.0)
+    if is_small:
+        return {"state_cost": 2.0, "least_share": 0.7 if has_two else 1.0}
+    return {"state_cost": 4.0}

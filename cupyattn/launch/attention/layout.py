@@ -203,7 +203,8 @@ class Layout:
         if found is None:
             if len(self._parts) >= _MAX_CACHED:
                 self._parts.clear()
-            found = self._parts[key] = self._make_part(*key)
+            found = self._make_part(rows, reserved, words_bytes, workspace_bytes)
+            self._parts[key] = found
         return found
 
     def _make_part(
@@ -213,15 +214,17 @@ class Layout:
         loaded = kernel.loaded
         tiles = loaded.tiles
         persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None
-        function, size = loaded.function, (tiles.threads, tiles.shared_bytes)
+        function, threads, shared_bytes = loaded.function, tiles.threads, tiles.shared_bytes
         launches: tuple[tuple[Launch, int], ...]
         mask_bytes = 0
         if persistent is not None:
             grid = persistent.grid(reserved.items, heads, reserved.slots or loaded.num_slots)
             prologue = scan_mask.prologue(persistent, reserved.items, self._device_index)
-            launches = ((Launch(function, grid, *size, reserved.items, False, prologue), 0),)
+            launch = Launch(
+                function, grid, threads, shared_bytes, num_items=reserved.items, prologue=prologue
+            )
             mask_bytes = 0 if prologue is None else reserved.items * scan_mask.MAP_BYTES
-            launches = launches if reserved.items else ()
+            launches = ((launch, 0),) if reserved.items else ()
         else:
             cluster = reserved.cluster
             grids = (
@@ -229,7 +232,8 @@ class Layout:
                 for first in range(0, reserved.items, MAX_GRID_YZ)
             )
             launches = tuple(
-                (Launch(function, grid, *size, cluster=cluster), first) for grid, first in grids
+                (Launch(function, grid, threads, shared_bytes, cluster=cluster), first)
+                for grid, first in grids
             )
         merge, merge_sizes = None, reserved.levels
         if reserved.split_tiles:

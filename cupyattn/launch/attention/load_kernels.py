@@ -52,8 +52,9 @@ class LoadedKernel(Generic[_Tiles]):
                 from cupy.cuda import Device
 
                 with Device(self._device_index):
-                    size = self.tiles.threads, self.tiles.shared_bytes
-                    found = most_clusters(self.function, *size, cluster)
+                    found = most_clusters(
+                        self.function, self.tiles.threads, self.tiles.shared_bytes, cluster
+                    )
             self._most[cluster] = found
         return self._most[cluster]
 

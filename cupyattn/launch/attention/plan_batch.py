@@ -14,8 +14,9 @@ from ...core.dtypes import DType
 from ...errors import UnsupportedError
 from ...schedule.balance import MAX_WAVES
 from ...schedule.batch import Splitting
-from ...schedule.capacity import plan_capacity
+from ...schedule.capacity import PlanCapacity, plan_capacity
 from ...schedule.mixed import SPLITTINGS
+from ...schedule.tile_shape import TileShape
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..tiles.config import TileConfig
@@ -187,37 +188,13 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     most_rows = lengths.max_qo_len * launcher.group_size
     keys = Keys.equal(lengths.num_requests, lengths.likely_kv_len)
     rows, shape = launcher.choose(keys, lengths.max_qo_len, Splitting())
-    masking = launcher.masking
-    # A window that no request outgrows is none.
-    left, right = (
-        x if x < lengths.max_kv_len else -1 for x in (masking.window_left, masking.window_right)
-    )
-    sees_all = left < 0 and (right < 0 or lengths.qo_len == 1)
-    config = RAGGED if lengths.is_ragged else UNIFORM
-    has_lists_of_requests = lengths.request_tokens > 1 or lengths.list_gap
-    is_plain = lengths.formats[1] == IndexFormat() and not has_lists_of_requests
-    if not lengths.is_ragged and sees_all and is_plain:
-        config = PLAIN
+    left, right = _windows(launcher, lengths)
+    config = _config(lengths, sees_all=left < 0 and (right < 0 or lengths.qo_len == 1))
     function, most, tiles = _kind(launcher, rows, config)
-    if lengths.num_requests > most:
-        raise UnsupportedError(
-            f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported, "
-            "pass the batch in parts"
-        )
+    _require_at_most(most, lengths.num_requests)
     shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
-    capacity = plan_capacity(
-        lengths.num_requests,
-        lengths.num_rows,
-        lengths.qo_len,
-        lengths.max_kv_len,
-        lengths.likely_kv_len,
-        launcher.group_size,
-        launcher.num_kv_heads,
-        shape,
-        masking,
-        last_block_merges=not (tiles.fused_merge and shape.is_fused),
-        waves=waves,
-    )
+    is_fused = tiles.fused_merge and shape.is_fused
+    capacity = _capacity(launcher, lengths, shape, waves, last_block_merges=not is_fused)
     limits = capacity.limits()
     # Blocks that take their SMs before the plan is there were slower where each SM has several.
     is_one_wave = capacity.num_tiles <= capacity.items_per_wave
@@ -265,6 +242,55 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
         partials,
         partials + schedule.workspace_bytes,
         constants,
+    )
+
+
+def _require_at_most(most: int, num_requests: int) -> None:
+    if num_requests > most:
+        raise UnsupportedError(
+            f"seq_lens: {num_requests} requests; at most {most} in one call are supported, "
+            "pass the batch in parts"
+        )
+
+
+def _windows(launcher: BatchLauncher, lengths: Lengths) -> tuple[int, int]:
+    """Those to the left and to the right. One that no request outgrows is none."""
+    left, right = launcher.masking.window_left, launcher.masking.window_right
+    return (
+        left if left < lengths.max_kv_len else -1,
+        right if right < lengths.max_kv_len else -1,
+    )
+
+
+def _config(lengths: Lengths, sees_all: bool) -> jit.Config:
+    """The planner for such lengths; sees_all: each row sees all keys."""
+    if lengths.is_ragged:
+        return RAGGED
+    has_lists_of_requests = lengths.request_tokens > 1 or lengths.list_gap
+    is_plain = lengths.formats[1] == IndexFormat() and not has_lists_of_requests
+    return PLAIN if sees_all and is_plain else UNIFORM
+
+
+def _capacity(
+    launcher: BatchLauncher,
+    lengths: Lengths,
+    shape: TileShape,
+    waves: float,
+    last_block_merges: bool,
+) -> PlanCapacity:
+    """The room that a plan needs whatever the lengths are."""
+    return plan_capacity(
+        lengths.num_requests,
+        lengths.num_rows,
+        lengths.qo_len,
+        lengths.max_kv_len,
+        lengths.likely_kv_len,
+        launcher.group_size,
+        launcher.num_kv_heads,
+        shape,
+        launcher.masking,
+        last_block_merges=last_block_merges,
+        waves=waves,
     )
 
 

@@ -100,9 +100,10 @@ class Planner:
         if found is None:
             if len(self._schedules) >= _MAX_CACHED:
                 self._schedules.clear()
-            *counts, most_parts = made
-            given = self._rows, self._shape, Limits(*counts), most_parts
-            found = self._schedules[made] = self._launcher.schedule_planned(*given)
+            num_items, num_split_tiles, num_states, most_parts = made
+            limits = Limits(num_items, num_split_tiles, num_states)
+            found = self._launcher.schedule_planned(self._rows, self._shape, limits, most_parts)
+            self._schedules[made] = found
         return found
 
 
@@ -137,8 +138,16 @@ def read(
     numbers, seen, address = landing
     arguments, ticket = params.this_thread.launch_buffer, next(_tickets)
     _PARAMS.pack_into(
-        *(arguments.buffer, arguments.offset, *tables, address, words, ticket),
-        *(num_requests, q_len, page_size or 1, kind),
+        arguments.buffer,
+        arguments.offset,
+        *tables,
+        address,
+        words,
+        ticket,
+        num_requests,
+        q_len,
+        page_size or 1,
+        kind,
         _NO_PLAN if planner is None else planner.packed,
     )
     try:
@@ -178,8 +187,15 @@ def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner 
         most_fused = MOST_PARTS if shape.part_cost else num_words
     costs = shape.costs(most_rows)
     packed = _PLANNED.pack(
-        *(num_words, shape.tile_kv, per_wave, heads, most_fused, 0),
-        *(shape.cost_of_part(most_rows), *costs, costs.least_share * costs.block),
+        num_words,
+        shape.tile_kv,
+        per_wave,
+        heads,
+        most_fused,
+        0,
+        shape.cost_of_part(most_rows),
+        *costs,
+        costs.least_share * costs.block,
     )
     return Planner(launcher, rows, shape, num_words, most_fused, packed)
 

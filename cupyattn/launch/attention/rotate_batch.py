@@ -56,8 +56,18 @@ def of_part(
     page = (keys.page_size, *params.divisor(keys.page_size)) if keys.page_size else NO_PAGES
     rows = part.tiles.used_rows(group_size, keys.num_kv_heads)
     packed = params.ROTATION.pack(
-        *(words + part.items, kv_indices, to.address, k_row, k_head, k_page),
-        *(0, keys.num_kv_heads, group_size, rows, *page, 0),
+        words + part.items,
+        kv_indices,
+        to.address,
+        k_row,
+        k_head,
+        k_page,
+        0,
+        keys.num_kv_heads,
+        group_size,
+        rows,
+        *page,
+        0,
         keys.rope_table,
     )
     return Rotation(step(keys, launch.num_items), packed, to)

@@ -93,7 +93,17 @@ def launch(
     """
     rotated, owner = allocate(kv_len * keys.row_bytes)
     packed = params.ROTATION.pack(
-        *(0, 0, rotated, *k_strides, 0, kv_len, keys.num_kv_heads, 1, 1, *NO_PAGES, 0),
+        0,
+        0,
+        rotated,
+        *k_strides,
+        0,
+        kv_len,
+        keys.num_kv_heads,
+        1,
+        1,
+        *NO_PAGES,
+        0,
         keys.rope_table,
     )
     num_blocks = -(-kv_len * (keys.head_dim // 16) // _THREADS)

@@ -72,8 +72,8 @@ class AttentionLauncher:
         self.num_kv_heads = spec.num_kv_heads
         self.group_size = spec.group_size
         self.device_index = device_index
-        heads = spec.num_kv_heads, spec.group_size
-        self._kernels = Kernels(problem, *heads, 0, device_index, is_batch=False)
+        num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
+        self._kernels = Kernels(problem, num_kv_heads, group_size, 0, device_index, is_batch=False)
         self._masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
         self._keys = rotate_keys.Keys(
             spec.dtype_kv,
@@ -85,7 +85,7 @@ class AttentionLauncher:
         )
         self._behind = params.more_rope_steps(spec)
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
-        self._heads = tma_sm90.Heads(problem, *heads, 0)
+        self._heads = tma_sm90.Heads(problem, num_kv_heads, group_size, page_size=0)
         self._maps: dict[tuple[int, int, int, bytes, int], tma_sm90.Maps] = {}
         self._log = log_choices.log_of(spec, problem)
 
@@ -148,14 +148,23 @@ class AttentionLauncher:
         requests = BatchRequests(_ZERO + qo_len, _ZERO + kv_len, _ZERO, _ZERO, uniform=qo_len)
         works = TileWork(requests, self.group_size, self._masking, splits_alike=True)
         parts = [(row_class(works.most_rows), works)]
-        heads = self.num_kv_heads, self.group_size
-        batch = Batch(parts, works, *heads, qo_len, self._kernels.key_bytes, None, None)
+        batch = Batch(
+            parts,
+            works,
+            num_kv_heads=self.num_kv_heads,
+            group_size=self.group_size,
+            max_qo_len=qo_len,
+            key_bytes=self._kernels.key_bytes,
+            streams=None,
+            many=None,
+        )
         candidate = candidates.best(self._kernels, batch)
         ((rows, _),) = candidate.parts
         shape = candidate.shape or self._kernels.shape(rows)
         num_q_tiles = -(-works.most_rows // shape.tile_q)
-        work, of_rows = works.of(shape), (self.num_kv_heads, works.most_rows)
-        num_splits = alike_splits(work, *of_rows, shape, Splitting())
+        num_splits = alike_splits(
+            works.of(shape), self.num_kv_heads, works.most_rows, shape, Splitting()
+        )
         shape = self._kernels.merged_by(shape, num_splits)
         return candidate.name, _Chosen(rows, shape, num_q_tiles, num_splits)
 
@@ -179,9 +188,14 @@ class AttentionLauncher:
         else:
             blocks = self.num_kv_heads * shape.cluster
             grid = blocks, min(num_tiles, MAX_GRID_YZ), num_splits
-        size = tiles.threads, tiles.shared_bytes
         launch = Launch(
-            kernel.function, grid, *size, num_items, False, prologue, cluster=shape.cluster
+            kernel.function,
+            grid,
+            tiles.threads,
+            tiles.shared_bytes,
+            num_items=num_items,
+            prologue=prologue,
+            cluster=shape.cluster,
         )
         return launch, constants
 
@@ -248,8 +262,7 @@ class AttentionLauncher:
                 constants,
             )
             if launch.num_items:
-                lengths = qo_len, kv_len
-                maps = self._maps_of(plan, launch, strides, lengths, mask_maps)
+                maps = self._maps_of(plan, launch, strides, qo_len, kv_len, mask_maps)
                 maps.pack(arguments, q, k, v, o)
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
@@ -260,18 +273,25 @@ class AttentionLauncher:
         plan: PreparedPlan,
         launch: Launch,
         strides: bytes,
-        lengths: tuple[int, int],
+        qo_len: int,
+        kv_len: int,
         mask_maps: int,
     ) -> tma_sm90.Maps:
-        key = launch.num_items, *lengths, strides, mask_maps
+        key = launch.num_items, qo_len, kv_len, strides, mask_maps
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) > 256:
                 self._maps.clear()
             found = self._maps[key] = tma_sm90.Maps(
-                self._heads, plan.tiles, launch.num_items, plan.swizzle, strides, *lengths,
+                self._heads,
+                plan.tiles,
+                launch.num_items,
+                plan.swizzle,
+                strides,
+                num_rows=qo_len,
+                size=kv_len,
                 mask_maps=mask_maps,
-            )  # fmt: skip
+            )
         return found
 
     def _rotate_keys(

@@ -99,9 +99,21 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if recording.current is not None:
         recording.add_launch(launch._replace(prologue=None), arguments.struct())
     if cluster > 1:
-        sizes = x, y, z, threads, 1, 1, shared_bytes
-        place = stream, arguments.address, 0
-        api.launch_clusters(function, *sizes, *place, cluster, is_dependent)
+        api.launch_clusters(
+            function,
+            x,
+            y,
+            z,
+            threads,
+            1,
+            1,
+            shared_bytes,
+            stream,
+            arguments.address,
+            0,
+            cluster,
+            is_dependent,
+        )
     else:
         call = api.launch_early if is_dependent else api.launch_kernel
         call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)

@@ -48,31 +48,47 @@ class _Config:
 
 
 @functools.lru_cache(maxsize=_MAX_KEPT)
-def _config(
-    x: int, y: int, z: int, block_x: int, block_y: int, block_z: int, shared_bytes: int,
-    stream: int, cluster: int, is_dependent: bool,
-) -> _Config:  # fmt: skip
-    sizes = x, y, z, block_x, block_y, block_z, shared_bytes
+def _config(sizes: tuple[int, ...], stream: int, cluster: int, is_dependent: bool) -> _Config:
     return _Config(sizes, stream, cluster, is_dependent)
 
 
 def launch_early(
-    function: int, x: int, y: int, z: int, block_x: int, block_y: int, block_z: int,
-    shared_bytes: int, stream: int, arguments: int, extra: int,
-) -> None:  # fmt: skip
+    function: int,
+    x: int,
+    y: int,
+    z: int,
+    block_x: int,
+    block_y: int,
+    block_z: int,
+    shared_bytes: int,
+    stream: int,
+    arguments: int,
+    extra: int,
+) -> None:
     """As cuLaunchKernel, with its arguments. Raises DeviceError if the driver refuses."""
-    config = _config(x, y, z, block_x, block_y, block_z, shared_bytes, stream, 1, True)
+    sizes = x, y, z, block_x, block_y, block_z, shared_bytes
+    config = _config(sizes, stream, 1, True)
     _launch(config, function, arguments, extra, (x, y, z))
 
 
 def launch_clusters(
-    function: int, x: int, y: int, z: int, block_x: int, block_y: int, block_z: int,
-    shared_bytes: int, stream: int, arguments: int, extra: int, cluster: int,
+    function: int,
+    x: int,
+    y: int,
+    z: int,
+    block_x: int,
+    block_y: int,
+    block_z: int,
+    shared_bytes: int,
+    stream: int,
+    arguments: int,
+    extra: int,
+    cluster: int,
     is_dependent: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Launch a kernel in clusters of `cluster` blocks along x; early if it `is_dependent`."""
     sizes = x, y, z, block_x, block_y, block_z, shared_bytes
-    config = _config(*sizes, stream, cluster, is_dependent)
+    config = _config(sizes, stream, cluster, is_dependent)
     _launch(config, function, arguments, extra, (x, y, z))
 
 

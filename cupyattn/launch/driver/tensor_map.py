@@ -90,10 +90,8 @@ def of_pages(
             f"{num_pages} pages, are beyond the copy engine's coordinates; use a contiguous cache"
         )
     if itemsize == 1 or head_dim % PANEL:
-        by_rows = of_rows(
-            *(address, (head_dim, page_rows, count, 1), (row, unit, 0), (rows, 1, 1)),
-            *(itemsize, columns),
-        )
+        sizes_of_rows, steps = (head_dim, page_rows, count, 1), (row, unit, 0)
+        by_rows = of_rows(address, sizes_of_rows, steps, (rows, 1, 1), itemsize, columns)
         return by_rows, (by_page, by_head)
     panels = head_dim // PANEL
     dims = PANEL, _PATTERN_ROWS, panels, page_rows // _PATTERN_ROWS, count

@@ -122,8 +122,16 @@ def prepare(
     kernel = jit.load("append_paged_kv_cache", chosen, device, device_props(device).arch)
     chunks = max(k.head_dim, v.head_dim) // (16 // dtype.itemsize if is_aligned else 1)
     lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
+    num_pages, page_size = pages
     return Append(
-        kernel.function, pack_rows(k), pack_rows(v), *pages, num_kv_heads, lane_bits, device
+        kernel.function,
+        pack_rows(k),
+        pack_rows(v),
+        num_pages,
+        page_size,
+        num_kv_heads,
+        lane_bits,
+        device,
     )
 
 

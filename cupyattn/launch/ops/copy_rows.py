@@ -52,14 +52,14 @@ def launch(pairs: Sequence[Pair], stream: int) -> None:
         return
     first, target = pairs[0]
     device = first.device.index
-    is_aligned = all(_is_aligned(*pair) for pair in pairs)
+    is_aligned = all(_is_aligned(source, target) for source, target in pairs)
     chosen = config(first.dtype, target.dtype, is_aligned)
     kernel = jit.load("copy_rows", chosen, device, device_props(device).arch)
     width = _VECTOR // first.dtype.itemsize if is_aligned else 1
     chunks = max(target.shape[-1] for _, target in pairs) // width
     lane_bits = min(max(chunks - 1, 0).bit_length(), _MAX_LANE_BITS)
     arguments = params.this_thread.launch_buffer
-    packed = b"".join(_pack(*pair) for pair in pairs)
+    packed = b"".join(_pack(source, target) for source, target in pairs)
     _PARAMS.pack_into(arguments.buffer, arguments.offset, packed, lane_bits)
     # The kernel walks on with rows beyond the last block.
     num_rows = max(math.prod(target.shape[:-1]) for _, target in pairs)
@@ -73,8 +73,15 @@ def _pack(source: ArrayView, target: ArrayView) -> bytes:
     strides = [((0, 0, 0, *v.strides)[-4:-1]) for v in (source, target)]
     columns = min(source.shape[-1], target.shape[-1])
     return _ROWS.pack(
-        *(source.ptr, target.ptr, *strides[0], *strides[1]),
-        *(math.prod(shape), shape[1], shape[2], columns, target.shape[-1]),
+        source.ptr,
+        target.ptr,
+        *strides[0],
+        *strides[1],
+        math.prod(shape),
+        shape[1],
+        shape[2],
+        columns,
+        target.shape[-1],
     )
 
 

@@ -143,8 +143,13 @@ def prepare(
         *params.divisor(num_heads),
         out_factor,
         num_states,
-        *(*states.v_strides, *second.v_strides, *states.s_strides, *second.s_strides),
-        *(out.strides[0], out.strides[1], *lse.strides),
+        *states.v_strides,
+        *second.v_strides,
+        *states.s_strides,
+        *second.s_strides,
+        out.strides[0],
+        out.strides[1],
+        *lse.strides,
     )
     blocks = -(-num_rows // (_THREADS >> lane_bits))
     return Merge(Launch(kernel.function, (blocks, 1, 1), _THREADS, 0), look, device)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from cupyattn.schedule.balance import Work, best_chunk
-from cupyattn.schedule.tile_shape import DecodeKinds, DecodeTimes, TileShape, decode_time
+from cupyattn.schedule.tile_shape import (
+    DecodeKinds,
+    DecodeTimes,
+    FewRows,
+    TileShape,
+    decode_time,
+)
 
 # Fitted to the times of an H200.
 TIMES = DecodeKinds(
@@ -27,7 +33,7 @@ OFFERED = {
 
 
 def time_of(shape: TileShape, *facts: int) -> float:
-    return decode_time(shape, TIMES.of(shape), *facts)
+    return decode_time(shape, TIMES.of(shape), FewRows(*facts))
 
 
 @pytest.mark.parametrize(
