@@ -289,9 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, type=_positive, metavar="N", help=size.format(gpu, cpu))
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
         help="default: bfloat16; float32 on the CPU only",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
 
     try:

@@ -107,8 +107,17 @@ def flash_attn_qkvpacked_func(
     """
     q, k, v = split_heads(qkv, num_heads_q)
     return flash_attn_func(
-        *(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size),
-        *(attention_chunk, softcap),
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
         return_attn_probs=return_attn_probs,
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import array, paging, reference
-from .array import ArrayView
+from .array import ArrayView, Device
 from .array.match import (
     Dims,
     match,
@@ -104,9 +104,17 @@ def append_paged_kv_cache(
     has_two = is_pair(pages) and len(pages) == 2
     if not has_two:
         pages = pages, None
-    tokens = append_key, append_value, batch_indices, positions
-    table = kv_indices, kv_indptr, kv_last_page_len
-    given, scalars = (*tokens, *table, *pages), (kv_layout, k_scale, v_scale, has_two)
+    given = (
+        append_key,
+        append_value,
+        batch_indices,
+        positions,
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+        *pages,
+    )
+    scalars = kv_layout, k_scale, v_scale, has_two
     if _append_again(given, scalars):
         return None
 
@@ -118,17 +126,21 @@ def append_paged_kv_cache(
     require_same_dtype(new_v, "append_value", new_k, "append_key")
     cache = view_paged(paged_kv_cache, layout, dims)
     if "jax" in (cache.k.framework, cache.v.framework):
-        again = functools.partial(append_paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
-        return _append_to_copies(
-            paged_kv_cache, lambda pages: again(*tokens, pages, *table, kv_layout)
+        again = functools.partial(
+            append_paged_kv_cache,
+            append_key,
+            append_value,
+            batch_indices,
+            positions,
+            kv_indices=kv_indices,
+            kv_indptr=kv_indptr,
+            kv_last_page_len=kv_last_page_len,
+            kv_layout=kv_layout,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
-    if cache.k.ptr == cache.v.ptr and 0 not in cache.k.shape and 0 not in cache.v.shape:
-        raise ArgumentError(
-            "paged_kv_cache: K and V are at the same address; wanted memory for each"
-        )
-    heads_and_dims = dims["num_kv_heads"], dims["head_dim_qk"], dims["head_dim_vo"]
-    if max(dims["page_size"], *heads_and_dims) > _INT32_MAX:
-        raise ArgumentError("paged_kv_cache: page size, heads and head dims must fit 32 bits")
+        return _append_to_copies(paged_kv_cache, lambda pages: again(paged_kv_cache=pages))
+    _require_cache(cache, dims)
     scales = append_scales(k_scale, v_scale, new_k.dtype, cache.k.dtype)
     index = {
         "batch_indices": _index(batch_indices, "nnz", dims, "batch_indices"),
@@ -136,24 +148,37 @@ def append_paged_kv_cache(
         "kv_indices": _index(kv_indices, "num_indices", dims, "kv_indices"),
         **_offsets_and_lengths(dims, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len),
     }
-    inputs: dict[str, ArrayView | None] = {"append_key": new_k, "append_value": new_v, **index}
-    caches = dict(zip(cache.names, (cache.k, cache.v), strict=True))
-    device = array.same_device(**inputs, **caches)
-    for name, v in caches.items():
-        require_output(v, name, **inputs)
+    device = _device_of(cache, {"append_key": new_k, "append_value": new_v, **index})
+    has_columns = dims["head_dim_qk"] or dims["head_dim_vo"]
     if device.kind == "cpu":
-        tables = {name: array.as_numpy(v) for name, v in index.items()}
-        del tables["kv_last_page_len"]
-        slots = paging.slots(**tables, page_size=dims["page_size"], pool_size=cache.size)
-        for new, pages, scale in ((new_k, cache.k, scales[0]), (new_v, cache.v, scales[1])):
-            reference.store_rows(array.as_numpy(new), tokens_first(pages, layout), slots, scale)
-    elif dims["nnz"] and heads_and_dims[0] and any(heads_and_dims[1:]):
+        _append_on_cpu(new_k, new_v, cache, dims["page_size"], index, scales, layout)
+    elif dims["nnz"] and dims["num_kv_heads"] and has_columns:
         append = _append_on_gpu(new_k, new_v, cache, dims["page_size"], index, scales)
         if append is not None:
             v_offset = 0 if has_two else cache.v.ptr - cache.k.ptr
             checked = _Checked(append, v_offset)
             _APPENDS.insert(given, scalars, checked, new_k, dtypes.int32, None, None)
     return None
+
+
+def _device_of(cache: Keys, inputs: dict[str, ArrayView]) -> Device:
+    """That of all arrays, of which the cache is written and overlaps no other."""
+    caches = dict(zip(cache.names, (cache.k, cache.v), strict=True))
+    device = array.same_device(**inputs, **caches)
+    for name, v in caches.items():
+        require_output(v, name, **inputs)
+    return device
+
+
+def _require_cache(cache: Keys, dims: Dims) -> None:
+    """Memory of K and V each, and sizes that kernels count."""
+    if cache.k.ptr == cache.v.ptr and 0 not in cache.k.shape and 0 not in cache.v.shape:
+        raise ArgumentError(
+            "paged_kv_cache: K and V are at the same address; wanted memory for each"
+        )
+    sizes = ("page_size", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+    if max(dims[name] for name in sizes) > _INT32_MAX:
+        raise ArgumentError("paged_kv_cache: page size, heads and head dims must fit 32 bits")
 
 
 @untraced
@@ -214,7 +239,12 @@ def get_batch_indices_positions(
         find = get_positions.prepare(vi.device.index)
         find.enqueue(
             array.current_stream(vi),
-            *(offsets.ptr, lengths.ptr, vb.ptr, vp.ptr, dims["nnz"], lengths.shape[0]),
+            offsets.ptr,
+            lengths.ptr,
+            vb.ptr,
+            vp.ptr,
+            dims["nnz"],
+            lengths.shape[0],
         )
         array.release(vi, offsets, lengths, *outputs.values())
         if _are_as_given(index.values(), (offsets, lengths)):
@@ -320,8 +350,17 @@ def _append_again(arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> bool:
     append, v_offset = call.checked
     append.enqueue(
         call.current_stream(),
-        *(new_k, new_v, k, (v or k) + v_offset, requests, positions, indices, indptr),
-        *(nnz, num_indices, batch_size),
+        new_k,
+        new_v,
+        k,
+        (v or k) + v_offset,
+        requests,
+        positions,
+        indices,
+        indptr,
+        nnz,
+        num_indices,
+        batch_size,
     )
     return True
 
@@ -364,6 +403,21 @@ def _seq_lens_again(given: tuple[Any, ...], page_size: Any) -> Any:
     return out
 
 
+def _append_on_cpu(
+    new_k: ArrayView,
+    new_v: ArrayView,
+    cache: Keys,
+    page_size: int,
+    given: dict[str, ArrayView],
+    scales: tuple[float, float],
+    layout: str,
+) -> None:
+    tables = {n: array.as_numpy(v) for n, v in given.items() if n != "kv_last_page_len"}
+    slots = paging.slots(**tables, page_size=page_size, pool_size=cache.size)
+    for new, pages, scale in ((new_k, cache.k, scales[0]), (new_v, cache.v, scales[1])):
+        reference.store_rows(array.as_numpy(new), tokens_first(pages, layout), slots, scale)
+
+
 def _append_on_gpu(
     new_k: ArrayView,
     new_v: ArrayView,
@@ -395,11 +449,18 @@ def _append_on_gpu(
     refused = Refused(stream, scratch.allocator(new_k)) if cuda().is_debugging else None
     append.enqueue(
         stream,
-        *(new_k.ptr, new_v.ptr, cache.k.ptr, cache.v.ptr),
-        *(index["batch_indices"].ptr, index["positions"].ptr),
-        *(index["kv_indices"].ptr, index["kv_indptr"].ptr),
-        *(new_k.shape[0], index["kv_indices"].shape[0], index["kv_indptr"].shape[0] - 1),
-        0 if refused is None else refused.address,
+        k=new_k.ptr,
+        v=new_v.ptr,
+        k_cache=cache.k.ptr,
+        v_cache=cache.v.ptr,
+        batch_indices=index["batch_indices"].ptr,
+        positions=index["positions"].ptr,
+        kv_indices=index["kv_indices"].ptr,
+        kv_indptr=index["kv_indptr"].ptr,
+        nnz=new_k.shape[0],
+        num_indices=index["kv_indices"].shape[0],
+        batch_size=index["kv_indptr"].shape[0] - 1,
+        num_refused=0 if refused is None else refused.address,
     )
     num_refused = 0 if refused is None else refused.read()
     array.release(new_k, new_k, *others)

@@ -176,10 +176,13 @@ def row_major_view(v: ArrayView) -> ArrayView:
     if not v.dtype.is_fp8 or v.device.kind == "cpu":
         return view(writable_copy(v), "a copy")
     # CuPy makes no fp8 arrays: these lie in an array of bytes.
-    rest = v.device, v.framework, v.readonly, v.owner
-    made = view(writable_copy(ArrayView(v.ptr, v.shape, v.strides, dtypes.uint8, *rest)), "a copy")
-    owner = made.device, made.framework, False, made.owner
-    return ArrayView(made.ptr, made.shape, made.strides, v.dtype, *owner)
+    made = view(writable_copy(_as_dtype(v, dtypes.uint8, v.readonly)), "a copy")
+    return _as_dtype(made, v.dtype, readonly=False)
+
+
+def _as_dtype(v: ArrayView, dtype: DType, readonly: bool) -> ArrayView:
+    """The same memory with elements of another dtype as wide."""
+    return ArrayView(v.ptr, v.shape, v.strides, dtype, v.device, v.framework, readonly, v.owner)
 
 
 def from_numpy(a: np.ndarray, like: ArrayView) -> Any:

@@ -97,10 +97,11 @@ class _Worker:
 
     def answer(self) -> Done:
         try:
-            return Done(self._task, *self.connection.recv())
+            answer, failure = self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            return Done(self._task, None, f"its process ended with status {self.process.exitcode}")
+            answer, failure = None, f"its process ended with status {self.process.exitcode}"
+        return Done(self._task, answer, failure)
 
     def end(self) -> None:
         self.process.kill()

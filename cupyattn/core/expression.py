@@ -526,7 +526,8 @@ class _Parser:
                 remedy = f"nest them: {name}({name}(a, b), c)"
             self._fail(token, f"calls {name} with {given}", remedy)
         if name == "where":
-            return self._choice(token, *args)
+            condition, a, b = args
+            return self._choice(token, condition, a, b)
         for x in args:
             self._require_number(x, f"{name} takes numbers")
         type = FLOAT

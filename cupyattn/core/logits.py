@@ -283,7 +283,7 @@ def make(
     arrays: name, dtype and number of axes of each; numbers: name, dtype (int32 or float32) and
     value. Raises ExpressionError.
     """
-    of_arrays = tuple(Parameter(*x) for x in arrays)
+    of_arrays = tuple(Parameter(name, dtype, ndim) for name, dtype, ndim in arrays)
     of_numbers = tuple(Parameter(name, dtype, 0) for name, dtype, _ in numbers)
     for kind, found, most in (
         ("arrays", of_arrays, MAX_ARRAYS),
@@ -299,9 +299,12 @@ def make(
     slots = {x.name: i for group in (of_arrays, of_numbers) for i, x in enumerate(group)}
     values = tuple(value for *_, value in numbers)
     made = LogitsExpression(
-        _transform(transform, parameters, slots), _mask(mask, parameters, slots), of_arrays,
-        of_numbers, values,
-    )  # fmt: skip
+        _transform(transform, parameters, slots),
+        _mask(mask, parameters, slots),
+        of_arrays,
+        of_numbers,
+        values,
+    )
     _check_parameters(made)
     return made
 

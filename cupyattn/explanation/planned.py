@@ -83,8 +83,9 @@ def _work_of(launcher: BatchLauncher, schedule: BatchSchedule, part: LaunchPart)
     # Rows of a cascade may be behind all keys of a level, which lists do not tell.
     masking = Masking() if has_levels(schedule) else launcher.masking
     row = items[:, _FIRST_ROW]
-    tokens = row // group, (row + tile_q - 1) // group
-    spans = masking.span_lengths(*tokens, qo_len, kv_len, None, int(tile_kv.max(initial=1)))
+    first_token, last_token = row // group, (row + tile_q - 1) // group
+    most_keys = int(tile_kv.max(initial=1))
+    spans = masking.span_lengths(first_token, last_token, qo_len, kv_len, None, most_keys)
     count_of = -(-spans // tile_kv)
     begin = count_of * items[:, _SPLIT] // splits
     end = count_of * (items[:, _SPLIT] + 1) // splits

@@ -579,15 +579,15 @@ def _unmasked(q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]) -> A
 def _packed(q: Any, k: Any, v: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
     """Several sequences in one row of the batch, by their offsets; or one row of each request over
     blocks of a cache."""
-    offsets = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    q_offsets, kv_offsets = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     if kwargs.get("block_table") is not None:
         arrays = (x.transpose(0, 1) for x in (q, k, v))
         caches = kwargs["k_cache"], kwargs["v_cache"]
-        return _over_blocks(arrays, caches, offsets[1], kwargs["block_table"], options)
+        return _over_blocks(arrays, caches, kv_offsets, kwargs["block_table"], options)
     rows, keys, values = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     most = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
     named: dict[str, Any] = options | most
-    made = flash_attn_varlen_func(rows, keys, values, *offsets, **named)
+    made = flash_attn_varlen_func(rows, keys, values, q_offsets, kv_offsets, **named)
     return made.reshape(*q.shape[:2], *made.shape[1:])
 
 
@@ -596,10 +596,11 @@ def _over_blocks(
 ) -> Any:
     """One row [1, heads, head_dim] of each request, whose key goes behind its others in blocks."""
     q, k, v = arrays
+    k_cache, v_cache = caches
     count = q.shape[0]
     before = kv_offsets[1 : count + 1] - kv_offsets[:count] - 1
     made = flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=before, block_table=table, **options
+        q, k_cache, v_cache, k, v, cache_seqlens=before, block_table=table, **options
     )
     return made.transpose(0, 1)
 

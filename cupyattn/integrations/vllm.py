@@ -257,12 +257,12 @@ class Impl:
         self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
     ) -> None:
         """Write key and value [tokens, kv_heads, head_size] to slots of the cache: one launch."""
-        caches = self._caches(kv_cache)
+        k_cache, v_cache = self._caches(kv_cache)
         scales: dict[str, Any] = {}
-        if caches[0].dtype != key.dtype:
+        if k_cache.dtype != key.dtype:
             scales = {"k_scale": layer._k_scale.reshape(1), "v_scale": layer._v_scale.reshape(1)}
         count = slot_mapping.shape[0]
-        reshape_and_cache(key[:count], value[:count], *caches, slot_mapping, **scales)
+        reshape_and_cache(key[:count], value[:count], k_cache, v_cache, slot_mapping, **scales)
 
     def forward(
         self,
@@ -386,12 +386,26 @@ class MLAImpl:
         **latent: Any,
     ) -> None:
         """As vLLM's. Raises UnsupportedError for ALiBi, windows, soft caps and encoders."""
-        given = alibi_slopes, sliding_window, logits_soft_cap
-        _refuse(alibi_slopes=given[0], sliding_window=given[1], logits_soft_cap=given[2] or None)
+        _refuse(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap or None,
+        )
         _decoder_only(attn_type)
-        first = num_heads, head_size, scale, num_kv_heads, *given[:2], kv_cache_dtype, given[2]
         base: Any = super().__init__
-        base(*first, attn_type, kv_sharing_target_layer_name, **latent)
+        base(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **latent,
+        )
         # Keys of 8 bits are widened as they are read: queries stay as they are.
         self.supports_quant_query_input = False
 

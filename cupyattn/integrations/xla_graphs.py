@@ -53,10 +53,10 @@ def _driver() -> SimpleNamespace:
     capture_info.argtypes = [pointer] * (7 if newer else 6)
     cuda.cuUserObjectCreate.argtypes = [pointer] * 3 + [ctypes.c_uint] * 2
     cuda.cuGraphRetainUserObject.argtypes = [pointer, pointer, ctypes.c_uint, ctypes.c_uint]
+    unasked = (None,) * (3 if newer else 2)
     return SimpleNamespace(
         exchange_mode=cuda.cuThreadExchangeStreamCaptureMode,
-        capture_info=capture_info,
-        unasked=(None,) * (3 if newer else 2),
+        capture_info=lambda *asked: capture_info(*asked, *unasked),
         create=cuda.cuUserObjectCreate,
         retain=cuda.cuGraphRetainUserObject,
         init=c.sem_init,
@@ -100,14 +100,19 @@ def _hold(stream: int, owners: list[_Memory]) -> None:
     """Let the graph hold them; for ever where this driver does not say when it is gone."""
     driver = _driver()
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-    places = (ctypes.addressof(x) for x in (status, number, graph))
     semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
     driver.init(semaphore, 0, 0)
     with _lock:
         _held[:] = [x for x in _held if driver.try_wait(x[0])]  # 0: it was posted
         _held.append((semaphore, owners))
     made = ctypes.c_void_p()
-    if driver.capture_info(stream, *places, *driver.unasked) == 0 and graph:
+    found = driver.capture_info(
+        stream,
+        ctypes.addressof(status),
+        ctypes.addressof(number),
+        ctypes.addressof(graph),
+    )
+    if found == 0 and graph:
         begin, address = ctypes.addressof(made), ctypes.addressof(semaphore)
         if driver.create(begin, address, driver.post, 1, _NO_DESTRUCTOR_SYNC) == 0:
             driver.retain(graph, made, 1, _MOVE)

@@ -107,7 +107,8 @@ def load(name: str, config: ConfigLike, device_index: int, arch: str) -> Kernel:
     key = (name, config, device_index, arch)
     with _load_lock:
         if key not in _kernels:
-            _kernels[key] = Kernel(*_build(name, config, arch), device_index)
+            made, cubin = _build(name, config, arch)
+            _kernels[key] = Kernel(made, cubin, device_index)
             _LOG.info("cupyattn: kernel %s loaded on device %d: %r", name, device_index, config)
         return _kernels[key]
 

@@ -194,8 +194,13 @@ def attention(
     mode = parse.pos_encoding_mode(pos_encoding_mode)
     variant = _Variant(
         sees=Visibility(
-            *(qo_len, kv_len, bool(causal), int(window_left), int(window_right), mask),
-            int(attention_chunk),
+            qo_len,
+            kv_len,
+            causal=bool(causal),
+            window_left=int(window_left),
+            window_right=int(window_right),
+            mask=mask,
+            attention_chunk=int(attention_chunk),
         ),
         scale=np.repeat(_per_head("scale_k", scale_k, num_kv_heads), num_qo_heads // num_kv_heads)
         * _per_head("scale_q", scale_q, num_qo_heads)
@@ -305,11 +310,11 @@ def _express(
         "q_len": qo_len,
         "kv_len": kv_len,
     }
-    given = variables, variant.logits_arrays, expression.values
+    arrays, values = variant.logits_arrays, expression.values
     if expression.mask is not None:
-        seen = seen & evaluate(expression.mask, *given)
+        seen = seen & evaluate(expression.mask, variables, arrays, values)
     if expression.transform is not None:
-        answer = evaluate(expression.transform, *given)
+        answer = evaluate(expression.transform, variables, arrays, values)
         logits = np.broadcast_to(answer, logits.shape).astype(np.float64)
     return logits, seen
 

@@ -22,7 +22,9 @@ _LN_2 = math.log(2.0)
 # Beyond that one kernel serves any number of rows.
 MANY_ROWS = 65
 _NAMES = Names(
-    *("q", "k_cache", "v_cache"),
+    q="q",
+    k="k_cache",
+    v="v_cache",
     block_tables="page_table",
     kv_lens="cache_seqlens",
     qo_lens="qo_lens",

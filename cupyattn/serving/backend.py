@@ -89,10 +89,11 @@ class AttentionBackend:
         """The memory of a batch; in_graph: what graphs keep."""
         if in_graph:
             return self._graph_store(batch.mode, bs)
-        key = batch.mode, _max_rows(batch), self._step(batch)
+        max_rows, step = _max_rows(batch), self._step(batch)
+        key = batch.mode, max_rows, step
         store = self._recent.get(key)
         if store is None or store.capacity < bs:
-            form = form_of(self.config, *key)
+            form = form_of(self.config, batch.mode, max_rows, step)
             store = self._stores.get(form)
             if store is None or store.capacity < bs:
                 store = self._make_store(form, bs)

@@ -169,8 +169,14 @@ class FlashAttentionBackend:
         seq_lens_sum is not read. Arrays may be longer than bs.
         """
         batch = self._replay_batch(
-            *(bs, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info),
-            *(seq_lens_cpu, out_cache_loc),
+            bs,
+            req_pool_indices,
+            seq_lens,
+            encoder_lens,
+            forward_mode,
+            spec_info,
+            seq_lens_cpu,
+            out_cache_loc,
         )
         self.core.init_forward_metadata_replay(bs, batch)
 
@@ -317,7 +323,10 @@ class FlashAttentionBackend:
             return self.core.forward_ragged(q, k, v, spec, return_lse=return_lse, lse_layout="th")
         chunk = fb.prefix_chunk_idx
         return self.core.forward_ragged(
-            *(q, k, v, spec),
+            q,
+            k,
+            v,
+            spec,
             cu_seqlens_k=fb.prefix_chunk_cu_seq_lens[chunk],
             max_seqlen_k=int(fb.prefix_chunk_max_seq_lens[chunk]),
             causal=False,
@@ -470,8 +479,13 @@ class FlashAttentionMultiStepBackend:
         """Write the first bs requests of a batch into the memory of their graph: one launch."""
         fb = forward_batch
         batch = self.attn_backends[0]._replay_batch(
-            *(bs, fb.req_pool_indices, fb.seq_lens, getattr(fb, "encoder_lens", None)),
-            *(ForwardMode.DRAFT_DECODE, fb.spec_info, getattr(fb, "seq_lens_cpu", None)),
-            getattr(fb, "out_cache_loc", None),
+            bs,
+            fb.req_pool_indices,
+            fb.seq_lens,
+            encoder_lens=getattr(fb, "encoder_lens", None),
+            forward_mode=ForwardMode.DRAFT_DECODE,
+            spec_info=fb.spec_info,
+            seq_lens_cpu=getattr(fb, "seq_lens_cpu", None),
+            out_cache_loc=getattr(fb, "out_cache_loc", None),
         )
         self.core.init_forward_metadata_replay(bs, batch)

@@ -88,24 +88,8 @@ class BackendConfig:
     tree_form: str = "mask"
 
     def __post_init__(self) -> None:
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "max_context_len"):
-            require_int(getattr(self, name), name)
-        for name in ("topk", "num_draft_steps", "num_draft_tokens"):
-            require_int(getattr(self, name), name, 0)
-        if self.v_head_dim is None:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
-        require_int(self.v_head_dim, "v_head_dim")
-        if self.num_q_heads % self.num_kv_heads:
-            raise ArgumentError(
-                f"num_q_heads: {self.num_q_heads} over {self.num_kv_heads} KV heads; wanted a "
-                "multiple"
-            )
-        if self.kv_dtype is None:
-            object.__setattr__(self, "kv_dtype", self.q_dtype)
-        for name in ("q_dtype", "kv_dtype"):
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, dtypes.parse(given, name).name)
+        self._require_sizes()
+        self._parse_dtypes()
         for name in ("use_mla", "deterministic", "is_hybrid", "has_encoder"):
             parse.flag(getattr(self, name), name)
         parse.choice(self.tree_form, TREE_FORMS, "tree_form")
@@ -126,6 +110,31 @@ class BackendConfig:
                 raise UnsupportedError(
                     f"{name}: got {getattr(self, name)}; at most {MAX_ROWS} are supported"
                 )
+        self._require_supported_layers()
+
+    def _require_sizes(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "max_context_len"):
+            require_int(getattr(self, name), name)
+        for name in ("topk", "num_draft_steps", "num_draft_tokens"):
+            require_int(getattr(self, name), name, 0)
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        require_int(self.v_head_dim, "v_head_dim")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ArgumentError(
+                f"num_q_heads: {self.num_q_heads} over {self.num_kv_heads} KV heads; wanted a "
+                "multiple"
+            )
+
+    def _parse_dtypes(self) -> None:
+        if self.kv_dtype is None:
+            object.__setattr__(self, "kv_dtype", self.q_dtype)
+        for name in ("q_dtype", "kv_dtype"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, dtypes.parse(given, name).name)
+
+    def _require_supported_layers(self) -> None:
         for name in ("attention_chunk_size", "sliding_window_size", "is_hybrid", "has_encoder"):
             if self.use_mla and getattr(self, name) not in (None, False):
                 raise UnsupportedError(

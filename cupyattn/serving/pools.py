@@ -247,15 +247,18 @@ def write_slots(
         dtype = array.view(buffers[0], "k_cache").dtype
         if not dtype.is_fp8 or array.view(k, "k").dtype.is_fp8:
             k_scale = v_scale = None
-    reshape_and_cache(k, v, *buffers, loc, k_scale=k_scale, v_scale=v_scale, slot_map=full_to_swa)
+    k_buffer, v_buffer = buffers
+    reshape_and_cache(
+        k, v, k_buffer, v_buffer, loc, k_scale=k_scale, v_scale=v_scale, slot_map=full_to_swa
+    )
 
 
 def move_slots(buffers: tuple[Any, Any], new: Any, old: Any, full_to_swa: Any = None) -> None:
     """Copy rows of a layer's buffers from slots to slots."""
     if full_to_swa is not None:
         old = full_to_swa[old]
-    k, v = (x[old] for x in buffers)
-    reshape_and_cache(k, v, *buffers, new, slot_map=full_to_swa)
+    k_buffer, v_buffer = buffers
+    reshape_and_cache(k_buffer[old], v_buffer[old], k_buffer, v_buffer, new, slot_map=full_to_swa)
 
 
 def _parse_dtype(dtype: Any) -> DType:

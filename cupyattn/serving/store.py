@@ -494,10 +494,16 @@ class Store:
         if form.num_chunks:
             local = self._local(bs, index, main, swa)
         made = ForwardMetadata(
-            form.mode, bs, main, swa, local, encoder,
-            len_offset=form.len_delta + own, step=form.first_step + index,
+            form.mode,
+            bs,
+            main,
+            swa,
+            local,
+            encoder,
+            len_offset=form.len_delta + own,
+            step=form.first_step + index,
             max_context_len=config.max_context_len,
-        )  # fmt: skip
+        )
         if form.branches is not None:
             self._add_drafts(made, bs, index)
         return made

@@ -117,12 +117,24 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
         """
         size = geometry.count(page_size, "page_size")
         is_debugging = self._is_debugging()
-        rows = read_rows(qo_indptr_p, "qo_indptr_p")
-        tables = kv_indptr_p, kv_indices_p, last_page_len_p
-        prompts = read_paged(rows, *tables, size, _PROMPTS, is_debugging)
-        rows = read_rows(qo_indptr_d, "qo_indptr_d")
-        tables = kv_indptr_d, kv_indices_d, last_page_len_d
-        decodes = read_paged(rows, *tables, size, _DECODES, is_debugging)
+        prompts = read_paged(
+            read_rows(qo_indptr_p, "qo_indptr_p"),
+            kv_indptr_p,
+            kv_indices_p,
+            last_page_len_p,
+            size,
+            _PROMPTS,
+            is_debugging,
+        )
+        decodes = read_paged(
+            read_rows(qo_indptr_d, "qo_indptr_d"),
+            kv_indptr_d,
+            kv_indices_d,
+            last_page_len_d,
+            size,
+            _DECODES,
+            is_debugging,
+        )
         both = concatenate(prompts, decodes)
         join_page_ids(both, prompts, decodes, self._workspace, self._current_stream())
         q_data_type = data_type if q_data_type is None else q_data_type
@@ -246,9 +258,15 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
             batch = _with_rows_in_order(step, form.prompts_first)
         elif mask is not NO_MASK:
             batch = with_mask(replace(batch))
-        arguments = step.heads_and_dims, step.page_size, step.data_types
         part._require_workspace((self._workspace.owner,))
-        options = part._options(*arguments, mask.form, causal=form.causal, **step.given)
+        options = part._options(
+            step.heads_and_dims,
+            step.page_size,
+            step.data_types,
+            mask.form,
+            causal=form.causal,
+            **step.given,
+        )
         part._install(options, batch, mask, (0, True))
         if mask is NO_MASK:
             self._ready[name] = form

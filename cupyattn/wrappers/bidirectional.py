@@ -36,7 +36,9 @@ class _Asked(NamedTuple):
     batch: Batch
     ranges: np.ndarray
     windows: _Windows
-    arguments: tuple[Any, Any, Any]
+    heads_and_dims: tuple[Any, Any, Any, Any]
+    page_size: int
+    data_types: tuple[Any, Any]
     split: tuple[int, bool]
     given: dict[str, Any]
     owner: object = None
@@ -167,22 +169,23 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
                     f"{name}: given, but the ranges say which keys rows see; pass {wanted!r}, and "
                     "windows as causal_window_left and range_window_left"
                 )
-        for name, told in (
-            ("head_dim_qk", head_dim_qk),
-            ("head_dim_vo", head_dim_vo),
-            ("q_data_type", q_data_type),
-            ("kv_data_type", kv_data_type),
-            ("o_data_type", o_data_type),
-        ):
-            own, read = self._own[name], dtypes.parse if "type" in name else geometry.count
-            if (told is not None or name == "head_dim_qk") and read(told, name) != own:
-                raise ArgumentError(
-                    f"{name}: got {told!r}, but the wrapper was made for {own}; make another one"
-                )
+        self._require_own(
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+        )
         page_size = geometry.count(page_size, "page_size")
-        tables = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-        rows = read_rows(qo_indptr)
-        batch = read_paged(rows, *tables, page_size, _NAMES, self._is_debugging())
+        batch = read_paged(
+            read_rows(qo_indptr),
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            page_size,
+            _NAMES,
+            self._is_debugging(),
+        )
         ranges = np.full((batch.num_rows, 2), -1)
         if bidirectional_ranges is not None:
             ranges = self._read(bidirectional_ranges, batch)
@@ -194,11 +197,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
                 _window(causal_window_left, "causal_window_left"),
                 _window(range_window_left, "range_window_left"),
             ),
-            (
-                (num_qo_heads, num_kv_heads, own["head_dim_qk"], own["head_dim_vo"]),
-                page_size,
-                (own["q_data_type"].name, own["kv_data_type"].name),
-            ),
+            (num_qo_heads, num_kv_heads, own["head_dim_qk"], own["head_dim_vo"]),
+            page_size,
+            (own["q_data_type"].name, own["kv_data_type"].name),
             geometry.split_size(fixed_split_size, disable_split_kv, page_size),
             {
                 "sm_scale": sm_scale,
@@ -210,6 +211,15 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self._asked = asked._replace(owner=self._turns.own)
 
     begin_forward = plan  # type: ignore[assignment]
+
+    def _require_own(self, **told: Any) -> None:
+        """ArgumentError for head dims and dtypes that are not those of the constructor."""
+        for name, value in told.items():
+            own, read = self._own[name], dtypes.parse if "type" in name else geometry.count
+            if (value is not None or name == "head_dim_qk") and read(value, name) != own:
+                raise ArgumentError(
+                    f"{name}: got {value!r}, but the wrapper was made for {own}; make another one"
+                )
 
     @run_returns_lse
     @exclusive
@@ -290,11 +300,17 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         return_lse: Literal[False] = False,
     ) -> Any:
         """run() in its older form."""
-        windows = causal_window_left, range_window_left
-        scales = q_scale, k_scale, v_scale
         geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
         return self.run(
-            q, paged_kv_cache, bidirectional_ranges, *windows, *scales, return_lse=return_lse
+            q,
+            paged_kv_cache,
+            bidirectional_ranges,
+            causal_window_left,
+            range_window_left,
+            q_scale,
+            k_scale,
+            v_scale,
+            return_lse=return_lse,
         )
 
     def _install_ranges(self, asked: _Asked, ranges: np.ndarray, windows: _Windows) -> None:
@@ -303,7 +319,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         if found.mask.intervals is None:
             batch = with_mask(replace(batch))
         options = self._options(
-            *asked.arguments,
+            asked.heads_and_dims,
+            asked.page_size,
+            asked.data_types,
             found.mask.form,
             window_left=found.window_left,
             # A captured graph keeps its windows, but not what its rows see.

@@ -153,8 +153,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
         page_size = geometry.count(page_size, "page_size")
         expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
-        tables = indptr, indices, last_page_len
-        batch = read_paged(q_len, *tables, page_size, _NAMES, self._is_debugging())
+        batch = read_paged(
+            q_len, indptr, indices, last_page_len, page_size, _NAMES, self._is_debugging()
+        )
         options = self._options(
             (num_qo_heads, num_kv_heads, head_dim, None),
             page_size,
@@ -254,9 +255,18 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 q_len_per_req = geometry.count(q_len_per_req, "q_len_per_req")
             if q_len_per_req not in (None, self._q_len):
                 with self._turns.planning:
-                    plan, rest = self._plan_for(q_len_per_req, q), (scales, return_lse, mask)
                     return run(
-                        *(self, q, paged_kv_cache, None, out, lse, sinks, *rest, plan),
+                        self,
+                        q,
+                        paged_kv_cache,
+                        None,
+                        out,
+                        lse,
+                        sinks,
+                        scales,
+                        return_lse,
+                        mask,
+                        self._plan_for(q_len_per_req, q),
                         logits_params,
                     )
         return run(

@@ -101,7 +101,9 @@ def read_scales(
     for name, value in zip(names, named, strict=True):
         if value is not None and given.get(name) is not None:
             raise TypeError(f"run() got multiple values for {name!r}")
-    scales = Scales(*(given.get(n) if x is None else x for n, x in zip(names, named, strict=True)))
+        if value is not None:
+            given[name] = value
+    scales = Scales(given.get("q_scale"), given.get("k_scale"), given.get("v_scale"))
     return scales, given.get("return_lse", return_lse)
 
 

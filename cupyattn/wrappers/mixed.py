@@ -79,9 +79,16 @@ class BatchAttention(BatchWrapper):
             raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
         page_size = geometry.count(page_size, "page_size")
         qo_indptr, kv_indptr, kv_len_arr = on_host(qo_indptr, kv_indptr, kv_len_arr)
-        arrays = kv_indptr, kv_indices, kv_len_arr
-        rows, is_debugging = read_rows(qo_indptr), self._is_debugging()
-        batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
+        batch = read_paged(
+            read_rows(qo_indptr),
+            kv_indptr,
+            kv_indices,
+            kv_len_arr,
+            page_size,
+            _NAMES,
+            self._is_debugging(),
+            has_lengths=True,
+        )
         options = self._options(
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             page_size,

@@ -190,10 +190,20 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             )
         table = _csr_of(metadata, page_size)
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
-        tables = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
-        rows, is_debugging = read_rows(tables[0]), self._is_debugging()
-        arrays = _first(tables[1], len(rows.lengths) + 1), table.kv_indices, tables[2]
-        batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
+        qo_indptr, kv_indptr, kv_len_arr = on_host(
+            table.qo_indptr, table.kv_indptr, table.kv_len_arr
+        )
+        rows = read_rows(qo_indptr)
+        batch = read_paged(
+            rows,
+            _first(kv_indptr, len(rows.lengths) + 1),
+            table.kv_indices,
+            kv_len_arr,
+            page_size,
+            _NAMES,
+            self._is_debugging(),
+            has_lengths=True,
+        )
         q_data_type = "bfloat16" if q_data_type is None else q_data_type
         options = self._options(
             (heads, 1, ckv + kpe, ckv),

@@ -186,14 +186,25 @@ class PODWithPagedKVCacheWrapper(Untraced):
             sm_scale_p,
             rope_scale_p,
             rope_theta_p,
-            *(None, None, None, None, -1),
+            None,
+            None,
+            None,
+            None,
+            -1,
         )
         extras = NO_EXTRAS
         if not (custom_mask_p is packed_custom_mask_p is None):
             mask = custom_mask_p if packed_custom_mask_p is None else None
             extras = Extras(mask, packed_custom_mask_p)
         out_p = run_single(
-            *(q_p, k_p, v_p, scalars, extras, None, lse_p, False),
+            q_p,
+            k_p,
+            v_p,
+            scalars,
+            extras,
+            out=None,
+            lse=lse_p,
+            return_lse=False,
             is_decode=False,
             workspace=self._decodes._workspace,
         )

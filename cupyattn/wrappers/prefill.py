@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..batch.mask import read_intervals, read_mask
+from ..array.views import ArrayView
+from ..batch.mask import Mask, read_intervals, read_mask
 from ..batch.plan_again import repeated
 from ..batch.requests import (
     Batch,
@@ -20,6 +21,7 @@ from ..batch.requests import (
 )
 from ..batch.run import NO_SCALES, Scales, run
 from ..batch.wrapper import BatchWrapper, planning
+from ..core.logits import LogitsExpression
 from ..errors import UnsupportedError
 from ..inputs import geometry
 from ..inputs.logits import read as read_logits
@@ -66,15 +68,15 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         heads_and_dims: tuple[Any, Any, Any, Any],
         page_size: int,
         data_types: tuple[Any, Any],
-        masks: tuple[Any, Any],
-        items: tuple[Any, Any, Any, Any],
-        split: tuple[Any, Any],
-        logits: tuple[Any, Any, Any],
+        *,
+        logits: tuple[LogitsExpression | None, tuple[ArrayView, ...]],
+        mask: Mask,
+        fixed_split_size: int | None,
+        disable_split_kv: bool,
         **given: Any,
     ) -> None:
-        """Install a batch; the tuples hold arguments of plan() in its order."""
-        expression, arrays = read_logits(*logits)
-        mask = read_mask(*masks, read_intervals(batch, *items))
+        """Install a batch; `given` are arguments of plan()."""
+        expression, arrays = logits
         if self._takes_sinks:
             given["sm_scale"] = 1.0
         if mask.view is not None:
@@ -82,7 +84,8 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         options = self._options(
             heads_and_dims, page_size, data_types, mask.form, logits=expression, **given
         )
-        self._install(options, batch, mask, geometry.split_size(*split, page_size or 1), arrays)
+        split = geometry.split_size(fixed_split_size, disable_split_kv, page_size or 1)
+        self._install(options, batch, mask, split, arrays)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
@@ -233,19 +236,28 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         if self._in_elements:
             require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
             require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+        logits = read_logits(logits_transform, mask_fn, logits_params)
+        intervals = read_intervals(
+            batch,
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            max_item_len_ptr,
+        )
+        mask = read_mask(custom_mask, packed_custom_mask, intervals)
         self._plan(
             batch,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             page_size,
             (q_data_type, kv_data_type),
-            (custom_mask, packed_custom_mask),
-            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            (fixed_split_size, disable_split_kv),
+            logits=logits,
+            mask=mask,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
-            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
@@ -314,7 +326,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
         if lse_base is _LOG2 and lse_layout is _NH:
             return run(
-                *(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse),
+                self,
+                q,
+                paged_kv_cache,
+                None,
+                out,
+                lse,
+                sinks,
+                scales,
+                return_lse,
                 logits_params=logits_params,
             )
         _refuse_form(logits_params)
@@ -468,19 +488,28 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         if self._in_elements:
             require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
             require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+        logits = read_logits(logits_transform, mask_fn, logits_params)
+        intervals = read_intervals(
+            batch,
+            prefix_len_ptr,
+            token_pos_in_items_ptr,
+            token_pos_in_items_len,
+            max_item_len_ptr,
+        )
+        mask = read_mask(custom_mask, packed_custom_mask, intervals)
         self._plan(
             batch,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             0,
             (q_data_type, kv_data_type),
-            (custom_mask, packed_custom_mask),
-            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            (fixed_split_size, disable_split_kv),
+            logits=logits,
+            mask=mask,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
-            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
@@ -540,7 +569,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             geometry.refuse("not supported", o_scale=o_scale)
         if lse_base is _LOG2 and lse_layout is _NH:
             return run(
-                *(self, q, k, v, out, lse, sinks, scales, return_lse), logits_params=logits_params
+                self, q, k, v, out, lse, sinks, scales, return_lse, logits_params=logits_params
             )
         _refuse_form(logits_params)
         form = lse_base, lse_layout

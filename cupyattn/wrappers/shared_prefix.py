@@ -48,8 +48,9 @@ class _SharedPrefixWrapper(Untraced):
         """Make a wrapper; the class says what the arguments are."""
         workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
         self._unique: Any = self._class(workspace, kv_layout)
-        # Tables of a plan that waits for a cache to tell the page size, and the thread's sign.
-        self._waiting: tuple[tuple[Any, ...], object] | None = None
+        # Tables and sizes of a plan that waits for a cache to tell the page size, and the thread's
+        # sign.
+        self._waiting: tuple[list[Any], list[int], object] | None = None
         # Options of the last run: the next one is expected to have them too.
         self._options: dict[str, Any] = {}
 
@@ -69,12 +70,24 @@ class _SharedPrefixWrapper(Untraced):
 
     def _plan_what_waits(self, page_size: int, options: dict[str, Any]) -> None:
         assert self._waiting is not None
-        tables, owner = self._waiting
+        tables, sizes, owner = self._waiting
         turns = self._unique._turns
         turns.check(owner)
         # The plan stays that of the thread that brought the tables.
         own = turns.own
-        self._unique.plan(*tables, page_size, **options)
+        qo_indptr, kv_indptr, kv_indices, last_page_len = tables
+        num_qo_heads, num_kv_heads, head_dim = sizes
+        self._unique.plan(
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            **options,
+        )
         self._unique._current.owner, turns.own = owner, own
         self._waiting = None
 
@@ -162,8 +175,16 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         """
         expected = dtypes.parse(data_type, "data_type").name
         options = self._options or {"q_data_type": expected, "kv_data_type": expected}
-        tables = unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
-        self._unique.plan(*tables, num_qo_heads, num_kv_heads, head_dim, page_size, **options)
+        self._unique.plan(
+            unique_kv_indptr,
+            unique_kv_indices,
+            unique_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            **options,
+        )
 
     plan = begin_forward
 
@@ -231,13 +252,22 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
         Raises as that plan(), or run() does; the last plan then stays in force.
         """
-        tables = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
-        sizes = num_qo_heads, num_kv_heads, head_dim
         with self._unique._turns.planning:
             if page_size is None:
-                self._wait(tables, sizes)
+                tables = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
+                self._wait(tables, (num_qo_heads, num_kv_heads, head_dim))
             else:
-                self._unique.plan(*tables, *sizes, page_size, **self._options)
+                self._unique.plan(
+                    qo_indptr,
+                    paged_kv_indptr,
+                    paged_kv_indices,
+                    paged_kv_last_page_len,
+                    num_qo_heads,
+                    num_kv_heads,
+                    head_dim,
+                    page_size,
+                    **self._options,
+                )
                 self._waiting = None
 
     def _wait(self, tables: list[Any], sizes: tuple[Any, ...]) -> None:
@@ -249,7 +279,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
                 tables[index] = host_integers(tables[index], name)
         named = zip(sizes, ("num_qo_heads", "num_kv_heads", "head_dim"), strict=True)
         counts = [batch_geometry.count(n, name) for n, name in named]
-        self._waiting = (*tables, *counts), self._unique._turns.begin()
+        self._waiting = tables, counts, self._unique._turns.begin()
 
     plan = begin_forward
 
@@ -305,14 +335,14 @@ class _Padded:
         self._key: tuple[Any, ...] = ()
         self._lock = threading.Lock()
 
-    def run(self, q: Any, keys: tuple[Any, Any], count: int, sizes: Any, **options: Any) -> Any:
-        """(out, lse) of `count` requests. sizes, options: those of plan()."""
-        key = count, *sizes, *options.values()
+    def run(self, q: Any, keys: tuple[Any, Any], count: int, page_size: int, **options: Any) -> Any:
+        """(out, lse) of `count` requests. page_size, options: those of plan()."""
+        key = count, page_size, *options.values()
         with self._lock:
             if key != self._key:
                 pages = np.arange(count + 1, dtype=np.int32)
-                lengths = np.full(count, sizes[-1], np.int64)
-                self._wrapper.plan(pages, pages[:-1], lengths, *sizes, **options)
+                lengths = np.full(count, page_size, np.int64)
+                self._wrapper.plan(pages, pages[:-1], lengths, page_size=page_size, **options)
                 self._key = key
             answer = self._wrapper.run(q, keys, return_lse=True)
             self._wrapper.end_forward()
@@ -381,7 +411,10 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         q,
         (k_unique, v_unique),
         dims["B"],
-        [dims[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim", "unique_len")],
+        num_qo_heads=dims["num_qo_heads"],
+        num_kv_heads=dims["num_kv_heads"],
+        head_dim=dims["head_dim"],
+        page_size=dims["unique_len"],
         sm_scale=scale,
         q_data_type=like.dtype.name,
         kv_data_type=views["k_unique"].dtype.name,

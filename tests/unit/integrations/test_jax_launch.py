@@ -315,7 +315,6 @@ def test_memory_of_a_graph_is_kept_until_it_is_gone(monkeypatch: pytest.MonkeyPa
     driver = SimpleNamespace(
         exchange_mode=lambda mode: 0,
         capture_info=capture_info,
-        unasked=(None, None),
         create=create,
         retain=lambda *given: 0,
         init=c.sem_init,
