@@ -1,4 +1,4 @@
-"""The rules about files: who may import whom, what importing costs, how long a file may be."""
+"""The rules about files: who may import whom, and what importing costs."""
 
 from __future__ import annotations
 
