@@ -1,7 +1,7 @@
 """User-written logits as CUDA: the member functions of a kernel's `Config::LogitsExpression`.
 
 The text is written from checked nodes alone. All that it names are literals and members of `at`
-(kernels/cupyattn/attention/logits_expression.cuh), which says what each means.
+(kernels/cupyattn/shared/logits_expression.cuh), which says what each means.
 """
 
 from __future__ import annotations

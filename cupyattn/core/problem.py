@@ -14,7 +14,7 @@ from .logits import LogitsExpression
 
 KV_LAYOUTS = ("NHD", "HND")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-# Forms of a custom mask, in the order of kernels/cupyattn/attention/mask.cuh.
+# Forms of a custom mask, in the order of kernels/cupyattn/shared/mask.cuh.
 MASK_FORMS = ("whole", "rows", "runs", "expression")
 MAX_HEAD_DIM = 256
 # Head dims of q and k, and of v, beyond that; and latent and rope columns of latent attention.
@@ -23,7 +23,7 @@ WIDE_HEAD_DIMS = tuple(
     (qk, vo) for vo in (512, 256) for qk in range(64, 577, 64) if max(qk, vo) > MAX_HEAD_DIM
 )
 # Scales of latent keys of fp8: one for all, one for each token, or four in rows of 656 bytes, whose
-# rope columns are bfloat16 (reference/latent_rows.py); as in attention/wide_sm90_traits.cuh.
+# rope columns are bfloat16 (reference/latent_rows.py); as in sm90/wide/traits.cuh.
 KEY_SCALES = ("", "tokens", "rows")
 LATENT_HEAD_DIMS = (512, 64), (512, 0), (256, 64), (256, 0)
 # Lengths are 32-bit in the kernels, which read indices up to a tile beyond the end.

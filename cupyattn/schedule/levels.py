@@ -2,7 +2,7 @@
 
 Every level deals the rows into requests of its own, and all of them are one batch, whose tiles
 leave states. These tables tell the launch that merges them where the states of a row are
-(kernels/cupyattn/attention/levels.cuh).
+(kernels/cupyattn/merge/levels.cuh).
 """
 
 from __future__ import annotations

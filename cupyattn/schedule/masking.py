@@ -1,7 +1,7 @@
 """Which keys query rows may see, as far as a plan cares, and which of them a split has.
 
 The kernels derive their tile and key range from the block index with the arithmetic of
-`Masking.key_span` and `tile_span` (kernels/cupyattn/attention/mask.cuh). A change to either needs
+`Masking.key_span` and `tile_span` (kernels/cupyattn/shared/mask.cuh). A change to either needs
 the other: the emulator and the GPU tests find out by results, no test compares the two arithmetics
 alone.
 """
@@ -30,7 +30,7 @@ class Masking:
     ) -> tuple[int, int]:
         """Keys [begin, end) that any of the query tokens first..last may see, custom mask aside.
 
-        KeyRange of kernels/cupyattn/attention/mask.cuh is the same arithmetic.
+        KeyRange of kernels/cupyattn/shared/mask.cuh is the same arithmetic.
         """
         offset, begin, end = kv_len - qo_len, 0, kv_len
         if self.window_right >= 0:

@@ -1,6 +1,6 @@
 // Decode attention, portable tier (sm_80 and later).
-#include "cupyattn/attention/decode_sm80.cuh"
-#include "cupyattn/common/pdl.cuh"
+#include "cupyattn/shared/pdl.cuh"
+#include "cupyattn/sm80/decode.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

@@ -1,5 +1,5 @@
 // Merges the states that the levels of a cascade leave for each row of q. A warp merges one row.
-#include "cupyattn/attention/levels.cuh"
+#include "cupyattn/merge/levels.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 
 #ifndef CUPYATTN_CONFIG

@@ -1,8 +1,8 @@
 // Merges the partial states of tiles whose keys another kernel has split. A warp merges one packed
 // row, or 128 columns of a wide one, so that it has states of many splits under way. Where there are
 // few rows (`kSharesRows`), the warps of a block share one.
-#include "cupyattn/attention/state.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
+#include "cupyattn/shared/state.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

@@ -1,5 +1,5 @@
 // Merges the attention states of each row: pairs, [n, m] states, or as many as an indptr says.
-#include "cupyattn/attention/merge_states.cuh"
+#include "cupyattn/merge/merge_states.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {

@@ -1,9 +1,9 @@
 // Prefill and decode in one launch, portable tier (sm_80 and later). Each block runs the kernel
 // that suits the rows of its request. Prefill keeps the matrix units busy and decode the memory, so
 // an SM that holds a block of each waits little.
-#include "cupyattn/attention/decode_sm80.cuh"
-#include "cupyattn/attention/prefill_sm80.cuh"
-#include "cupyattn/common/pdl.cuh"
+#include "cupyattn/shared/pdl.cuh"
+#include "cupyattn/sm80/decode.cuh"
+#include "cupyattn/sm80/prefill.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

@@ -1,6 +1,6 @@
 // Copies packed rows of LSE (base 2) to the padded rows of each request (natural log). Rows that a
 // request lacks become -inf.
-#include "cupyattn/schedule/planned_request.cuh"
+#include "cupyattn/plan/planned_request.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {

@@ -1,6 +1,6 @@
 // Plans a batch whose lengths are in device memory. One block writes the work list.
+#include "cupyattn/plan/plan_batch.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
-#include "cupyattn/schedule/plan_batch.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {

@@ -1,6 +1,6 @@
 // Prefill and append attention, portable tier (sm_80 and later).
-#include "cupyattn/attention/prefill_sm80.cuh"
-#include "cupyattn/common/pdl.cuh"
+#include "cupyattn/shared/pdl.cuh"
+#include "cupyattn/sm80/prefill.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

@@ -1,7 +1,7 @@
 // Prefill and append attention for Hopper (sm_90a).
-#include "cupyattn/attention/lean_sm90.cuh"
-#include "cupyattn/attention/prefill_sm90.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
+#include "cupyattn/sm90/lean.cuh"
+#include "cupyattn/sm90/prefill.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

@@ -1,5 +1,5 @@
 // Brings the tables of a plan to the host, checked, and plans a decode by them.
-#include "cupyattn/schedule/read_tables.cuh"
+#include "cupyattn/plan/read_tables.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {

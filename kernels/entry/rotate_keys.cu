@@ -1,8 +1,8 @@
 // Rotates all keys (RoPE) into scratch. Many query tiles would each rotate the same keys again, so
 // one pass ahead is far cheaper.
-#include "cupyattn/attention/rope.cuh"
 #include "cupyattn/params/rotate_keys.cuh"
 #include "cupyattn/ptx/warp.cuh"
+#include "cupyattn/shared/rope.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {

@@ -1,5 +1,5 @@
 // Finds the key tiles of each item of prefill_sm90 in which a custom mask leaves a key (sm_90a).
-#include "cupyattn/attention/mask_map.cuh"
+#include "cupyattn/sm90/scan_mask.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {

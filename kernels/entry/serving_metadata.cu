@@ -1,5 +1,5 @@
 // Writes the metadata of a serving step: lengths, offsets, page tables, masks of draft tokens.
-#include "cupyattn/schedule/serving_metadata.cuh"
+#include "cupyattn/plan/serving_metadata.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {

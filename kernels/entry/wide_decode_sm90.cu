@@ -1,5 +1,5 @@
 // Multi-head latent attention of 16 or 32 packed rows, for Hopper (sm_90a).
-#include "cupyattn/attention/wide_decode_sm90.cuh"
+#include "cupyattn/sm90/wide_decode.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

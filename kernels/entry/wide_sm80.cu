@@ -1,6 +1,6 @@
 // Attention with head dims beyond 256, and latent attention, portable tier (sm_80 and later).
-#include "cupyattn/attention/wide_sm80.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
+#include "cupyattn/sm80/wide.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

@@ -1,5 +1,5 @@
 // Multi-head latent attention, and heads of 512 columns, for Hopper (sm_90a).
-#include "cupyattn/attention/wide_sm90.cuh"
+#include "cupyattn/sm90/wide.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"

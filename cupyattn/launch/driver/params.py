@@ -17,7 +17,7 @@ from ...core.spec import AttentionSpec
 
 MAX_ROPE_PAIRS = 128
 LOG2_E = math.log2(math.e)
-# kSlack of kernels/cupyattn/attention/softmax.cuh.
+# kSlack of kernels/cupyattn/shared/softmax.cuh.
 SLACK = 8.0
 
 # kernels/cupyattn/params/attention.cuh, field by field, in the parts that change together: what is

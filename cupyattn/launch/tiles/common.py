@@ -8,7 +8,7 @@ from ...core.dtypes import bfloat16
 from ...core.problem import MASK_FORMS, AttentionProblem
 from .config import Field, round_up
 
-# kernels/cupyattn/attention: RowInfo, LogitConstants, NonFiniteKeys.
+# kernels/cupyattn/shared: RowInfo, LogitConstants, NonFiniteKeys.
 ROW_BYTES = 20
 LOGIT_BYTES = 32
 NONFINITE_BYTES = 8
@@ -53,7 +53,7 @@ def problem_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
 
 def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, jit.Constant]:
     """Constants of every portable kernel."""
-    # Rows of bf16 that meet fp8 keys are scaled one by one (attention/fp8_query.cuh).
+    # Rows of bf16 that meet fp8 keys are scaled one by one (sm80/fp8_query.cuh).
     scales_rows = problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16
     return problem_constants(problem) | {
         "kRowScales": problem.prescale_logits or scales_rows,

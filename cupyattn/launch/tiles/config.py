@@ -83,7 +83,7 @@ class TileConfig:
     def used_rows(self, group_size: int, num_kv_heads: int) -> int:
         """The rows of a tile that have work. Those of prefill_sm90 are whole tokens, which boxes
         copy, unless too many would be left over. Boxes copy any rows of one KV head, because they
-        lie one after another (kernels/cupyattn/attention/work.cuh)."""
+        lie one after another (kernels/cupyattn/shared/work.cuh)."""
         rows = self.tile_q // group_size * group_size
         is_whole = self.tile_q - rows <= self.tile_q // _MOST_LEFT_OVER
         return rows if self.is_sm90 and num_kv_heads > 1 and is_whole else self.tile_q

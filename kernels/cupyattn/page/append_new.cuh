@@ -5,7 +5,7 @@
 
 #include "cupyattn/page/append.cuh"
 #include "cupyattn/params/append_new_kv.cuh"
-#include "cupyattn/schedule/planned_request.cuh"
+#include "cupyattn/plan/planned_request.cuh"
 
 namespace cupyattn {
 

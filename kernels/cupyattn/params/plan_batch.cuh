@@ -37,7 +37,7 @@ struct PlanBatchParams {
   int32_t group_size, num_kv_heads;
   int32_t tile_q, tile_q_shift;
   int32_t tile_kv, tile_kv_shift;
-  uint32_t tile_q_magic, tile_kv_magic, group_magic;  // for divisions, see attention/work.cuh
+  uint32_t tile_q_magic, tile_kv_magic, group_magic;  // for divisions, see shared/work.cuh
   int32_t group_shift;
   int32_t window_left, window_right;  // as in AttentionParams
   int32_t items_per_wave;             // items that run at a time

@@ -122,7 +122,7 @@ def test_equal_expressions_are_one_kernel():
 
 
 class At:
-    """kernels/cupyattn/attention/logits_expression.cuh for one logit, in float64."""
+    """kernels/cupyattn/shared/logits_expression.cuh for one logit, in float64."""
 
     s, rel = np.array([0.5, -2.0, 3.0]), np.arange(12.0).reshape(3, 4) - 5
 

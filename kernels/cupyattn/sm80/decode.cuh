@@ -1,0 +1,477 @@
+// Decode attention on mma.sync: 16 or 32 packed query rows of one KV head against many keys. Each
+// warp takes its share of the block's keys and has its own ring of stages, so only a warp barrier
+// stands between a load and its use. The warps' states merge at the end. Where few requests leave
+// most SMs idle, the blocks of a cluster share the keys of one block and merge likewise.
+#pragma once
+
+#include "cupyattn/ptx/cluster.cuh"
+#include "cupyattn/sm80/traits.cuh"
+
+namespace cupyattn {
+
+template <typename Config>
+struct DecodeSm80 {
+  static constexpr int kWarps = Config::kWarps, kTileQ = 16 * Config::kMmaQ;
+  static constexpr int kKeys = Config::kKeysPerWarp, kTileKV = kWarps * kKeys;
+  static constexpr int kStages = Config::kStages;
+  using Traits = TraitsSm80<Config, kTileQ, kKeys, kWarpSize>;
+  using DTypeKV = typename Traits::DTypeKV;
+  using DTypeO = typename Traits::DTypeO;
+  using QTile = typename Traits::QTile;
+  using KSourceTile = typename Traits::KSourceTile;
+  using KTile = typename Traits::KTile;
+  using VTile = typename Traits::VTile;
+  using LogitsVariant = typename Traits::LogitsVariant;
+  static constexpr int kHeadDimVO = Config::kHeadDimVO, kMmaQ = Config::kMmaQ;
+  static constexpr int kVectors = kHeadDimVO / 4;  // of a row of O
+  static constexpr int kThreads = Traits::kThreads;
+  static constexpr bool kPaged = Config::kPaged, kOwnValuePages = Config::kOwnValuePages;
+
+  struct Stage {
+    alignas(KSourceTile::kAlign) unsigned char k[KSourceTile::kBytes];
+    alignas(VTile::kAlign) unsigned char v[VTile::kBytes];
+  };
+  struct WarpStates {
+    // Rows are padded so that neighbouring rows start in different banks.
+    float o[kWarps][kTileQ][kHeadDimVO + 8];
+    float row_max[kWarps][kTileQ];
+    float row_sum[kWarps][kTileQ];
+  };
+  struct SharedMemory {
+    alignas(16) RowInfo rows[kTileQ];
+    LogitConstants logits;
+    int64_t q_offset[kTileQ];
+    NonFiniteKeys nonfinite_keys[kWarps];
+    conditional<kPaged, RowOffsets<kKeys, kOwnValuePages>[kWarps], int64_t> pages;
+    union {
+      alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
+      float2 block_states[kTileQ];  // maximum and sum of each row, for the blocks of the cluster
+    };
+    alignas(KTile::kAlign) unsigned char k_wide[Traits::kWidenKeys ? kWarps * KTile::kBytes : 16];
+    union {
+      Stage ring[kWarps][kStages];
+      WarpStates states;
+    };
+    typename Traits::Rope rope;
+    uint32_t flag;
+  };
+
+  static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
+                "the host's shared-memory arithmetic (launch/tiles/select.py) must agree");
+  static_assert(kStages >= 2, "one stage is loaded while another is used");
+  static_assert(!kPaged || kKeys <= kWarpSize, "a lane looks up one key's page");
+  static_assert(kKeys % 16 == 0 && kKeys <= 64, "a warp takes 16, 32, 48 or 64 keys at a time");
+
+  const AttentionParams& params;
+  SharedMemory& shared;
+  const int thread, warp, lane;
+  const Request request;
+  const TileWork work;
+
+  __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared)
+      : DecodeSm80(params, shared, BlockWork::of(params, kTileQ, ptx::cluster_index())) {}
+
+  __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared,
+                                        const BlockWork& block)
+      : params(params),
+        shared(shared),
+        thread(threadIdx.x),
+        warp(threadIdx.x / kWarpSize),
+        lane(threadIdx.x % kWarpSize),
+        request(block.request),
+        work(block.tile) {}
+
+  // Describes the rows, then starts the copy of Q.
+  __device__ __forceinline__ void load_q() {
+    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, request, work, thread,
+                             kThreads);
+    if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
+    if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
+    if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
+    ptx::block_sync();
+    copy_query_rows<QTile, Config::kHeadDimQK, Config::kAligned, kThreads>(
+        ptx::shared_address(shared.q), params, shared.q_offset, work.num_rows, thread);
+  }
+
+  // Widens and rotates this warp's keys where the options ask for it; returns where they are.
+  __device__ __forceinline__ uint32_t prepare_k(Stage& stage, int first_key) {
+    unsigned char* keys = stage.k;
+    if constexpr (Traits::kWidenKeys) {
+      keys = shared.k_wide + warp * KTile::kBytes;
+      convert_tile<KSourceTile, KTile, kWarpSize>(stage.k, keys, lane);
+      ptx::warp_sync();
+    }
+    if constexpr (Config::kRotateKeys) {
+      rotate_tile<KTile, Config::kHeadDimQK, kWarpSize>(keys, shared.rope, lane,
+                                                        [&](int row) { return first_key + row; });
+      ptx::warp_sync();
+    }
+    return ptx::shared_address(keys);
+  }
+
+  // Starts the copies of all stages but one; Q arrives with the first. Returns this lane's page of
+  // the next tile.
+  template <typename FindPage, typename LoadStage>
+  __device__ __forceinline__ int fill_pipeline(const TileSpan& tiles, const FindPage& find_page,
+                                               const LoadStage& load_stage) {
+    int pages[kPaged ? kStages : 1] = {};
+    if constexpr (kPaged) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
+    }
+    if constexpr (kPaged) load_q();
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      const int load_tile = tiles.begin + stage;
+      if (load_tile < tiles.end) {
+        load_stage(stage, load_tile, pages[kPaged ? stage : 0]);
+        // The next tile's offsets overwrite these.
+        if constexpr (kPaged) ptx::warp_sync();
+      }
+      // Q is looked up while pages are, or while the first keys arrive.
+      if (!kPaged && stage == 0) load_q();
+      ptx::cp_async_commit();
+    }
+    return pages[kPaged ? kStages - 1 : 0];
+  }
+
+  using QRegisters = uint32_t[Config::kQInRegisters ? Traits::kStepsQK : 1][kMmaQ][4];
+
+  __device__ __forceinline__ static void load_q_registers(QRegisters& q, uint32_t q_lane) {
+#pragma unroll
+    for (int step = 0; step < Traits::kStepsQK; ++step) {
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) load_q_fragment<QTile>(q[step][m], q_lane, 16 * m, step);
+    }
+  }
+
+  // Turns products into logits and hides what the range and the mask exclude. `hides_keys` says
+  // whether this may have hidden any key of the tile.
+  template <typename Logits>
+  __device__ __forceinline__ auto transform_and_mask(Logits& s, OnlineSoftmax<kMmaQ>& softmax,
+                                                     const KeyRange& range, int first_key,
+                                                     bool& hides_keys) {
+    using Mask = typename Traits::Mask;
+    bool is_partial = Config::kCustomMask;
+    if constexpr (is_same<Mask, RowMask>) {
+      // mutate: first-masked-tile-unmasked
+      is_partial = first_key + kKeys > Mask::first_key(request);
+    }
+    const bool is_masked = is_partial || range.cuts(first_key, kKeys);
+    const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
+                                           request, first_key, lane, is_masked);
+    hides_keys = is_masked;
+    if (is_masked) {
+      const bool hides = apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial,
+                                                          shared.rows, first_key, lane);
+      // No map says which tiles an expression leaves whole, and values are swept for the others.
+      if constexpr (Mask::kIsExpression) hides_keys = ptx::warp_any(hides);
+    }
+    return form;
+  }
+
+  // Values that are not finite leave the stage, and are added to the rows that see them one by one.
+  template <typename Logits, typename Form>
+  __device__ __forceinline__ void clean_hidden_values(
+      Stage& stage, typename Traits::Accumulators& o, const Logits& s,
+      const OnlineSoftmax<kMmaQ>& softmax, const Form& form, float scale, int first_key) {
+    zero_nonfinite_values<VTile, kWarpSize>(stage.v, shared.nonfinite_keys[warp], lane);
+    ptx::warp_sync();
+    const DTypeKV* const values = values_of<DTypeKV>(params, work.kv_head);
+    for (int key = 0; key < kKeys; ++key) {
+      if ((shared.nonfinite_keys[warp].word[key / 32] >> (key % 32)) & 1) {
+        add_nonfinite_key<kHeadDimVO>(
+            o, s, softmax, form, scale, key,
+            values + value_row<kPaged, kOwnValuePages>(params, request, first_key + key), lane);
+      }
+    }
+    ptx::warp_sync();
+    if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
+  }
+
+  __device__ __forceinline__ void run() {
+    if (work.num_rows <= 0) return;
+    // By the time that the block has its state, its counter is in L2.
+    if (merges() && thread == 0) ptx::prefetch_l2(counter());
+    const KeyRange range = KeyRange::of(params, BlockWork{request, work});
+    const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, share_of_block());
+    Stage* ring = shared.ring[warp];
+    const int warp_origin = tiles.origin + warp * kKeys;
+    const int64_t first_row =
+        static_cast<int64_t>(request.kv_start) + warp_origin + tiles.begin * kTileKV;
+    typename Traits::KCopier k_copier(keys_of<DTypeKV>(params, work.kv_head), params.k_stride_n,
+                                      first_row, ptx::shared_address(ring[0].k), lane);
+    typename Traits::VCopier v_copier(values_of<DTypeKV>(params, work.kv_head), params.v_stride_n,
+                                      first_row, ptx::shared_address(ring[0].v), lane);
+    // Paged keys: each lane looks up the page of one key of the tile that is loaded next.
+    const auto find_page = [&](int tile) {
+      const int key = warp_origin + tile * kTileKV + lane;
+      return lane < kKeys && key < range.end
+                 ? params.kv_indices[request.kv_start + PageSlot::of(params, key).page]
+                 : 0;
+    };
+    // Loads this warp's keys of a tile; the other warps' keys lie before those of the next tile.
+    const auto load_stage = [&](int stage, int tile, [[maybe_unused]] int page) {
+      const int first_key = warp_origin + tile * kTileKV;
+      const int64_t *k_rows = nullptr, *v_rows = nullptr;
+      if constexpr (kPaged) {
+        RowOffsets<kKeys, kOwnValuePages>& rows = shared.pages[warp];
+        if (lane < kKeys) {
+          rows.set(params, request, lane, first_key + lane, range.end, page);
+        }
+        ptx::warp_sync();  // mutate: page-offsets-read-early
+        k_rows = rows.k;
+        v_rows = rows.v;
+      }
+      k_copier.copy(first_key, range.end, stage * sizeof(Stage), k_rows);
+      k_copier.skip(kTileKV - kKeys);
+      v_copier.copy(first_key, range.end, stage * sizeof(Stage), v_rows);
+      v_copier.skip(kTileKV - kKeys);
+    };
+
+    int next_page = fill_pipeline(tiles, find_page, load_stage);
+    ptx::cp_async_wait_group<kStages - 2>();
+    ptx::block_sync();
+    Traits::prepare_q(shared, work.num_rows, thread, warp, lane);
+    const uint32_t q_lane = lane_address<QTile>(ptx::shared_address(shared.q), lane);
+    QRegisters q_registers;
+    if constexpr (Config::kQInRegisters) load_q_registers(q_registers, q_lane);
+    const auto q = [&](uint32_t (&a)[4], int m, int step) {
+      if constexpr (Config::kQInRegisters) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = q_registers[step][m][i];
+      } else {
+        load_q_fragment<QTile>(a, q_lane, 16 * m, step);
+      }
+    };
+
+    typename Traits::Accumulators o = {};
+    OnlineSoftmax<kMmaQ> softmax;
+    const float scale = LogitsVariant::softmax_scale(params);
+    int stage = 0;
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      const int first_key = warp_origin + tile * kTileKV;
+      const int load_tile = tile + kStages - 1;
+      // Wait for this stage, and for all lanes to be done with the stage before it.
+      ptx::cp_async_wait_group<kStages - 2>();  // mutate: stage-awaited-too-late
+      ptx::warp_sync();                         // mutate: lanes-not-awaited
+      const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
+      if (load_tile < tiles.end) load_stage(free_stage, load_tile, next_page);
+      ptx::cp_async_commit();  // mutate: stage-not-committed
+      if constexpr (kPaged) next_page = find_page(load_tile + 1);
+
+      // S = Q K^T, as logits.
+      const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
+      float s[kMmaQ][kKeys / 8][4];
+      multiply_qk<typename Traits::DTypeS, KTile, Traits::kStepsQK, kMmaQ, kKeys>(s, q, k);
+      bool hides_keys = false;
+      const auto form = transform_and_mask(s, softmax, range, first_key, hides_keys);
+      // Memory limits decode, so every maximum can be taken; its probability is 1, unrounded.
+      // mutate: decode-maximum-is-lazy
+      if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
+      if (hides_keys && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
+        clean_hidden_values(ring[stage], o, s, softmax, form, scale, first_key);
+      }
+      // O += P V.
+      const uint32_t v = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
+#pragma unroll
+      for (int step = 0; step < kKeys / 16; ++step) {
+        using DTypeP = typename Traits::DTypeP;
+        uint32_t p[kMmaQ][4];
+        softmax.template exponentiate<DTypeP>(p, s, step, form, scale);
+        multiply_pv<DTypeP, VTile, Traits::kColumnGroups, kMmaQ>(o, p, v, 16 * step);
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    finish(softmax, o);
+  }
+
+  // Whether the last block of the tile merges its states, and no later launch does.
+  __device__ __forceinline__ bool merges() const {
+    return work.num_splits > 1 && work.split_tile >= 0 && params.counters != nullptr;
+  }
+
+  // The work of this block: a cluster's is divided like a tile's, into one split for each block.
+  __device__ __forceinline__ TileWork share_of_block() const {
+    TileWork share = work;
+    share.split = work.split * ptx::cluster_size() + ptx::cluster_rank();
+    share.num_splits = work.num_splits * ptx::cluster_size();
+    return share;
+  }
+
+  // Merges the warps' states, then writes the result, or this split's part of it.
+  __device__ __forceinline__ void finish(const OnlineSoftmax<kMmaQ>& softmax,
+                                         const typename Traits::Accumulators& o) {
+    // The states overwrite the ring once every warp has left its loop.
+    ptx::cp_async_wait_group<0>();
+    ptx::block_sync();  // mutate: states-overwrite-ring
+    WarpStates& states = shared.states;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 16 * m + 8 * h + (lane >> 2);
+        const float sum = quad_sum(softmax.row_sum[m][h]);
+        if ((lane & 3) == 0) {
+          states.row_max[warp][row] = softmax.template base2_max<LogitsVariant>(m, h, params);
+          states.row_sum[warp][row] = sum;
+        }
+        float* out = states.o[warp][row];
+        store_output_row<float, kHeadDimVO, Traits::kFp8, true>(
+            [&](int column) { return out + column; }, o[m], h, 1.0f, lane);
+      }
+    }
+    ptx::block_sync();  // mutate: warp-states-read-early
+    if (ptx::cluster_size() > 1) return finish_cluster(states);
+
+    for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
+      const int row = index / kVectors, column = 4 * (index % kVectors);
+      float4 sum;
+      const RowState state = merge_warps(states, row, column, sum);
+      write_columns(row, column, state, sum);
+    }
+    if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
+      for (int row = warp; row < work.num_rows; row += kWarps) merge_splits(row);
+    }
+  }
+
+  // What finish() does where blocks form a cluster: each block merges its warps' states, and then
+  // all blocks' states of its share of the rows.
+  __device__ __forceinline__ void finish_cluster(WarpStates& states) {
+    const int size = ptx::cluster_size(), rank = ptx::cluster_rank();
+    // --- the block's state of a row takes the place of the first warp's ---
+    for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
+      const int row = index / kVectors, column = 4 * (index % kVectors);
+      float4 sum;
+      const RowState state = merge_warps(states, row, column, sum);
+      *reinterpret_cast<float4*>(&states.o[0][row][column]) = sum;
+      if (column == 0) shared.block_states[row] = make_float2(state.max, state.sum);
+    }
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // mutate: block-states-read-early
+    // --- a share of the result ---
+    for (int index = thread; rank + size * (index / kVectors) < work.num_rows; index += kThreads) {
+      const int row = rank + size * (index / kVectors), column = 4 * (index % kVectors);
+      float4 sum;
+      const RowState state = size <= 4 ? merge_blocks<4>(states, row, column, size, sum)
+                                       : merge_blocks<8>(states, row, column, size, sum);
+      write_columns(row, column, state, sum);
+    }
+    ptx::cluster_arrive();
+    // --- of splits, the last block of this rank merges the same rows ---
+    if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
+      for (int row = rank + size * warp; row < work.num_rows; row += size * kWarps) {
+        merge_splits(row);
+      }
+    }
+    // No block ends while another reads its states.
+    ptx::cluster_wait();  // mutate: block-ends-early
+  }
+
+  // Counts the splits of the tile whose blocks of this rank have arrived: they merge the same rows.
+  __device__ __forceinline__ uint32_t* counter() const {
+    return params.counters + work.counter(params) * ptx::cluster_size() + ptx::cluster_rank();
+  }
+
+  __device__ __forceinline__ void merge_splits(int row) {
+    merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned, true>(
+        params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head, lane);
+  }
+
+  // Four columns of the block's state of a row: numerators over the maximum, which with the sum is
+  // the answer.
+  __device__ __forceinline__ RowState merge_warps(const WarpStates& states, int row, int column,
+                                                  float4& sum) const {
+    float2 of_warp[kWarps];
+    float4 part[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      of_warp[w] = make_float2(states.row_max[w][row], states.row_sum[w][row]);
+      part[w] = *reinterpret_cast<const float4*>(&states.o[w][row][column]);
+    }
+    RowState state{-ptx::infinity(), 0.0f};
+    sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    add_parts(state, sum, of_warp, part);
+    return state;
+  }
+
+  // Four columns of the cluster's state of a row. A lane loads the states of kBatch blocks before
+  // it uses the first.
+  template <int kBatch>
+  __device__ __forceinline__ RowState merge_blocks(const WarpStates& states, int row, int column,
+                                                   int size, float4& sum) const {
+    const uint32_t state_address = ptx::shared_address(&shared.block_states[row]);
+    const uint32_t o_address = ptx::shared_address(&states.o[0][row][column]);
+    RowState state{-ptx::infinity(), 0.0f};
+    sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int first = 0; first < size; first += kBatch) {
+      float2 of_block[kBatch];
+      float4 part[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int block = min_of(first + i, size - 1);
+        of_block[i] = ptx::load_cluster_pair(state_address, block);
+        part[i] = ptx::load_cluster_vector(o_address, block);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i >= size) of_block[i] = make_float2(-ptx::infinity(), 0.0f);
+      }
+      add_parts(state, sum, of_block, part);
+    }
+    return state;
+  }
+
+  // Adds parts of a row, given their maxima and sums. No branch depends on a part: it would wait
+  // for that part alone.
+  template <int kCount>
+  static __device__ __forceinline__ void add_parts(RowState& state, float4& sum,
+                                                   const float2 (&of_part)[kCount],
+                                                   const float4 (&part)[kCount]) {
+    const float old_max = state.max;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) state.max = fmaxf(state.max, of_part[i].x);
+    const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
+    state.sum *= factor;
+    scale_by(sum, factor);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float own_max = of_part[i].x, own_sum = of_part[i].y;
+      const bool is_empty = own_sum == 0.0f;
+      const float known = own_max == state.max ? 1.0f : ptx::ex2_approx(own_max - state.max);
+      const float weight = is_empty ? 0.0f : known;
+      state.sum += weight * own_sum;  // mutate: warp-sums-not-weighted
+      const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      add_scaled(sum, is_empty ? zero : part[i], weight);
+    }
+  }
+
+  // Writes four columns of a state, or of the result.
+  __device__ __forceinline__ void write_columns(int row, int column, RowState state,
+                                                const float4& sum) {
+    const float old_max = state.max;
+    const int head = shared.rows[row].head;
+    const int token = request.q_start + shared.rows[row].token;  // mutate: requests-overlap
+    const float own = request_scale_of<LogitsVariant>(params, request, work.kv_head);
+    if (work.leaves_state()) {
+      const int64_t index = (work.state(params) + work.split) * kTileQ + row;
+      const float factor = state.normaliser(old_max) * own;
+      float* out = params.partial_o + index * kHeadDimVO + column;
+      *reinterpret_cast<float4*>(out) =
+          make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
+      if (column == 0) params.partial_lse[index] = state.lse();
+    } else {
+      state.add_sink(sink_of(params, head));
+      const float factor = state.normaliser(old_max) * own * output_scale_of(params, work.kv_head);
+      DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
+                    head * params.o_stride_h + column;
+      store_pair<DTypeO, Config::kAligned>(out, sum.x * factor, sum.y * factor);
+      store_pair<DTypeO, Config::kAligned>(out + 2, sum.z * factor, sum.w * factor);
+      if (column == 0 && params.lse != nullptr) {
+        store_lse(params, token, head, state.lse());
+      }
+    }
+  }
+};
+
+}  // namespace cupyattn

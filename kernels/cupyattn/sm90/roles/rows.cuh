@@ -1,0 +1,180 @@
+// The rows of a consumer warp of prefill_sm90: which rows of an item they are, and how their O is
+// normalised and stored.
+#pragma once
+
+#include "cupyattn/ptx/ldmatrix.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
+#include "cupyattn/shared/state.cuh"
+#include "cupyattn/sm90/roles/traits.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct PrefillSm90Rows {
+  using QTile = typename Traits::QTile;
+  using DTypeO = typename Traits::DTypeO;
+  using LogitsVariant = typename Traits::LogitsVariant;
+  using Item = typename Traits::Item;
+  static constexpr int kHeadDimVO = Traits::kHeadDimVO;
+  static constexpr int kTileQ = Traits::kTileQ;
+  using Accumulators = float[1][kHeadDimVO / 8][4];
+
+  // What remains to be done for an item once its softmax is finished.
+  struct Output {
+    int place, slot;   // of the item, and of its rows of Q
+    bool is_staged;    // whether O goes through the place of the rows of Q
+    float factors[2];  // the normalisers of a thread's two rows
+  };
+
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+  const int group;
+  const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
+  const int lane = threadIdx.x % kWarpSize;
+
+  // The warp's first row of an item's tile.
+  __device__ __forceinline__ int warp_row() const { return 64 * group + 16 * warp; }
+  // The row of a thread's accumulators of half h, in an item's tile.
+  __device__ __forceinline__ int own_row(int h) const { return warp_row() + 8 * h + (lane >> 2); }
+  // The token and head of a row; rows past the last repeat it.
+  __device__ __forceinline__ PackGqaRow token_of(const Item& item, int row) const {
+    const TileWork& work = item.work.tile;
+    return PackGqaRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
+  }
+
+  // Writes what the logits of this warp's rows depend on to `shared.rows`.
+  __device__ __forceinline__ void describe(const Item& item) const {
+    const int r = warp_row() + (lane & 15), kv_head = item.work.tile.kv_head;
+    const PackGqaRow row = token_of(item, r);
+    ptx::warp_sync();
+    if (lane < 16) {
+      const Request& request = item.work.request;
+      shared.rows[r] =
+          LogitsVariant::make_row(params, request, row.token, request.position(params, row.token),
+                                  kv_head * params.group_size + row.group_head, kv_head);
+    }
+    ptx::warp_sync();
+  }
+
+  // Where a row of an item lies in q and o, and among the states if the item leaves one.
+  struct RowPlace {
+    bool exists;
+    int head;
+    int64_t token;
+    int64_t state;
+  };
+  __device__ __forceinline__ RowPlace row_place(const Item& item, int h) const {
+    const TileWork& work = item.work.tile;
+    const int r = own_row(h);
+    const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+    return RowPlace{r < work.num_rows, work.kv_head * params.group_size + row.group_head,
+                    item.work.request.q_start + row.token,
+                    (work.state(params) + work.split) * kTileQ + r};
+  }
+
+  // Finishes what does not need O of an item whose keys have all been seen: the rows' normalisers
+  // and, where the call wants them, their log-sum-exps.
+  template <typename Softmax>
+  __device__ __forceinline__ Output finish_rows(const Softmax& softmax, int place, int slot) const {
+    const Item& item = shared.items[place];
+    float sums[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
+    const bool leaves_state = item.work.tile.leaves_state();
+    const int kv_head = item.work.tile.kv_head;
+    const float output_scale =
+        (leaves_state ? 1.0f : output_scale_of(params, kv_head)) *
+        request_scale_of<LogitsVariant>(params, item.work.request, kv_head);
+    Output output{place, slot, item.boxed_rows > 64 * group, {}};
+    if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        // A row that has seen no key has the sum 0.
+        output.factors[h] = sums[h] == 0.0f ? 0.0f : ptx::rcp_approx(sums[h]) * output_scale;
+      }
+      return output;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowPlace row = row_place(item, h);
+      const float old_max = softmax.template base2_max<LogitsVariant>(0, h, params);
+      RowState state{old_max, sums[h]};
+      [[maybe_unused]] const RowState keys = state;
+      if (!leaves_state && row.exists) state.add_sink(sink_of(params, row.head));
+      output.factors[h] = state.normaliser(old_max) * output_scale;
+      if (!row.exists || (lane & 3) != 0) continue;
+      if (leaves_state) {
+        params.partial_lse[row.state] = state.lse();
+      } else if (params.lse != nullptr) {
+        if constexpr (Traits::kLatent) {
+          store_lse(params, row.token, row.head, keys, state);
+        } else {
+          store_lse(params, row.token, row.head, state.lse());
+        }
+      }
+    }
+    return output;
+  }
+
+  // Normalises and stores this warp's rows of an item, and releases the item.
+  __device__ __forceinline__ void write(const Output& output, const Accumulators& o) const {
+    const Item& item = shared.items[output.place];
+    if (output.is_staged) {
+      stage(output, o);
+    } else if (item.work.tile.leaves_state()) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace row = row_place(item, h);
+        float* out = params.partial_o + row.state * kHeadDimVO;
+        if (!row.exists) continue;
+        store_output_row<float, kHeadDimVO, false, true>([&](int column) { return out + column; },
+                                                         o[0], h, output.factors[h], lane);
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace row = row_place(item, h);
+        DTypeO* out = static_cast<DTypeO*>(params.o) + row.token * params.o_stride_n +
+                      row.head * params.o_stride_h;
+        if constexpr (sizeof(DTypeO) == 2) {
+          store_output_vectors<DTypeO, kHeadDimVO>(out, o[0], h, output.factors[h], row.exists,
+                                                   lane);
+        } else if (row.exists) {
+          store_output_row<DTypeO, kHeadDimVO, false, true>(
+              [&](int column) { return out + column; }, o[0], h, output.factors[h], lane);
+        }
+      }
+    }
+    ptx::warp_sync();
+    if (lane == 0) arrive(shared.empty_item[output.place]);
+  }
+
+  // Writes this warp's rows of O to the place of its rows of Q, in the layout of a box of O. The
+  // rows of other warpgroups may still be read.
+  __device__ __forceinline__ void stage(const Output& output, const Accumulators& o) const {
+    if constexpr (Traits::kStagesOutput) {
+      static_assert(QTile::kRowBytes == 128 && QTile::kGroupBytes == 8 * 128, "bits do not carry");
+      // The address of a lane's row and chunk of the first matrices; two n-tiles further is a bit
+      // of it. The copy keeps the compiler from computing all addresses at once, which would spill.
+      const uint32_t first = ptx::opaque_copy(ptx::shared_address(shared.q[output.slot]) +
+                                              QTile::offset(warp_row() + (lane & 15), lane >> 4));
+#pragma unroll
+      for (int n = 0; n < kHeadDimVO / 8; n += 2) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          // Columns past the head dim are zeros, as in Q, and leave no box.
+          words[i] = 0;
+          if (n + i / 2 >= kHeadDimVO / 8) continue;
+          const float* pair = o[0][n + i / 2] + i % 2 * 2;
+          const float factor = output.factors[i % 2];
+          words[i] = ptx::pack_pair<DTypeO>(pair[0] * factor, pair[1] * factor);
+        }
+        ptx::stmatrix_x4((first ^ (n % 8 * 16)) + n / 8 * QTile::kPanelBytes, words);
+      }
+      ptx::fence_proxy_async();
+    }
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,217 @@
+// Softmax of a consumer warp of prefill_sm90: turns the logits of one key tile after another into
+// probabilities, with masks, soft cap and the running maximum. It issues no product and owns no
+// stage.
+#pragma once
+
+#include "cupyattn/sm90/roles/rows.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct PrefillSm90Softmax {
+  using LogitsVariant = typename Traits::LogitsVariant;
+  using Item = typename Traits::Item;
+  using Rows = PrefillSm90Rows<Traits>;
+  static constexpr int kTileKV = Traits::kTileKV;
+  static constexpr bool kOverlap = Traits::kOverlap, kHasFastPath = LogitsVariant::kHasFastPath;
+  static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
+  using Mma = MmaTraits<typename Traits::QTile::T, typename Traits::KTile::T>;
+  static constexpr int kSteps = kTileKV / Mma::kStep;
+  using Logits = float[1][kTileKV / 8][4];
+  using Online = OnlineSoftmax<1, LogitsVariant::kTileSumBits>;
+  using VStage = PipelineState<Traits::kStages>;
+
+  // Probabilities of one key tile, and the factors by which O must be rescaled before P V is added.
+  struct Probabilities {
+    uint32_t p[kSteps][1][4];
+    float factors[1][2];
+    bool raised;
+    int masked_key;  // the tile's first key, or -1 where the tile needs no mask
+  };
+
+  const Rows rows;
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+  Online online;
+  int position[2];  // of the thread's rows, if `shared.rows` does not hold them
+  int origin, full_begin, full_end;
+  // The last tile that takes the fast path; kNone after a tile of the item has failed on it.
+  static constexpr int kNone = 1 << 30;
+  int fast_until;
+  typename LogitsVariant::Kept kept;
+
+  template <typename Block>
+  __device__ __forceinline__ PrefillSm90Softmax(const Block& block, int group)
+      : rows{block.params, block.shared, group},
+        params(block.params),
+        shared(block.shared),
+        kept(LogitsVariant::keep(shared.logits)) {}
+
+  __device__ __forceinline__ void begin_item(const Item& item) {
+    origin = ptx::warp_uniform(item.tiles.origin);
+    full_begin = ptx::warp_uniform(item.range.full_begin);
+    full_end = ptx::warp_uniform(item.range.full_end);
+    fast_until = 0;
+    float first_max = -ptx::infinity();
+    if constexpr (kHasFirstMax) {
+      // Rows of a single tile take their own maximum, whose probability is 1 and not rounded.
+      if (item.tiles.end - item.tiles.begin > 1) {
+        first_max = LogitsVariant::first_max(shared.logits.cap);
+      }
+    }
+    online = Online(first_max);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      position[h] = item.work.request.position(params, rows.token_of(item, rows.own_row(h)).token);
+    }
+    if constexpr (LogitsVariant::kReadsRows) rows.describe(item);
+  }
+
+  // Makes the probabilities of an item's first tile, in which rows take their maximum. `v` is the
+  // stage of its values.
+  __device__ __forceinline__ void first_tile(Probabilities& to, Logits& s, const Item& item,
+                                             const KeyTile& tile, const VStage& v) {
+    float no_output[1][1][4];
+    make<true>(to, s, no_output, item, tile, v);
+  }
+
+  // Makes the probabilities of any other tile. Without overlap `o` is complete and rescaled here.
+  template <int kTilesO>
+  __device__ __forceinline__ void next_tile(Probabilities& to, Logits& s, float (&o)[1][kTilesO][4],
+                                            const Item& item, const KeyTile& tile,
+                                            const VStage& v) {
+    if constexpr (LogitsVariant::kFoldsBias) {
+      // Without the copy ptxas keeps the condition's operands, and spills.
+      if (ptx::opaque_copy(static_cast<uint32_t>(tile.needs_mask)) == 0) {
+        const int first_key = first_key_of(tile);
+        const auto path =
+            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, item.work.request,
+                                     first_key, rows.lane);
+        to.masked_key = -1;
+        if (exponentiate_fast(to, s, path, room_of(first_key))) return;
+      }
+    }
+    make<false>(to, s, o, item, tile, v);
+  }
+
+  // Whether a tile takes the fast path of a soft cap; `after_masked`: the tile before was masked.
+  // This is one condition, settled while products run, because after them each condition would be
+  // waited for.
+  __device__ __forceinline__ bool takes_fast_path(const KeyTile& tile, bool after_masked) const {
+    if constexpr (!kHasFastPath) return false;
+    const bool takes = tile.needs_mask == 0 && !after_masked && tile.tile >= fast_until;
+    return ptx::opaque_copy(static_cast<uint32_t>(takes)) != 0;
+  }
+  // Returns false, and leaves the logits as they are, if the tile must be made by next_tile.
+  __device__ __forceinline__ bool fast_tile(Probabilities& to, const Logits& s) {
+    if constexpr (kHasFastPath) {
+      to.masked_key = -1;
+      if (exponentiate_fast(to, s, kept, 0.0f)) return true;
+      fast_until = kNone;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ int first_key_of(const KeyTile& tile) const {
+    return origin + tile.tile * kTileKV;
+  }
+  __device__ __forceinline__ bool needs_mask(int tile) const {
+    const int first_key = origin + tile * kTileKV;
+    return first_key < full_begin || first_key + kTileKV > full_end;
+  }
+
+ private:
+  template <typename Path>
+  __device__ __forceinline__ bool exponentiate_fast(Probabilities& to, const Logits& s,
+                                                    const Path& path, float room) {
+    to.raised = false;
+    return online.template exponentiate_fast<typename Mma::P>(
+        to.p, s, path, LogitsVariant::softmax_scale(params), room);
+  }
+
+  template <bool kIsFirst, int kTilesO>
+  __device__ __forceinline__ void make(Probabilities& to, Logits& s, float (&o)[1][kTilesO][4],
+                                       const Item& item, const KeyTile& tile, const VStage& v) {
+    const int first_key = first_key_of(tile);
+    const bool needs_mask = tile.needs_mask != 0;
+    to.masked_key = needs_mask ? first_key : -1;
+    const float scale = LogitsVariant::softmax_scale(params);
+    const auto form = LogitsVariant::apply(s, online.row_max, shared.rows + rows.warp_row(),
+                                           shared.logits, params, item.work.request, first_key,
+                                           rows.lane, needs_mask);
+    if (unlikely(needs_mask)) {
+      apply_mask<decltype(form)>(s, item, first_key, v);
+      // Rows that causality cut in the first tile may have seen few keys or none. They also take
+      // the maximum of the next cut tile, if O is complete.
+      if constexpr (!kIsFirst && !kOverlap && !kHasFastPath && !Traits::kMasked) {
+        if (first_key + kTileKV > full_end) {
+          const float no_sums[1][2] = {};
+          online.template raise_where_asked<true>(s, to.factors, no_sums, form, scale, 0.0f);
+          multiply_rows(o, to.factors);  // mutate: output-not-rescaled-at-cut
+        }
+      }
+    }
+    if constexpr (!kIsFirst && Traits::kTakesMaxima) {
+      to.raised =
+          online.template raise_and_exponentiate<typename Mma::P>(to.p, s, to.factors, form, scale);
+    } else {
+      // Rows that begin with a maximum take another only if they must.
+      constexpr bool kTakesMax = kIsFirst && !kHasFirstMax;
+      to.raised = online.template exponentiate_or_raise<typename Mma::P, kTakesMax>(
+          to.p, s, to.factors, form, scale, room_of(first_key));
+    }
+    if constexpr (!kIsFirst && !kOverlap) {
+      if (unlikely(to.raised)) multiply_rows(o, to.factors);
+    }
+    if constexpr (kHasFastPath) settle_fast_path(item);
+  }
+
+  // Hides the keys of a tile that rows do not see.
+  template <typename Form>
+  __device__ __forceinline__ void apply_mask(Logits& s, const Item& item, int first_key,
+                                             const VStage& v) const {
+    if constexpr (Traits::kMasked) {
+      await_phase(shared.row_bits.full[v.stage], v.parity);  // mutate: mask-bits-not-awaited
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int row = rows.token_of(item, rows.own_row(h)).token - item.range.first_token;
+        if constexpr (Traits::Mask::kReadsHeads) {
+          row = min_of(rows.own_row(h), item.work.tile.num_rows - 1);
+        }
+        mask_by_bits<Form>(s[0], h, shared.row_bits.of[v.stage][row], rows.lane);
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row_position =
+            LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
+        KeyLimits limits = KeyLimits::of(params, item.work.request, row_position);
+        if constexpr (Traits::kAlignsTiles) {
+          // Boxes of pages may begin ahead of all keys that the item sees.
+          // mutate: padding-of-a-page-seen
+          limits.begin = max_of(limits.begin, item.range.begin);
+        }
+        mask_by_limits<Form>(s[0], h, limits.begin - first_key, limits.end - first_key, rows.lane);
+      }
+    }
+  }
+
+  // The room that a thread's sum of a tile has before the maximum is raised
+  // (OnlineSoftmax::asks_for_more). Rows that causality cuts have small sums, which grow in the
+  // next tile only because it has more keys.
+  __device__ __forceinline__ float room_of(int first_key) const {
+    constexpr float kRoom = 4.0f, kRoomBehindCuts = 32.0f;
+    if constexpr (kHasFastPath) return Online::kMostOfTile;  // the first maximum is no logit's
+    return first_key + 2 * kTileKV > full_end ? kRoomBehindCuts : kRoom;
+  }
+
+  // Finds the last tile of the item that takes the fast path.
+  __device__ __forceinline__ void settle_fast_path(const Item& item) {
+    if (fast_until == kNone) return;
+    const float sums[] = {quad_sum(online.row_sum[0][0]), quad_sum(online.row_sum[0][1])};
+    const int keys = LogitsVariant::keys_in_range(online.row_max[0], sums, shared.logits);
+    fast_until = ptx::warp_uniform(item.tiles.end) - ptx::warp_min(keys) / kTileKV;
+  }
+};
+
+}  // namespace cupyattn

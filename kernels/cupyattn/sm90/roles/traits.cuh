@@ -1,0 +1,215 @@
+// What the roles of prefill_sm90 share: tiles, items of work and shared memory. Traits are a role's
+// only template argument, so that another kernel can bring its own.
+#pragma once
+
+#include "cupyattn/shared/rope.cuh"
+#include "cupyattn/sm90/roles/mask.cuh"
+#include "cupyattn/sm90/roles/soft_cap.cuh"
+#include "cupyattn/tile/warpgroup_tile.cuh"
+
+namespace cupyattn {
+
+template <typename Config>
+struct PrefillSm90Traits : Config {
+  using Config::kConsumers, Config::kGatherers, Config::kHeadDimQK, Config::kHeadDimVO,
+      Config::kPaged, Config::kRope, Config::kStages, Config::kTileKV;
+  using typename Config::DTypeKV;
+  using typename Config::DTypeO;
+  using typename Config::DTypeQ;
+  static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
+  static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
+  static constexpr bool kTakesMaxima = false, kLatent = false;
+  // cp.async KV: pages that no box fits are gathered row by row, by a warpgroup of its own or by
+  // warps 0, 2 and 3.
+  static constexpr bool kGathers = kGatherers > 0;
+  // fp8 keys and values land in tiles of their own and are converted to the type of q, by a
+  // warpgroup of its own or, if registers forbid one, by warps 2 and 3.
+  static constexpr bool kConverts = is_fp8<DTypeKV>;
+  static constexpr int kConverters = kConverts ? Config::kConverters : 0;
+  static constexpr bool kHasConverterWarpgroup = kConverters == 4;
+  // Boxes of pages start where pages do.
+  static constexpr bool kAlignsTiles = (kPaged && !kGathers) || kMasked;
+  // A box of a page brings all panels at once, if they are whole.
+  static constexpr bool kComesByPatterns = kPaged && !kGathers && !kConverts;
+  // Ordinary copies fill the tiles that are multiplied.
+  static constexpr bool kMultipliesGathered = kGathers && !kConverts;
+  static constexpr int kWarpgroup = 4 * kWarpSize;
+  static constexpr bool kHasGathererWarpgroup = kGatherers == 4;
+  static constexpr int kWarpgroups =
+      1 + kConsumers + (kHasConverterWarpgroup || kHasGathererWarpgroup ? 1 : 0);
+  static constexpr int kThreads = kWarpgroups * kWarpgroup;
+  // Persistent blocks take items until none is left; others have one each, that of their index.
+  static constexpr bool kPersistent = Config::kPersistent;
+  // The present item and the next; in blocks for short items one more, whose keys are copied while
+  // the next Q waits for its place. If others took more, the last blocks would end late.
+  static constexpr int kItems = Config::kItems;
+  // A block takes its next item when so many key tiles of the newest one are left to copy: early
+  // enough for Q and keys to land in time, and no earlier, because another block may be free first.
+  static constexpr int kClaimTiles = 4;
+  // Ragged keys come in boxes of so many rows, a tile's or less. Small ones, of which Q is made too,
+  // bring no more rows than an item has: those past its end lie at kNoRow, ahead of all rows, and are
+  // zeros.
+  static constexpr int kBoxRows = Config::kBoxRows;
+  static constexpr bool kHasSmallBoxes = kBoxRows < kTileKV;
+  static constexpr int kNoRow = -(1 << 20);
+  // Arrivals when a tile lands: one for a box, or one from each gathering thread.
+  static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
+  // Whether O may be stored from the place of its own rows of Q.
+  static constexpr bool kStagesOutput = kSlots > 1 &&
+                                        sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
+
+  using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
+  template <int kHeadDim>
+  using KeyTileOf = PanelTile<DTypeQ, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
+  using KTile = KeyTileOf<kHeadDimQK>;
+  using VTile = KeyTileOf<kHeadDimVO>;
+  // The tiles in which keys and values land, and the number of their stages.
+  template <typename Tile, int kHeadDim>
+  using Landing = conditional<kConverts, RowTile<DTypeKV, kTileKV, kHeadDim>, Tile>;
+  using KLoadTile = Landing<KTile, kHeadDimQK>;
+  using VLoadTile = Landing<VTile, kHeadDimVO>;
+  static constexpr int kFp8Stages = kConverts ? Config::kFp8Stages : kStages;
+  using AnyLogits = Logits<Config>;
+  using LogitsVariant =
+      conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeQ>, AnyLogits>;
+  // Whether the other rows of a warp decide nothing of a row. A tile may then have rows of other
+  // requests where it lacks its own.
+  static constexpr bool kRowsAreAlone = is_same<AnyLogits, PlainLogits>;
+  using Mask = MaskOf<Config>;
+  using KeyTiles = conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>;
+
+  // An item of work.
+  struct ItemFacts {
+    BlockWork work;
+    int place;  // in the work list
+    KeyRange range;
+    TileSpan tiles;
+    int exists;      // 0 ends the block
+    int boxed_rows;  // rows of O that are stored in boxes
+
+    __device__ __forceinline__ bool has_keys() const { return tiles.begin < tiles.end; }
+    __device__ __forceinline__ int first_key(int tile) const {
+      return tiles.origin + tile * kTileKV;
+    }
+    // Whether the copy of `tile`, which `next` follows, leaves few tiles for the first time. A
+    // mask may leave out tiles between the two.
+    __device__ __forceinline__ bool nears_end(int tile, int next) const {
+      const int near = min_of(tiles.begin + kClaimTiles, tiles.end - 1);
+      return tile >= near && next < near;
+    }
+  };
+  // A published item, with the key tiles that a mask leaves.
+  struct Item : ItemFacts, KeyTiles {
+    // Calls keys(tile, next tile) and values(tile) in the order in which consumers want them: from
+    // the last tile, which causality cuts, to the first. V comes one tile behind K, except for the
+    // last tile, whose values are swept. Each call stands once in the code.
+    template <typename Keys, typename Values>
+    __device__ __forceinline__ void for_tiles(Keys&& keys, Values&& values) const {
+      const int begin = this->tiles.begin;
+      typename KeyTiles::Walk next(*this);
+      KeyTile behind{-1, 0};
+      for (bool is_last = true;; is_last = false) {
+        const KeyTile present{next.tile, next.needs_mask()};
+        const bool is_tile = present.tile >= begin;
+        if (is_tile) {
+          next.advance();
+          keys(present, next.tile);
+        }
+        const KeyTile wanted = is_tile && is_last ? present : behind;
+        if (wanted.tile >= 0) values(wanted);
+        if (!is_tile) break;
+        behind = is_last ? KeyTile{-1, 0} : present;
+      }
+    }
+  };
+
+  struct Fp8Tiles {
+    alignas(KLoadTile::kAlign) unsigned char fp8_k[kFp8Stages][KLoadTile::kBytes];
+    alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
+  };
+  struct NoFp8Tiles {};
+
+  struct SharedMemory : conditional<kConverts, Fp8Tiles, NoFp8Tiles> {
+    alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
+    alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
+    alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
+    alignas(16) RowInfo rows[LogitsVariant::kReadsRows ? kTileQ : 1];
+    typename LogitsVariant::Constants logits;
+    alignas(8) Item items[kItems];
+    // Bits of the keys of a stage of V whose values were not finite.
+    Vector16 nonfinite_keys[kStages];
+    conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, uint32_t> row_bits;
+    conditional<kRope, RopeSteps<kHeadDimQK>, uint32_t> rope;
+    alignas(8) uint64_t full_item[kItems], empty_item[kItems];
+    uint64_t near_end;
+    // Values of masked tiles arrive at `unchecked_v`; once swept, they are handed on to `full_v`.
+    uint64_t full_q[kSlots], empty_q[kSlots];
+    uint64_t full_k[kStages], empty_k[kStages], unchecked_v[kStages], full_v[kStages],
+        empty_v[kStages];
+    // Barriers of the tiles in which fp8 keys and values land.
+    uint64_t full_fp8_k[kFp8Stages], empty_fp8_k[kFp8Stages], full_fp8_v[kFp8Stages],
+        empty_fp8_v[kFp8Stages];
+  };
+
+  enum NamedBarrier {
+    kSchedulerBarrier = 1,
+    kNonFiniteBarrier = kSchedulerBarrier + kConsumers,
+    kQueriesDone,
+    kDone = kQueriesDone + kConsumers,
+    kMayCopy = kDone + kConsumers,
+    kItemFound
+  };
+
+  // A launch gives each thread an equal share; a block that asks for more would wait for ever.
+  static_assert((kWarpgroups - kConsumers) * Config::kProducerRegisters +
+                        kConsumers * Config::kConsumerRegisters <=
+                    kWarpgroups * (65536 / (Config::kMinBlocks * kThreads) / 8 * 8),
+                "registers come from what the block was launched with");
+  static_assert(kPersistent || (!kMasked && !kRope && !kConverts && !kGathers),
+                "blocks of one item have the roles that all have");
+  static_assert(kTileKV % kBoxRows == 0 && (!kHasSmallBoxes || (64 % kBoxRows == 0 && !kGathers)),
+                "boxes fill a tile of keys, and the rows of a warpgroup");
+  static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
+  static_assert(!kGathers || kPaged, "rows that are gathered are found by pages");
+  static_assert(!kGathers || !kRope, "rotated keys are found by their map");
+  static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),
+                "one more warpgroup converts or gathers");
+  static_assert(kGatherers != 3 || kHasConverterWarpgroup || (!kMasked && !kConverts),
+                "warps 2 and 3 have one role");
+  static_assert(is_same<DTypeQ, DTypeKV> || kConverts, "both operands of a product have one type");
+};
+
+// What all roles of a block of prefill_sm90 know.
+template <typename KernelTraits>
+struct PrefillSm90Block {
+  using Traits = KernelTraits;
+  using SharedMemory = typename Traits::SharedMemory;
+  using ItemStage = PipelineState<Traits::kItems>;
+
+  const PrefillSm90Params& all_params;
+  const AttentionParams& params;
+  SharedMemory& shared;
+
+  __device__ __forceinline__ PrefillSm90Block(const PrefillSm90Params& params, SharedMemory& shared)
+      : all_params(params), params(params.attention), shared(shared) {}
+
+  // The item of a block that has one is there before the roles part.
+  __device__ __forceinline__ const typename Traits::Item& await_item(const ItemStage& stage) const {
+    if constexpr (Traits::kPersistent) await_phase(shared.full_item[stage.stage], stage.parity);
+    return shared.items[stage.stage];
+  }
+  // Lets the scheduler take the next item, once in each that has keys. One warp calls this for every
+  // tile of keys that it has copied.
+  __device__ __forceinline__ void announce_end(const typename Traits::Item& item, int tile, int next,
+                                               int lane) const {
+    // mutate: end-not-announced
+    if (Traits::kPersistent && lane == 0 && item.nears_end(tile, next)) arrive(shared.near_end);
+  }
+  __device__ __forceinline__ void release_item(ItemStage& stage, int lane) const {
+    ptx::warp_sync();
+    if (lane == 0) arrive(shared.empty_item[stage.stage]);
+    stage.advance();
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,319 @@
+// The two consumer warpgroups of wide_sm90. A warpgroup holds half of the columns of O, for the
+// block's 64 rows. The leader also makes the probabilities; the follower gets them through shared
+// memory. docs/wide_sm90.md says why.
+//
+// The leader, for a tile of keys. "<-" names what a phase waits for.
+//   issue_scores          S = Q K^T <- producer: each piece of K
+//   await_scores          <- S; releases keys that are not also values
+//   next_tile             softmax
+//   publish               P goes to shared memory <- follower: P of the tile before is read
+//   rescale               O, in the rare tile that raised a maximum
+//   issue_output          O += P V, its own columns <- producer: values
+//   await_output          <- O; releases the first piece
+// O += P V is awaited before the next tile's scores, which wait for memory: a stage is released
+// before the next has landed, so more of the keys are under way.
+//
+// The follower, for a tile of keys.
+//   await P               <- leader: P of the tile; rescales O if a maximum was raised
+//   issue_output          O += P V, its own columns <- producer: the second piece of K
+//   await O               <- O; releases the second piece, and P
+//
+// After the last tile the leader finishes the rows and publishes their normalisers; both write O.
+#pragma once
+
+#include "cupyattn/sm90/wide/output.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideSm90Leader : WideSm90Output<Traits> {
+  using Base = WideSm90Output<Traits>;
+  using Base::kColumns, Base::kSteps, Base::kTileKV, Base::o, Base::params, Base::rows,
+      Base::shared;
+  using typename Base::Item;
+  using typename Base::PTile;
+  using typename Base::Stage;
+  using typename Base::VTile;
+  using typename Base::QTile;
+  using KTile = typename Traits::KTile;
+  using Softmax = PrefillSm90Softmax<Traits>;
+  using Probabilities = typename Softmax::Probabilities;
+  using Scores = float[1][kTileKV / 8][4];
+
+  Stage stage;
+  uint32_t p_parity = 0;
+  bool scales_rows = false;  // whether logits of the warp's rows have factors
+  // The largest of this thread's logits of a row, if the call asks for it: the maxima of the softmax
+  // need not be as large.
+  float largest[2] = {-ptx::infinity(), -ptx::infinity()};
+  Softmax softmax;
+
+  __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
+      : Base(block, 0), softmax(block, 0) {}
+
+  __device__ __forceinline__ void run() {
+    const Item& item = shared.items[0];
+    softmax.begin_item(item);
+    if (!item.has_keys()) {
+      this->clear();
+      finish();
+      return;
+    }
+    const int begin = ptx::warp_uniform(item.tiles.begin);
+    int tile = ptx::warp_uniform(item.tiles.end) - 1;
+    this->prepare_queries();
+    if constexpr (Traits::kHalfQueries) {
+      const float scale = shared.row_scales[rows.warp_row() + rows.lane % 16];
+      scales_rows = ptx::warp_any(scale != 1.0f);
+    }
+    process_first_tile(item, tile);
+    while (tile > begin) process_tile(item, --tile);
+    finish();
+  }
+
+  __device__ __forceinline__ void process_first_tile(const Item& item, int tile) {
+    Scores s;
+    Probabilities probabilities;
+    issue_scores(s);
+    await_scores(s);
+    const int swept = sweep(item, tile);
+    softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, stage);
+    publish(probabilities);
+    issue_output(probabilities, false);
+    await_output(item, swept, probabilities);
+  }
+
+  __device__ __forceinline__ void process_tile(const Item& item, int tile) {
+    Scores s;
+    Probabilities probabilities;
+    issue_scores(s);
+    await_scores(s);
+    const int swept = sweep(item, tile);
+    softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, stage);
+    publish(probabilities);
+    // mutate: wide-leader-output-not-rescaled
+    if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
+    issue_output(probabilities, true);  // mutate: wide-values-not-added
+    await_output(item, swept, probabilities);
+  }
+
+  // --- Phases ---
+
+  // S = Q K^T of the tile whose keys land next.
+  __device__ __forceinline__ void issue_scores(Scores& s) {
+    // Copies, because ptxas would keep the operand of each product in registers, and spill.
+    const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
+    const uint64_t keys =
+        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[stage.stage])));
+    if constexpr (Traits::kLatent) {
+      issue_piece<Traits::kOfFollower>(s, queries, keys, false);
+      issue_piece<Traits::kOfLeader>(s, queries, keys, true);
+    } else {
+      issue_piece<Traits::kKeys>(s, queries, keys, false);
+    }
+    ptx::wgmma_commit();
+  }
+  // The products by one piece, once it has landed.
+  template <int kPiece>
+  __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys,
+                                              bool adds) const {
+    constexpr bool kIsAll = kPiece == Traits::kKeys;
+    constexpr int kFirst = kIsAll ? 0 : Traits::template kFirstPanel<kPiece>;
+    constexpr int kEnd = kIsAll ? KTile::kPanels : Traits::template kEndPanel<kPiece>;
+    // mutate: wide-keys-not-awaited
+    await_phase(shared.full[stage.stage][kPiece], stage.parity);
+    if constexpr (Traits::kFencesReads) ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
+  }
+
+  __device__ __forceinline__ void await_scores(Scores& s) {
+    ptx::wgmma_wait<0>();
+    take_results(s);
+    // mutate: wide-keys-kept
+    if constexpr (!Traits::kLatent) this->release(shared.empty[stage.stage][Traits::kKeys]);
+    if constexpr (Traits::kHalfQueries) {
+      if (unlikely(scales_rows)) {
+        const float factors[1][2] = {
+            {shared.row_scales[rows.own_row(0)], shared.row_scales[rows.own_row(1)]}};
+        multiply_rows(s, factors);
+      }
+    }
+    if constexpr (Traits::kSparse) {
+      hide_missing_keys(s);
+      if (unlikely(latent_of(this->block.all_params).max_logits != nullptr)) {
+#pragma unroll
+        // mutate: largest-logit-of-a-tile
+        for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], largest_of(s[0], h));
+      }
+    }
+  }
+
+  // Sweeps the leader's values of the tile of the present scores if it hides keys, and returns the
+  // tile then, else -1.
+  __device__ __forceinline__ int sweep(const Item& item, int tile) {
+    if (!unlikely(softmax.needs_mask(tile)) || !this->block.hides_keys(item, tile)) return -1;
+    if constexpr (!Traits::kLatent) {
+      await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
+    }
+    this->zero_nonfinite_values(item, tile, stage);  // mutate: wide-hidden-values-stay
+    return tile;
+  }
+
+  // Hides the keys that a sparse list lacks. The stage is not free before P is published.
+  __device__ __forceinline__ void hide_missing_keys(Scores& s) const {
+#pragma unroll
+    for (int n = 0; n < kTileKV / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool exists = shared.exists[stage.stage][8 * n + 2 * (rows.lane & 3) + e] != 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (!exists) s[0][n][2 * h + e] = -ptx::infinity();  // mutate: wide-missing-keys-seen
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void issue_output(const Probabilities& probabilities, bool adds) {
+    if constexpr (!Traits::kLatent) {
+      // mutate: wide-values-not-awaited
+      await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
+      ptx::fence_proxy_async();
+    }
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Base::kParts; ++i) {
+      issue_pv<VTile, Base::kPart>(this->part(i), probabilities.p,
+                                   this->values(stage) + i * Base::kToPart, adds);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void await_output(const Item& item, int swept_tile,
+                                               const Probabilities& probabilities) {
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    if (unlikely(swept_tile >= 0)) {
+      // mutate: wide-nonfinite-values-not-added
+      this->add_nonfinite_values(item, swept_tile, stage, probabilities.p);
+    }
+    this->release(shared.empty[stage.stage][Traits::kOfLeader]);
+    stage.advance();
+  }
+
+  // Hands the probabilities of a tile to the follower, once it has read those before.
+  __device__ __forceinline__ void publish(const Probabilities& from) {
+    const int lane = rows.lane;
+    await_phase(shared.empty_p, p_parity ^ 1);  // mutate: wide-p-overwritten
+    p_parity ^= 1;
+    const uint32_t first = this->p_fragment();
+#pragma unroll
+    // Two chunks further is a bit of the address.
+    // mutate: wide-p-chunks-overlap
+    for (int i = 0; i < kSteps; ++i) ptx::stmatrix_x4(first ^ (32 * i), from.p[i][0]);
+    if (from.raised && (lane & 3) == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shared.factors[rows.own_row(h)] = from.factors[0][h];
+    }
+    if (lane == 0) shared.raised[rows.warp] = from.raised;
+    ptx::fence_proxy_async();
+    ptx::warp_sync();
+    this->release(shared.full_p);
+  }
+
+  // Finishes the rows, hands their normalisers to the follower and writes O.
+  __device__ __forceinline__ void finish() {
+    const auto output = rows.finish_rows(softmax.online, 0, 0);
+    if ((rows.lane & 3) == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shared.normalisers[rows.own_row(h)] = output.factors[h];
+    }
+    ptx::warp_sync();
+    this->release(shared.full_normalisers);
+    this->write(output.factors);
+    if constexpr (Traits::kSparse) {
+      if (latent_of(this->block.all_params).max_logits != nullptr) raise_max_logits();
+    }
+  }
+
+  __device__ __forceinline__ void raise_max_logits() const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float max = quad_max(largest[h]) * params.softmax_scale;
+      const typename Softmax::Rows::RowPlace row = rows.row_place(shared.items[0], h);
+      if (!row.exists || (rows.lane & 3) != 0) continue;
+      raise_max_logit(latent_of(this->block.all_params), row.token, row.head, max);
+    }
+  }
+};
+
+template <typename Traits>
+struct WideSm90Follower : WideSm90Output<Traits> {
+  using Base = WideSm90Output<Traits>;
+  using Base::kColumns, Base::kSteps, Base::o, Base::rows, Base::shared;
+  using typename Base::Item;
+  using typename Base::PTile;
+  using typename Base::Stage;
+  using typename Base::VTile;
+
+  __device__ __forceinline__ explicit WideSm90Follower(const WideSm90Block<Traits>& block)
+      : Base(block, 1) {}
+
+  __device__ __forceinline__ void run() {
+    const Item& item = shared.items[0];
+    if (item.has_keys()) {
+      if constexpr (Traits::kHalfQueries) this->prepare_queries();
+      Stage v;
+      uint32_t p_parity = 0;
+      const int count = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
+      for (int i = 0; i < count; ++i) {
+        process_tile(item, item.tiles.end - 1 - i, v, p_parity, i > 0);
+        v.advance();
+        p_parity ^= 1;
+      }
+    } else {
+      this->clear();
+    }
+    await_phase(shared.full_normalisers, 0);  // mutate: wide-normalisers-not-awaited
+    const float factors[2] = {shared.normalisers[rows.own_row(0)],
+                              // mutate: wide-normaliser-of-the-upper-row
+                              shared.normalisers[rows.own_row(1)]};
+    this->write(factors);
+  }
+
+  __device__ __forceinline__ void process_tile(const Item& item, int tile, const Stage& v,
+                                               uint32_t p_parity, bool adds) {
+    // The leader may have seen the values land; this warpgroup sees it by its own wait.
+    await_phase(shared.full[v.stage][Traits::kOfFollower], v.parity);
+    await_phase(shared.full_p, p_parity);  // mutate: wide-p-not-awaited
+    if (adds && unlikely(shared.raised[rows.warp] != 0)) {
+      const float factors[1][2] = {
+          {shared.factors[rows.own_row(0)], shared.factors[rows.own_row(1)]}};
+      multiply_rows(o, factors);  // mutate: wide-follower-output-not-rescaled
+    }
+    const bool hides_keys = unlikely(this->block.hides_keys(item, tile));
+    if (hides_keys) this->zero_nonfinite_values(item, tile, v);
+    if constexpr (Traits::kFencesReads) ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Base::kParts; ++i) {
+      issue_pv_shared<PTile, VTile, Base::kPart>(
+          this->part(i), operand_at<PTile>(ptx::shared_address(shared.p)),
+          this->values(v) + i * Base::kToPart, adds);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    if (hides_keys) {
+      uint32_t p[kSteps][1][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) ptx::ldmatrix_x4(p[i][0], this->p_fragment() ^ (32 * i));
+      this->add_nonfinite_values(item, tile, v, p);
+    }
+    this->release(shared.empty[v.stage][Traits::kOfFollower]);
+    this->release(shared.empty_p);
+  }
+};
+
+}  // namespace cupyattn
