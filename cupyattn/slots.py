@@ -139,10 +139,24 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         _store_on_cpu((vk, vv), cache, (slots, table), numbers, scales, layout, page_size)
         return
     # --- 3. Launch on the caller's stream ---
-    if 0 in (dims["n"], dims["num_kv_heads"], num_slots):
-        return
-    given_indices = slots, table
-    slots = _contiguous(slots)
+    if 0 not in (dims["n"], dims["num_kv_heads"], num_slots):
+        store = _store_on_gpu(inputs, cache, numbers, page_size)
+        if store is not None:
+            _STORES.insert(given, scalars, store, vk, vk.dtype, None, None)
+
+
+def _store_on_gpu(
+    inputs: dict[str, ArrayView | None],
+    cache: Keys,
+    numbers: tuple[float, float],
+    page_size: int,
+) -> launcher.Store | None:
+    """Enqueue a write. Returns it if later calls of its signature may enqueue it as it is."""
+    vk, vv, given_slots = inputs["k"], inputs["v"], inputs["slot_mapping"]
+    assert vk is not None and vv is not None and given_slots is not None
+    scales = inputs["k_scale"], inputs["v_scale"]
+    given_indices = given_slots, inputs["slot_map"]
+    slots, table = _contiguous(given_slots), inputs["slot_map"]
     table = None if table is None else _contiguous(table)
     k_slot, k_head, v_slot, v_head, k_page, v_page = cache.strides
     steps = [0 if x is None or x.shape[0] == 1 else x.strides[0] for x in scales]
@@ -151,7 +165,7 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         launcher.Rows(vv, cache.v, (v_page, v_slot, v_head), numbers[1], steps[1]),
         slots=slots,
         slot_map=table,
-        num_slots=num_slots,
+        num_slots=page_size * cache.size,
         page_size=page_size,
     )
     used = [x for x in (*inputs.values(), cache.k, cache.v, slots, table) if x is not None]
@@ -159,7 +173,7 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
     at = [0 if x is None else x.ptr for x in (*scales, slots, table)]
     store.enqueue(
         array.current_stream(vk),
-        dims["n"],
+        vk.shape[0],
         (vk.ptr, vv.ptr),
         (cache.k.ptr, cache.v.ptr),
         (at[0], at[1]),
@@ -167,8 +181,7 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         at[3],
     )
     array.release(vk, *used)
-    if (slots, table) == given_indices:  # copies are made at each call
-        _STORES.insert(given, scalars, store, vk, vk.dtype, None, None)
+    return store if (slots, table) == given_indices else None  # copies are made at each call
 
 
 def _contiguous(v: ArrayView) -> ArrayView:

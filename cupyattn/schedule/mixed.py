@@ -114,27 +114,8 @@ def _choose(
         shape.least_part(work.longest, requests.qo_range()[1] * group_size)
         for (requests, shape), work in zip(kinds, works, strict=True)
     ]
-    longest = max((work.longest for work in works), default=0)
-    if not splitting.may_split:
-        candidates = [[longest] * len(works)]
-    elif splitting.tokens:
-        candidates = [[max(1, splitting.tokens // shape.tile_kv) for shape in shapes]]
-    else:
-        total = sum(work.total for work in works)
-        least = -(-total // (device.items * MAX_WAVES))
-        tried = [waves for waves in _WAVES if waves <= splitting.waves]
-        sizes = {-(-total // int(device.items * waves)) for waves in tried}
-        tiles = np.concatenate([work.array() for work in works])
-        if tiles.size < device.items and total:
-            # The last part of a tile is not full: so many parts that all run at a time.
-            sizes.add(chunk_of_parts(tiles, device.items))
-        sizes = {size for size in sizes if max(1, least) <= size < longest}
-        candidates = [[longest] * len(works)]
-        for size in sorted(sizes, reverse=True):
-            # Decode with what is best for prefill, or as it is.
-            candidates += [[size] * len(works), [size, *(longest for _ in works[1:])]]
     best: tuple[float, list[np.ndarray | None]] = (np.inf, [None] * len(works))
-    for chunks in candidates:
+    for chunks in _chunks_to_try(shapes, works, device, splitting):
         if not splitting.tokens:
             chunks = [max(both) for both in zip(chunks, least_parts, strict=True)]
         splits = [split_after(work, chunk) for work, chunk in zip(works, chunks, strict=True)]
@@ -142,6 +123,31 @@ def _choose(
         if time < best[0]:
             best = time, splits
     return best
+
+
+def _chunks_to_try(
+    shapes: list[TileShape], works: list[Work], device: Device, splitting: Splitting
+) -> list[list[int]]:
+    """Key tiles of a part, for each kind of tiles."""
+    if splitting.may_split and splitting.tokens:
+        return [[max(1, splitting.tokens // shape.tile_kv) for shape in shapes]]
+    longest = max((work.longest for work in works), default=0)
+    found = [[longest] * len(works)]
+    if not splitting.may_split:
+        return found
+    total = sum(work.total for work in works)
+    least = -(-total // (device.items * MAX_WAVES))
+    tried = [waves for waves in _WAVES if waves <= splitting.waves]
+    sizes = {-(-total // int(device.items * waves)) for waves in tried}
+    tiles = np.concatenate([work.array() for work in works])
+    if tiles.size < device.items and total:
+        # The last part of a tile is not full: so many parts that all run at a time.
+        sizes.add(chunk_of_parts(tiles, device.items))
+    for size in sorted(sizes, reverse=True):
+        if max(1, least) <= size < longest:
+            # Decode with what is best for prefill, or as it is.
+            found += [[size] * len(works), [size, *(longest for _ in works[1:])]]
+    return found
 
 
 def _time(

@@ -86,18 +86,62 @@ def config(
     return jit.Config(values)
 
 
+class _Rotated(NamedTuple):
+    """What the kernel is told of a rotation; zeros: there is none.
+
+    addresses      of q, rotated_q, cosines and sines
+    table_strides  of a row of cosines, and of sines
+    extents        elements that rotate, and positions of the tables
+    """
+
+    addresses: tuple[int, int, int, int] = (0, 0, 0, 0)
+    q_offsets: int = 0
+    q_strides: tuple[int, int] = (0, 0)
+    table_strides: tuple[int, int] = (0, 0)
+    extents: tuple[int, int] = (0, 0)
+    q_rows: int = 0
+    q_len: int = 0
+    num_qo_heads: int = 0
+    is_interleaved: bool = False
+    q_moves: bool = False
+
+
+_NOT_ROTATED = _Rotated()
+
+
+def _told(rotation: Rotation) -> _Rotated:
+    q, cosines, sines = rotation.q, rotation.cosines, rotation.sines
+    return _Rotated(
+        (q.ptr, rotation.rotated_q.ptr, cosines.ptr, sines.ptr),
+        0 if rotation.q_offsets is None else rotation.q_offsets.ptr,
+        q_strides=(q.strides[0], q.strides[1]),
+        table_strides=(cosines.strides[0], sines.strides[0]),
+        extents=(2 * cosines.shape[1], min(cosines.shape[0], 2**31 - 1)),
+        q_rows=q.shape[0],
+        q_len=rotation.q_len,
+        num_qo_heads=q.shape[1],
+        is_interleaved=rotation.is_interleaved,
+        q_moves=rotation.q_moves,
+    )
+
+
+def _are_queries_aligned(rotation: Rotation) -> bool:
+    q = rotation.q
+    _, num_heads, head_dim = q.shape
+    strides, out = (q.strides[0], q.strides[1]), (num_heads * head_dim, head_dim, 0)
+    rows = Rows(q.ptr, rotation.rotated_q.ptr, strides, out, head_dim, 1.0)
+    return is_row_aligned(rows, q.dtype, q.dtype)
+
+
 def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) -> None:
     """Enqueue it."""
-    dtype, batch_size = new.dtype, new.lens.shape[0]
+    dtype, batch_size, begin = new.dtype, new.lens.shape[0], new.lens
     is_aligned = all(is_row_aligned(rows, dtype, dtype) for rows in (new.k, new.v))
-    q_rows = num_qo_heads = 0
-    dtype_table = dtype_q = None
+    dtype_table, dtype_q, rotated = None, None, _NOT_ROTATED
     if rotation is not None:
-        q, dtype_table, dtype_q = rotation.q, rotation.cosines.dtype, rotation.q.dtype
-        (q_rows, num_qo_heads, head_dim), strides = q.shape, (q.strides[0], q.strides[1])
-        out = num_qo_heads * head_dim, head_dim, 0
-        rows = Rows(q.ptr, rotation.rotated_q.ptr, strides, out, head_dim, 1.0)
-        is_aligned = is_aligned and is_row_aligned(rows, dtype_q, dtype_q) and not dtype.is_fp8
+        dtype_table, dtype_q = rotation.cosines.dtype, rotation.q.dtype
+        rotated, begin = _told(rotation), rotation.begin
+        is_aligned = is_aligned and _are_queries_aligned(rotation) and not dtype.is_fp8
     kernel = jit.load(
         "append_new_kv",
         config(dtype, dtype_table, is_aligned, dtype_q),
@@ -113,34 +157,34 @@ def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) ->
         b"".join(
             struct.pack("<2Q", rows.source, rows.cache) + pack_rows(rows) for rows in (new.k, new.v)
         ),
-        *_addresses(rotation),
+        *rotated.addresses,
         new.lens.ptr,
-        (new.lens if rotation is None else rotation.begin).ptr,
-        0 if rotation is None or rotation.q_offsets is None else rotation.q_offsets.ptr,
+        begin.ptr,
+        rotated.q_offsets,
         0 if new.k_offsets is None else new.k_offsets.ptr,
         new.lens_after.ptr,
         new.table.ptr,
         _formats(new, rotation),
-        *((0, 0) if rotation is None else rotation.q.strides[:2]),
-        *((0, 0) if rotation is None else (rotation.cosines.strides[0], rotation.sines.strides[0])),
+        *rotated.q_strides,
+        *rotated.table_strides,
         new.table.strides[0],
         new.num_pages,
-        q_rows,
+        rotated.q_rows,
         new.num_rows,
         batch_size,
         new.table.shape[1],
         new.page_size,
-        0 if rotation is None else rotation.q_len,
+        rotated.q_len,
         new.k_len,
-        num_qo_heads,
+        rotated.num_qo_heads,
         new.num_kv_heads,
-        *((0, 0) if rotation is None else _extents(rotation.cosines)),
-        rotation is not None and rotation.is_interleaved,
-        rotation is not None and rotation.q_moves,
+        *rotated.extents,
+        rotated.is_interleaved,
+        rotated.q_moves,
         lane_bits,
     )
     # The kernel walks on with rows beyond the last block; lengths are written without rows too.
-    most = max(new.num_rows * new.num_kv_heads, q_rows * num_qo_heads, 1)
+    most = max(new.num_rows * new.num_kv_heads, rotated.q_rows * rotated.num_qo_heads, 1)
     blocks = min(-(-most // (_THREADS >> lane_bits)), _MAX_BLOCKS)
     grid = blocks, 2 if rotation is None else 3, 1
     enqueue(Launch(kernel.function, grid, _THREADS, 0), arguments, device, stream)
@@ -154,15 +198,3 @@ def _formats(new: NewKeys, rotation: Rotation | None) -> bytes:
         (IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype)).pack()
         for v in (new.lens, begin, q_offsets, new.k_offsets)
     )
-
-
-def _addresses(rotation: Rotation | None) -> tuple[int, int, int, int]:
-    if rotation is None:
-        return 0, 0, 0, 0
-    found = rotation.q, rotation.rotated_q, rotation.cosines, rotation.sines
-    return found[0].ptr, found[1].ptr, found[2].ptr, found[3].ptr
-
-
-def _extents(cosines: ArrayView) -> tuple[int, int]:
-    """(elements that rotate, positions)."""
-    return 2 * cosines.shape[1], min(cosines.shape[0], 2**31 - 1)

@@ -28,7 +28,15 @@ from ...schedule.batch import (
     most_of,
     plan_tiles,
 )
-from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
+from ...schedule.levels import (
+    MOST,
+    LevelLimits,
+    Levels,
+    Served,
+    check_level_limits,
+    level_limits,
+    level_tables,
+)
 from ...schedule.limits import Limits, check_limits, limits
 from ...schedule.masking import Masking
 from ...schedule.mixed import (
@@ -199,14 +207,7 @@ class BatchLauncher:
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
     ) -> BatchSchedule:
         if capacity is not None:
-            keys = Keys.equal(capacity.num_requests, UNKNOWN_LENGTH)
-            rows, shape = self.choose(keys, capacity.max_qo_len, splitting)
-            plan = self._plan(self._works(requests), shape, splitting)
-            most = self._limits(shape, splitting, capacity)
-            check_limits(plan, most)
-            return self._of_requests(
-                [self._kernel_work(rows, shape, plan, most, splitting)], requests, capacity
-            )
+            return self._schedule_for_graphs(requests, splitting, capacity)
         candidate = self._choose(requests, splitting)
         parts, slots = candidate.parts, candidate.slots
         mixed = None
@@ -240,6 +241,18 @@ class BatchLauncher:
             schedule.uniform = uniform_of(requests, schedule)
         schedule.candidate = candidate.name
         return schedule
+
+    def _schedule_for_graphs(
+        self, requests: BatchRequests, splitting: Splitting, capacity: Capacity
+    ) -> BatchSchedule:
+        """With room for all that the capacity allows, by a kernel that lengths do not choose."""
+        keys = Keys.equal(capacity.num_requests, UNKNOWN_LENGTH)
+        rows, shape = self.choose(keys, capacity.max_qo_len, splitting)
+        plan = self._plan(self._works(requests), shape, splitting)
+        most = self._limits(shape, splitting, capacity)
+        check_limits(plan, most)
+        work = self._kernel_work(rows, shape, plan, most, splitting)
+        return self._of_requests([work], requests, capacity)
 
     def _choose(self, requests: BatchRequests, splitting: Splitting) -> Candidate:
         """What serves these requests: the soonest, unless the caller says how keys are split."""
@@ -407,10 +420,7 @@ class BatchLauncher:
         groups = self._level_groups(requests, capacity)
         slots = [0] * len(groups)
         if capacity is None:
-            first, *rest = groups
-            others = [requests for group in rest for requests, _ in group.kinds]
-            many = self._works(first.kinds[0][0])
-            slots[0] = self._blocks_of_first(first.rows, many, others, leaves_states=True)
+            slots[0] = self._blocks_of_first_group(groups)
         plans = [
             self._plan_group(group, splitting, True, blocks)
             for group, blocks in zip(groups, slots, strict=True)
@@ -431,9 +441,7 @@ class BatchLauncher:
         reserved = [Reserved(len(x), slots=blocks) for x, blocks in zip(lists, slots, strict=True)]
         words = sum(table.size for table in tables)
         if capacity is not None:
-            served = zip((self._device(x).items for x in groups), self._served(groups), strict=True)
-            waves = splitting.waves if splitting.may_split else 0.0
-            most = level_limits(capacity.levels, num_rows, self.group_size, [*served], waves)
+            most = self._level_limits(groups, capacity, splitting)
             check_level_limits((max(map(len, lists)), words, state_rows), most)
             reserved = [Reserved(most.items) for _ in lists]
             words, state_rows = most.merges, most.state_rows
@@ -449,6 +457,21 @@ class BatchLauncher:
         if self._log is not None:
             self._log.batch(self, made, requests)
         return rotate_batch.reserve_rotated(made, requests, self._keys, capacity)
+
+    def _blocks_of_first_group(self, groups: list[KernelGroup]) -> int:
+        """As _blocks_of_first, where the launches of the other groups follow."""
+        first, *rest = groups
+        others = [requests for group in rest for requests, _ in group.kinds]
+        many = self._works(first.kinds[0][0])
+        return self._blocks_of_first(first.rows, many, others, leaves_states=True)
+
+    def _level_limits(
+        self, groups: list[KernelGroup], capacity: Capacity, splitting: Splitting
+    ) -> LevelLimits:
+        """The most that plans for the capacity have."""
+        served = zip((self._device(x).items for x in groups), self._served(groups), strict=True)
+        waves = splitting.waves if splitting.may_split else 0.0
+        return level_limits(capacity.levels, capacity.num_rows, self.group_size, [*served], waves)
 
     def gains_by_levels(self, requests: BatchRequests, flat: BatchRequests) -> bool:
         """Whether a cascade of `requests` is done sooner than its rows one by one, as `flat`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ... import jit
 from ...core.dtypes import bfloat16
 from ...core.problem import AttentionProblem
@@ -43,26 +45,26 @@ def tiles(problem: AttentionProblem, rows: str, target: Target, most_warps: int 
     wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
     mma_q = 2 if wide else 1
     q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
-    # Two blocks an SM, if they fit; past 128 columns one block of eight warps, which halves what
-    # comes from L2. A block takes 1 KB more than it asks for. Warps of 16 rows, and the long way of
-    # a capped logit, gain from loading a whole tile ahead; other warps of 32 want the registers and
-    # the power that a second buffer costs.
-    two_blocks = (max_shared_bytes + 1024) // 2 - 1024
-    layouts = [(4, 2, 1, two_blocks), (4, 2, 1, max_shared_bytes)]
+    # Warps of 16 rows, and the long way of a capped logit, gain from loading a whole tile ahead;
+    # other warps of 32 want the registers and the power that a second buffer costs.
     loads_ahead = not wide or (problem.soft_cap and is_measured)
-    if loads_ahead and not (problem.dtype_kv.is_fp8 and rotates_keys):
-        layouts.insert(0, (4, 2, 2, two_blocks))
-        if not wide and rows == LARGE and problem.head_dim_vo > 128 and most_warps >= 8:
-            layouts.insert(0, (8, 1, 2, max_shared_bytes))
+    layouts = _layouts(
+        max_shared_bytes,
+        loads_ahead=loads_ahead and not (problem.dtype_kv.is_fp8 and rotates_keys),
+        may_have_eight_warps=(
+            not wide and rows == LARGE and problem.head_dim_vo > 128 and most_warps >= 8
+        ),
+    )
     shapes = _key_shapes(problem, wide, arch, is_mixed=most_warps < 8)
     is_plain = not (is_transformed(problem) or problem.custom_mask)
     is_square = problem.head_dim_qk == problem.head_dim_vo
-    if layouts[0][0] == 8 and is_measured and is_plain and is_square and not rotates_keys:
+    has_eight_warps = layouts[0].warps == 8
+    if has_eight_warps and is_measured and is_plain and is_square and not rotates_keys:
         # Warps of 16 rows are bound by what they read of shared memory. Q stays in registers where
         # fewer keys make room for it without spills.
         q_in_registers, shapes = True, [(48, 16)]
     for warps, blocks, buffers, budget in layouts:
-        for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
+        for tile_kv, keys_per_exp in shapes[:1] if budget < max_shared_bytes else shapes:
             found = prefill_tiles(
                 problem,
                 mma_q,
@@ -77,6 +79,28 @@ def tiles(problem: AttentionProblem, rows: str, target: Target, most_warps: int 
             if found.shared_bytes <= budget:
                 return found
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
+
+
+class _Layout(NamedTuple):
+    """Warps of a block, blocks an SM that registers leave room for, and buffers of keys; they are
+    taken if the block has no more shared memory than the budget."""
+
+    warps: int
+    blocks: int
+    buffers: int
+    budget: int
+
+
+def _layouts(max_shared_bytes: int, loads_ahead: bool, may_have_eight_warps: bool) -> list[_Layout]:
+    """Best first: two blocks an SM, if they fit; past 128 columns one block of eight warps, which
+    halves what comes from L2. A block takes 1 KB more than it asks for."""
+    two_blocks = (max_shared_bytes + 1024) // 2 - 1024
+    found = [_Layout(4, 2, 1, two_blocks), _Layout(4, 2, 1, max_shared_bytes)]
+    if loads_ahead:
+        found.insert(0, _Layout(4, 2, 2, two_blocks))
+        if may_have_eight_warps:
+            found.insert(0, _Layout(8, 1, 2, max_shared_bytes))
+    return found
 
 
 def _key_shapes(
