@@ -238,24 +238,21 @@ struct LeanSm90 {
 
   static __device__ __forceinline__ void init_barriers(const PrefillSm90Params& params,
                                                        SharedMemory& shared) {
-    const auto init = [](uint64_t& barrier, int count) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), count);
-    };
     ptx::prefetch_tensor_map(params.q);
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
     if constexpr (KTile::kHasTail) ptx::prefetch_tensor_map(params.k_tail);
     if constexpr (VTile::kHasTail) ptx::prefetch_tensor_map(params.v_tail);
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
-      init(shared.full_q[slot], 1);
-      init(shared.empty_q[slot], 1);
-      init(shared.full_item[slot], 1);
+      init_barrier(shared.full_q[slot], 1);
+      init_barrier(shared.empty_q[slot], 1);
+      init_barrier(shared.full_item[slot], 1);
       // Each warp leaves an item when its O is written, warp 0 once more when O is stored.
-      init(shared.empty_item[slot], kPersistent ? 5 : 4);  // mutate: lean-item-released-early
+      init_barrier(shared.empty_item[slot], kPersistent ? 5 : 4);  // mutate: lean-item-released-early
     }
     for (int stage = 0; stage < kStages; ++stage) {
-      init(shared.full[stage], 1);
-      init(shared.empty[stage], 4);
+      init_barrier(shared.full[stage], 1);
+      init_barrier(shared.empty[stage], 4);
     }
     shared.logits = Traits::LogitsVariant::make_constants(params.attention);
     ptx::fence_mbarrier_init();
@@ -448,7 +445,7 @@ struct LeanSm90 {
       const int64_t row =
           value_row<Traits::kPaged, Traits::kOwnValuePages>(block.params, item.work.request,
                                                             first_key + key);
-      add_nonfinite_key<typename Traits::DTypeQ, true>(o, probabilities.p, key, values + row, lane);
+      add_nonfinite_key<typename Traits::DTypeP, true>(o, probabilities.p, key, values + row, lane);
     }
     ptx::warp_sync();
   }

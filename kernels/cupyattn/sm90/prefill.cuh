@@ -100,35 +100,32 @@ struct PrefillSm90 {
       if constexpr (Traits::VLoadTile::kHasTail) ptx::prefetch_tensor_map(params.v_tail);
     }
     ptx::prefetch_tensor_map(params.o);
-    const auto init = [](uint64_t& barrier, int count) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), count);
-    };
     for (int place = 0; place < Traits::kItems; ++place) {
-      init(shared.full_item[place], 1);
+      init_barrier(shared.full_item[place], 1);
       // The arrivals of warps that copy or gather, sweep, multiply, and convert.
       const int readers = max_of(1, kGatherers) + (kConverts || kGatherers == 3 ? 0 : 2) + kConverters;
-      init(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));
+      init_barrier(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));
     }
-    init(shared.near_end, 1);
+    init_barrier(shared.near_end, 1);
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
-      init(shared.full_q[slot], 1);
-      init(shared.empty_q[slot], kConsumerWarps);
+      init_barrier(shared.full_q[slot], 1);
+      init_barrier(shared.empty_q[slot], kConsumerWarps);
     }
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      if constexpr (kMasked) init(shared.row_bits.full[stage], kConverts ? kConverters : 2);
-      init(shared.full_k[stage],
+      if constexpr (kMasked) init_barrier(shared.row_bits.full[stage], kConverts ? kConverters : 2);
+      init_barrier(shared.full_k[stage],
            kConverts ? kConverters : kArrivals + (kMasked && Traits::kGathers ? 1 : 0));
-      init(shared.unchecked_v[stage], kArrivals);
-      init(shared.full_v[stage], kConverts ? kConverters : kArrivals);
-      init(shared.empty_k[stage], kConsumerWarps);
-      init(shared.empty_v[stage], kConsumerWarps + (kMasked && !kConverts ? 2 : 0));
+      init_barrier(shared.unchecked_v[stage], kArrivals);
+      init_barrier(shared.full_v[stage], kConverts ? kConverters : kArrivals);
+      init_barrier(shared.empty_k[stage], kConsumerWarps);
+      init_barrier(shared.empty_v[stage], kConsumerWarps + (kMasked && !kConverts ? 2 : 0));
     }
     if constexpr (kConverts) {
       for (int place = 0; place < Traits::kFp8Stages; ++place) {
-        init(shared.full_fp8_k[place], kArrivals);
-        init(shared.full_fp8_v[place], kArrivals);
-        init(shared.empty_fp8_k[place], kConverters);
-        init(shared.empty_fp8_v[place], kConverters);
+        init_barrier(shared.full_fp8_k[place], kArrivals);
+        init_barrier(shared.full_fp8_v[place], kArrivals);
+        init_barrier(shared.empty_fp8_k[place], kConverters);
+        init_barrier(shared.empty_fp8_v[place], kConverters);
       }
     }
     shared.logits = Traits::LogitsVariant::make_constants(params.attention);

@@ -120,12 +120,11 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
   return kSwizzle128 | kGroup | kPanel | ((address & 0x3ffffu) >> 4);
 }
 
-// The types and steps of the two products, for elements of Q and of K and V.
-template <typename Q, typename KV>
+// The steps of a product: of Q and K, or of probabilities and V.
+template <typename Rows, typename KV>
 struct MmaTraits {
-  static_assert(is_same<Q, KV> && sizeof(Q) == 2, "wgmma of 16-bit elements");
-  using P = Q;
-  static constexpr int kStep = 32 / sizeof(Q);  // columns of Q, or keys, that a product takes
+  static_assert(is_same<Rows, KV> && sizeof(KV) == 2, "wgmma of 16-bit elements");
+  static constexpr int kStep = 32 / sizeof(KV);  // columns of Q, or keys, that a product takes
 };
 
 // Issues S = Q K^T for 64 rows of Q, from that of operand `q` on, and all keys of a tile. The columns

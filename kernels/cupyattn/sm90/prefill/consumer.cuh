@@ -36,8 +36,6 @@ namespace cupyattn {
 
 template <typename Traits>
 struct PrefillSm90Consumer {
-  using DTypeQ = typename Traits::DTypeQ;
-  using DTypeKV = typename Traits::DTypeKV;
   using QTile = typename Traits::QTile;
   using KTile = typename Traits::KTile;
   using VTile = typename Traits::VTile;
@@ -349,7 +347,7 @@ struct PrefillSm90Consumer {
       for (uint32_t bits = shared.nonfinite_keys[v.stage].word[word]; bits != 0; bits &= bits - 1) {
         const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
         const auto* values = values_of<typename Traits::DTypeKV>(params, item.work.tile.kv_head);
-        add_nonfinite_key<DTypeQ>(
+        add_nonfinite_key<typename Traits::DTypeP>(
             o, p, key,
             values + value_row<Traits::kPaged, Traits::kOwnValuePages>(params, item.work.request,
                                                                       masked_key + key),

@@ -1,5 +1,5 @@
 // The converter warps of prefill_sm90: convert fp8 tiles of keys and values, once they have landed,
-// to panels of q's type, which the consumers multiply.
+// to panels of the type that the consumers multiply.
 #pragma once
 
 #include "cupyattn/ptx/tensor_copy.cuh"
@@ -10,7 +10,6 @@ namespace cupyattn {
 
 template <typename Traits>
 struct PrefillSm90Converter {
-  using DTypeQ = typename Traits::DTypeQ;
   using DTypeKV = typename Traits::DTypeKV;
   using Item = typename Traits::Item;
   static constexpr int kThreads = Traits::kConverters * kWarpSize;
@@ -114,8 +113,8 @@ struct PrefillSm90Converter {
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
           const uint32_t word = bytes.word[2 * half + w];
-          converted.word[2 * w] = ptx::fp8_to_pair<DTypeQ, DTypeKV, 0, 1>(word);
-          converted.word[2 * w + 1] = ptx::fp8_to_pair<DTypeQ, DTypeKV, 2, 3>(word);
+          converted.word[2 * w] = ptx::fp8_to_pair<typename Tile::T, DTypeKV, 0, 1>(word);
+          converted.word[2 * w + 1] = ptx::fp8_to_pair<typename Tile::T, DTypeKV, 2, 3>(word);
         }
         *reinterpret_cast<Vector16*>(to[half] + rows / 8 * Tile::kGroupBytes +
                                      four * Tile::kPanelBytes) = converted;

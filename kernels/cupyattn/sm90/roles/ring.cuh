@@ -20,6 +20,9 @@ struct PipelineState {
   }
 };
 
+__device__ __forceinline__ void init_barrier(uint64_t& barrier, int num_arrivals) {
+  ptx::mbarrier_init(ptx::shared_address(&barrier), num_arrivals);
+}
 __device__ __forceinline__ void await_phase(uint64_t& barrier, uint32_t parity) {
   ptx::mbarrier_wait_parity(ptx::shared_address(&barrier), parity);
 }

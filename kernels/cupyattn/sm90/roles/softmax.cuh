@@ -15,8 +15,8 @@ struct PrefillSm90Softmax {
   static constexpr int kTileKV = Traits::kTileKV;
   static constexpr bool kOverlap = Traits::kOverlap, kHasFastPath = LogitsVariant::kHasFastPath;
   static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
-  using Mma = MmaTraits<typename Traits::QTile::T, typename Traits::KTile::T>;
-  static constexpr int kSteps = kTileKV / Mma::kStep;
+  using DTypeP = typename Traits::DTypeP;
+  static constexpr int kSteps = kTileKV / MmaTraits<DTypeP, typename Traits::VTile::T>::kStep;
   using Logits = float[1][kTileKV / 8][4];
   using Online = OnlineSoftmax<1, LogitsVariant::kTileSumBits>;
   using VStage = PipelineState<Traits::kStages>;
@@ -125,7 +125,7 @@ struct PrefillSm90Softmax {
   __device__ __forceinline__ bool exponentiate_fast(Probabilities& to, const Logits& s,
                                                     const Path& path, float room) {
     to.raised = false;
-    return online.template exponentiate_fast<typename Mma::P>(
+    return online.template exponentiate_fast<DTypeP>(
         to.p, s, path, LogitsVariant::softmax_scale(params), room);
   }
 
@@ -153,11 +153,11 @@ struct PrefillSm90Softmax {
     }
     if constexpr (!kIsFirst && Traits::kTakesMaxima) {
       to.raised =
-          online.template raise_and_exponentiate<typename Mma::P>(to.p, s, to.factors, form, scale);
+          online.template raise_and_exponentiate<DTypeP>(to.p, s, to.factors, form, scale);
     } else {
       // Rows that begin with a maximum take another only if they must.
       constexpr bool kTakesMax = kIsFirst && !kHasFirstMax;
-      to.raised = online.template exponentiate_or_raise<typename Mma::P, kTakesMax>(
+      to.raised = online.template exponentiate_or_raise<DTypeP, kTakesMax>(
           to.p, s, to.factors, form, scale, room_of(first_key));
     }
     if constexpr (!kIsFirst && !kOverlap) {

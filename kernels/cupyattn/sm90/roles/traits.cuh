@@ -16,15 +16,20 @@ struct PrefillSm90Traits : Config {
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
+  // What products take: elements of the tiles of keys and of values, and of probabilities, which
+  // meet values. All are the queries' type; products of fp8 would name others.
+  using DTypeKTile = DTypeQ;
+  using DTypeVTile = DTypeQ;
+  using DTypeP = DTypeVTile;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
   // cp.async KV: pages that no box fits are gathered row by row, by a warpgroup of its own or by
   // warps 0, 2 and 3.
   static constexpr bool kGathers = kGatherers > 0;
-  // fp8 keys and values land in tiles of their own and are converted to the type of q, by a
-  // warpgroup of its own or, if registers forbid one, by warps 2 and 3.
-  static constexpr bool kConverts = is_fp8<DTypeKV>;
+  // Keys and values of another type than products take land in tiles of their own and are
+  // converted, by a warpgroup of its own or, if registers forbid one, by warps 2 and 3.
+  static constexpr bool kConverts = !is_same<DTypeKV, DTypeKTile>;
   static constexpr int kConverters = kConverts ? Config::kConverters : 0;
   static constexpr bool kHasConverterWarpgroup = kConverters == 4;
   // Boxes of pages start where pages do.
@@ -59,10 +64,10 @@ struct PrefillSm90Traits : Config {
                                         sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
-  template <int kHeadDim>
-  using KeyTileOf = PanelTile<DTypeQ, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
-  using KTile = KeyTileOf<kHeadDimQK>;
-  using VTile = KeyTileOf<kHeadDimVO>;
+  template <typename Element, int kHeadDim>
+  using KeyTileOf = PanelTile<Element, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
+  using KTile = KeyTileOf<DTypeKTile, kHeadDimQK>;
+  using VTile = KeyTileOf<DTypeVTile, kHeadDimVO>;
   // The tiles in which keys and values land, and the number of their stages.
   template <typename Tile, int kHeadDim>
   using Landing = conditional<kConverts, RowTile<DTypeKV, kTileKV, kHeadDim>, Tile>;
@@ -71,7 +76,7 @@ struct PrefillSm90Traits : Config {
   static constexpr int kFp8Stages = kConverts ? Config::kFp8Stages : kStages;
   using AnyLogits = Logits<Config>;
   using LogitsVariant =
-      conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeQ>, AnyLogits>;
+      conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeP>, AnyLogits>;
   // Whether the other rows of a warp decide nothing of a row. A tile may then have rows of other
   // requests where it lacks its own.
   static constexpr bool kRowsAreAlone = is_same<AnyLogits, PlainLogits>;
@@ -176,7 +181,7 @@ struct PrefillSm90Traits : Config {
                 "one more warpgroup converts or gathers");
   static_assert(kGatherers != 3 || kHasConverterWarpgroup || (!kMasked && !kConverts),
                 "warps 2 and 3 have one role");
-  static_assert(is_same<DTypeQ, DTypeKV> || kConverts, "both operands of a product have one type");
+  static_assert(!kConverts || is_fp8<DTypeKV>, "what is converted has 8 bits");
 };
 
 // What all roles of a block of prefill_sm90 know.

@@ -87,13 +87,14 @@ struct WideSm90Tiles : Config {
   // are q and P then. Keys that are multiplied by scales of their own may leave its range.
   static constexpr bool kHalfQueries = kConverts && !kKeyScales;
   using DTypeMma = conditional<kFp8 || kHalfQueries, half_t, DTypeQ>;
+  using DTypeP = DTypeMma;
   using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;
   using KTile =
       conditional<kFp8, Fp8KeyTile<DTypeKV, kTileKV, kHeadDimVO, kHeadDimRope, kKeyScales>,
                   PanelTile<DTypeMma, kTileKV, kHeadDimQK>>;
   // The latent columns of a key are also its value, so a tile of keys is one of values.
   using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
-  using PTile = PanelTile<DTypeMma, kTileQ, kTileKV>;
+  using PTile = PanelTile<DTypeP, kTileQ, kTileKV>;
 
   // The last block of a tile merges up to so many splits (WideMergeSm90); 0: a launch does.
   static constexpr int kFusedSplits = Config::kFusedSplits;
