@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import array
 from .core import parse
@@ -11,7 +11,7 @@ from .core.names import refuse_names
 from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
 from .planless.call import run
-from .planless.check import Arrays, Options
+from .planless.check import Arrays, Options, make_arrays
 from .planless.views import Names, next_power_of_two, number_or_array
 from .typing import Array, ArrayT, Scale, returns_lse
 
@@ -77,32 +77,50 @@ def cudnn_batch_decode_with_kv_cache(
     has no LSE.
     """
     sm_scale, scale_q = number_or_array(scale)
-    arrays: tuple[Any, ...] = (
-        *(q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse),
+    arrays = make_arrays(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=actual_seq_lens_kv,
+        out=out,
+        lse=lse,
+        qo_offsets=batch_offsets_q,
+        o_offsets=batch_offsets_o,
+        scale_q=scale_q,
     )
-    if not (batch_offsets_q is batch_offsets_o is scale_q is None):
-        arrays += None, batch_offsets_q, None, batch_offsets_o, None, None, scale_q
-    has_key_offsets = not (batch_offsets_k is batch_offsets_v is None)
-    scalars = next_power_of_two(max_sequence_kv), sm_scale, return_lse, has_key_offsets
-    return run(arrays, _options_of_decode, scalars)
-
-
-def _options_of_decode(
-    arrays: Arrays, max_kv_len: Any, sm_scale: Any, return_lse: Any, has_key_offsets: bool
-) -> Options:
-    if arrays.block_tables is None:
-        raise ArgumentError("block_tables: got None; wanted the pages of each request, [B, n]")
-    _refuse_key_offsets(has_key_offsets)
-    return Options(
-        _NAMES,
-        "HND",
-        max_kv_len=max_kv_len,
+    options = _Decode(
+        max_kv_len=next_power_of_two(max_sequence_kv),
         sm_scale=sm_scale,
-        causal=False,
-        in_elements=True,
-        from_host=True,
         return_lse=return_lse,
+        has_key_offsets=not (batch_offsets_k is batch_offsets_v is None),
     )
+    return run(arrays, options)
+
+
+class _Decode(NamedTuple):
+    """The options of decode."""
+
+    max_kv_len: Any
+    sm_scale: Any
+    return_lse: Any
+    has_key_offsets: bool
+
+    def resolve(self, arrays: Arrays) -> Options:
+        if arrays.block_tables is None:
+            raise ArgumentError("block_tables: got None; wanted the pages of each request, [B, n]")
+        _refuse_key_offsets(self.has_key_offsets)
+        return Options(
+            _NAMES,
+            "HND",
+            max_kv_len=self.max_kv_len,
+            sm_scale=self.sm_scale,
+            causal=False,
+            in_elements=True,
+            from_host=True,
+            return_lse=self.return_lse,
+        )
 
 
 def _refuse_key_offsets(are_given: bool) -> None:
@@ -181,24 +199,40 @@ def cudnn_batch_prefill_with_kv_cache(
     factor_q, also_q = number_or_array(q_scale)
     factor_k, scale_k = number_or_array(k_scale)
     output_scale, scale_v = number_or_array(v_scale)
-    arrays = (
-        *(q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse),
-        *(actual_seq_lens_q, batch_offsets_q, batch_offsets_k, batch_offsets_o, batch_offsets_v),
-        *(None, also_q if scale_q is None else scale_q, scale_k, scale_v),
+    arrays = make_arrays(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=actual_seq_lens_kv,
+        out=out,
+        lse=lse,
+        qo_lens=actual_seq_lens_q,
+        qo_offsets=batch_offsets_q,
+        kv_offsets=batch_offsets_k,
+        o_offsets=batch_offsets_o,
+        v_offsets=batch_offsets_v,
+        scale_q=also_q if scale_q is None else scale_q,
+        scale_k=scale_k,
+        scale_v=scale_v,
     )
-    scalars = (
-        *(
-            max_token_per_sequence,
-            next_power_of_two(max_sequence_kv),
-            causal,
-            return_lse,
-            o_data_type,
-        ),
-        *(logits, factor_q, factor_k, output_scale, batch_offsets_units),
-        *(batch_offsets_stats, not (scale_q is None or also_q is None)),
+    options = _Prefill(
+        max_q_len=max_token_per_sequence,
+        max_kv_len=next_power_of_two(max_sequence_kv),
+        causal=causal,
+        return_lse=return_lse,
+        o_dtype=o_data_type,
+        scale=logits,
+        q_scale=factor_q,
+        k_scale=factor_k,
+        output_scale=output_scale,
+        units=batch_offsets_units,
+        stats=batch_offsets_stats,
+        has_two_arrays=not (scale_q is None or also_q is None),
     )
     parse.choice(lse_base, ("ln", "log2"), "lse_base")
-    answer = run(arrays, _options_of_prefill, scalars)
+    answer = run(arrays, options)
     if not return_lse:
         return answer, None
     if lse_base == "log2":
@@ -206,46 +240,48 @@ def cudnn_batch_prefill_with_kv_cache(
     return answer
 
 
-def _options_of_prefill(
-    arrays: Arrays,
-    max_q_len: Any,
-    max_kv_len: Any,
-    causal: Any,
-    return_lse: Any,
-    o_dtype: Any,
-    logits: Any,
-    factor_q: Any,
-    factor_k: Any,
-    output_scale: Any,
-    units: Any,
-    stats: Any,
-    has_two_arrays: bool,
-) -> Options:
-    parse.choice(units, ("elements", "tokens"), "batch_offsets_units")
-    if stats is not None:
-        raise UnsupportedError(
-            "batch_offsets_stats: the LSE is padded to max_token_per_sequence rows a request; "
-            "pass None"
+class _Prefill(NamedTuple):
+    """The options of prefill. stats: batch_offsets_stats; has_two_arrays: of scale and q_scale."""
+
+    max_q_len: Any
+    max_kv_len: Any
+    causal: Any
+    return_lse: Any
+    o_dtype: Any
+    scale: Any
+    q_scale: Any
+    k_scale: Any
+    output_scale: Any
+    units: Any
+    stats: Any
+    has_two_arrays: bool
+
+    def resolve(self, arrays: Arrays) -> Options:
+        parse.choice(self.units, ("elements", "tokens"), "batch_offsets_units")
+        if self.stats is not None:
+            raise UnsupportedError(
+                "batch_offsets_stats: the LSE is padded to max_token_per_sequence rows a request; "
+                "pass None"
+            )
+        if self.has_two_arrays:
+            raise UnsupportedError("scale, q_scale: one of them may be an array; pass a number")
+        if arrays.block_tables is not None:
+            _refuse_key_offsets(not (arrays.kv_offsets is arrays.v_offsets is None))
+        sm_scale = 1.0
+        for name in ("scale", "q_scale", "k_scale"):
+            sm_scale *= parse.finite(getattr(self, name), name, 1.0)
+        return Options(
+            _NAMES,
+            "NHD" if arrays.block_tables is None else "HND",
+            q_len=0,
+            max_q_len=self.max_q_len,
+            max_kv_len=self.max_kv_len,
+            sm_scale=sm_scale,
+            output_scale=self.output_scale,
+            causal=self.causal,
+            o_dtype=self.o_dtype,
+            in_elements=self.units == "elements",
+            from_host=True,
+            pads_lse=True,
+            return_lse=self.return_lse,
         )
-    if has_two_arrays:
-        raise UnsupportedError("scale, q_scale: one of them may be an array; pass a number")
-    if arrays.block_tables is not None:
-        _refuse_key_offsets(not (arrays.kv_offsets is arrays.v_offsets is None))
-    sm_scale = 1.0
-    for name, factor in (("scale", logits), ("q_scale", factor_q), ("k_scale", factor_k)):
-        sm_scale *= parse.finite(factor, name, 1.0)
-    return Options(
-        _NAMES,
-        "NHD" if arrays.block_tables is None else "HND",
-        q_len=0,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        sm_scale=sm_scale,
-        output_scale=output_scale,
-        causal=causal,
-        o_dtype=o_dtype,
-        in_elements=units == "elements",
-        from_host=True,
-        pads_lse=True,
-        return_lse=return_lse,
-    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from .inputs import geometry
 from .inputs.index_arrays import fresh_progression, full
 from .inputs.latent import Dims
 from .launch.driver import params
-from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
+from .planless.latent import NAMES, Options, are_numbers, run, run_cached
+from .planless.latent_call import Arrays, make_arrays
 from .reference.latent_rows import NUM_BYTES, unpack_rows
 
 __all__ = [
@@ -118,17 +119,29 @@ def flash_mla_with_kvcache(
         extra_topk_length=extra_topk_length,
     )
     is_list = indices is not None
-    repeat = None
-    if is_list or topk_length is None:
-        scalars = "flash_mla", is_list, head_dim_v, causal, is_fp8_kvcache
-        repeat = repeat_of(*scalars, scales=(softmax_scale,))
-    keys = (indices, topk_length) if is_list else (block_table, cache_seqlens)
-    given: tuple[Any, ...] = (*(q, None, k_cache, None, None, *keys, None, None, None, attn_sink),)
-    answer = run_repeat(given, repeat)
+    arrays = make_arrays(
+        q=q,
+        q_rope=None,
+        k=k_cache,
+        k_rope=None,
+        workspace=None,
+        block_tables=indices if is_list else block_table,
+        kv_lens=topk_length if is_list else cache_seqlens,
+        out=None,
+        lse=None,
+        sinks=attn_sink,
+    )
+    options = _CacheOptions(
+        is_list=is_list,
+        head_dim_v=head_dim_v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+    )
+    is_plain = (is_list or topk_length is None) and are_numbers(softmax_scale)
+    answer = run_cached(arrays, options) if is_plain else None
     if answer is None:
-        answer = _attend(
-            given, topk_length, (head_dim_v, softmax_scale, causal, is_fp8_kvcache), is_list, repeat
-        )
+        answer = _attend(arrays, topk_length, options, options if is_plain else None)
     out, lse = answer
     return out, lse.swapaxes(-1, -2) if is_list else lse
 
@@ -159,19 +172,33 @@ def flash_mla_sparse_fwd(
     Errors as flash_mla_with_kvcache. Semantics: FlashMLA's function of the same name.
     """
     max_logits = _no_logits(q)
-    given = (
-        *(q, None, kv, None, None, indices, topk_length, out, None, None, attn_sink),
-        *(None, None, None, max_logits),
+    arrays = make_arrays(
+        q=q,
+        q_rope=None,
+        k=kv,
+        k_rope=None,
+        workspace=None,
+        block_tables=indices,
+        kv_lens=topk_length,
+        out=out,
+        lse=None,
+        sinks=attn_sink,
+        max_logits=max_logits,
     )
-    repeat = repeat_of("flash_mla sparse", d_v, scales=(sm_scale,))
-    answer = run_repeat(given, repeat)
+    known_as = _SparseOptions(d_v=d_v, sm_scale=sm_scale) if are_numbers(sm_scale) else None
+    answer = None if known_as is None else run_cached(arrays, known_as)
     if answer is None:
         vq = array.view(q, "q")
         options = Options(
-            _FLAT, _dims(vq.shape[-1], d_v, "d_v"), parse.finite(sm_scale, "sm_scale", 1.0),
-            is_list=True, natural_lse=True, lse_form=_LSE_FORM, return_lse=True,
-        )  # fmt: skip
-        answer = run(given, options, repeat)
+            _FLAT,
+            _dims(vq.shape[-1], d_v, "d_v"),
+            parse.finite(sm_scale, "sm_scale", 1.0),
+            is_list=True,
+            natural_lse=True,
+            lse_form=_LSE_FORM,
+            return_lse=True,
+        )
+        answer = run(arrays, options, known_as)
     out, lse = answer
     if type(max_logits) is not type(lse):
         max_logits = array.deliver(max_logits, array.view(q, "q"))
@@ -189,15 +216,28 @@ def _no_logits(q: Any) -> Any:
     return full(v.shape[:2], -math.inf, v)
 
 
+class _CacheOptions(NamedTuple):
+    """The options of flash_mla_with_kvcache."""
+
+    is_list: bool
+    head_dim_v: Any
+    softmax_scale: Any
+    causal: Any
+    is_fp8_kvcache: Any
+
+
+class _SparseOptions(NamedTuple):
+    """The options of flash_mla_sparse_fwd."""
+
+    d_v: Any
+    sm_scale: Any
+
+
 def _attend(
-    given: tuple[Any, ...],
-    topk_length: Any,
-    scalars: tuple[Any, Any, Any, Any],
-    is_list: bool,
-    repeat: tuple[Any, ...] | None,
+    arrays: Arrays, topk_length: Any, given: _CacheOptions, known_as: _CacheOptions | None
 ) -> Any:
     """(out, lse) of flash_mla_with_kvcache, the LSE of lists as [b, seqlen_q, num_heads]."""
-    q, _, k_cache, *_ = given
+    q, k_cache, is_list = arrays.q, arrays.k, given.is_list
     vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
     if len(vq.shape) != 4:
         raise ArgumentError(
@@ -206,60 +246,68 @@ def _attend(
     if topk_length is not None and not is_list:
         raise ArgumentError("topk_length: given without indices; pass both, or none")
     if len(vk.shape) == 4 and vk.shape[2] > 1:
-        if is_list or given[-1] is not None:
+        if is_list or arrays.sinks is not None:
             raise UnsupportedError(
                 f"k_cache: has {vk.shape[2]} heads; with indices or attn_sink wanted one"
             )
-        return _attend_heads(q, k_cache, given[5:7], scalars)
-    q, k_cache, options = _options((q, k_cache), *scalars)
+        return _attend_heads(arrays, given)
+    arrays, options = _options(arrays, given)
     if is_list:
-        if scalars[2]:
+        if given.causal:
             raise ArgumentError("causal: got True with indices, which name all keys; pass False")
         options = options._replace(
             names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
         )
-    return run((q, None, k_cache, *given[3:]), options, repeat)
+    return run(arrays, options, known_as)
 
 
-def _options(
-    rows: tuple[Any, Any], head_dim_v: Any, softmax_scale: Any, causal: Any, is_fp8_kvcache: Any
-) -> tuple[Any, Any, Options]:
-    """q, the cache, and the options of a dense call."""
-    q, k_cache = rows
-    vq = array.view(q, "q")
+def _options(arrays: Arrays, given: _CacheOptions) -> tuple[Arrays, Options]:
+    """A dense call: its arrays, with rows that kernels read, and its options."""
+    vq = array.view(arrays.q, "q")
     _, q_len, _, columns = vq.shape
-    dims = _dims(columns, head_dim_v, "head_dim_v")
+    dims = _dims(columns, given.head_dim_v, "head_dim_v")
     o_dtype, key_scales = vq.dtype.name, ""
-    if parse.flag(is_fp8_kvcache, "is_fp8_kvcache"):
-        q, k_cache, key_scales = _with_scales(q, k_cache, vq)
-    scale = parse.finite(softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns)))
-    is_causal = parse.flag(causal, "causal")
-    return q, k_cache, Options(
-        _DENSE, dims, scale, q_axes=(4,), q_len=q_len, causal=is_causal and q_len > 1,
-        pads_lse=True, natural_lse=True, lse_form=_LSE_FORM, return_lse=True, o_dtype=o_dtype,
+    if parse.flag(given.is_fp8_kvcache, "is_fp8_kvcache"):
+        q, k_cache, key_scales = _with_scales(arrays.q, arrays.k, vq)
+        arrays = arrays._replace(q=q, k=k_cache)
+    is_causal = parse.flag(given.causal, "causal")
+    return arrays, Options(
+        _DENSE,
+        dims,
+        parse.finite(given.softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns))),
+        q_axes=(4,),
+        q_len=q_len,
+        causal=is_causal and q_len > 1,
+        pads_lse=True,
+        natural_lse=True,
+        lse_form=_LSE_FORM,
+        return_lse=True,
+        o_dtype=o_dtype,
         key_scales=key_scales,
-    )  # fmt: skip
+    )
 
 
-def _attend_heads(
-    q: Any, k_cache: Any, tables: tuple[Any, Any], scalars: tuple[Any, Any, Any, Any]
-) -> tuple[Any, Any]:
+def _attend_heads(arrays: Arrays, given: _CacheOptions) -> tuple[Any, Any]:
     """A dense call with several heads of keys, each of which answers its share of q's."""
-    vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
+    vq, vk = array.view(arrays.q, "q"), array.view(arrays.k, "k_cache")
     (count, tokens, heads, _), heads_kv = vq.shape, vk.shape[2]
     if heads % heads_kv:
         raise ArgumentError(
             f"q: {heads} heads with {heads_kv} heads of k_cache; wanted a multiple of them"
         )
-    *_, options = _options((q, k_cache), *scalars)
+    _, options = _options(arrays, given)
     out = array.empty((count, tokens, heads, options.dims.latent), vq.dtype, vq)
     lse = array.empty((count, heads, tokens), dtypes.float32, vq)
     group = heads // heads_kv
     for head in range(heads_kv):
         of_q = slice(head * group, (head + 1) * group)
-        rows = q[:, :, of_q], k_cache[:, :, head : head + 1]
-        first, keys, options = _options(rows, *scalars)
-        run((first, None, keys, None, None, *tables, out[:, :, of_q], lse[:, of_q]), options)
+        of_head = arrays._replace(
+            q=arrays.q[:, :, of_q],
+            k=arrays.k[:, :, head : head + 1],
+            out=out[:, :, of_q],
+            lse=lse[:, of_q],
+        )
+        run(*_options(of_head, given))
     return array.deliver(out, vq), array.deliver(lse, vq)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from . import array
 from .core import parse
 from .core.names import refuse_names
 from .core.parse import require_int
+from .core.records import maker
 from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
@@ -28,8 +29,9 @@ from .inputs.mla_dimensions import (
     supported_mla_layer_dimensions,
 )
 from .page import append_paged_mla_kv_cache
-from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
-from .planless.latent_call import bounded, read_scale
+from .planless.latent import NAMES, Options, are_numbers, run, run_cached
+from .planless.latent_call import bounded, make_arrays, read_scale
+from .planless.views import next_power_of_two
 from .typing import Array, Scale
 from .wrappers.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
@@ -132,28 +134,48 @@ def trtllm_batch_decode_with_kv_cache_mla(
     UnsupportedError or WorkspaceError before anything is written. Semantics: FlashInfer's function
     of the same name, which runs on Blackwell only.
     """
-    repeat, has_counts = None, sparse_mla_top_k_lens is not None
+    has_counts = sparse_mla_top_k_lens is not None
+    arrays = make_arrays(
+        q=query,
+        q_rope=None,
+        k=kv_cache,
+        k_rope=None,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=sparse_mla_top_k_lens if has_counts else seq_lens,
+        out=out,
+        lse=lse,
+        qo_offsets=cum_seq_lens_q,
+        sinks=sinks,
+    )
     is_plain = type(sparse_mla_top_k) is int and causal_seqlens_kv_global is None
     if is_plain:
         # Lists of ragged rows have lengths that are made for the call.
         is_plain = not has_counts if sparse_mla_top_k == 0 else cum_seq_lens_q is None
-    if is_plain:
-        repeat = repeat_of(
-            *("trtllm", kv_lora_rank, qk_rope_head_dim, max_seq_len, backend, return_lse),
-            *(uses_shared_paged_kv_idx, max_q_len, enable_dcp, cp_world, return_lse_base),
-            *(sparse_mla_top_k, has_counts),
-            scales=(bmm1_scale, bmm2_scale),
+    known_as = None
+    if is_plain and are_numbers(bmm1_scale, bmm2_scale):
+        known_as = _make_decode(
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            max_seq_len=next_power_of_two(max_seq_len),
+            backend=backend,
+            return_lse=return_lse,
+            shares_pages=uses_shared_paged_kv_idx,
+            max_q_len=max_q_len,
+            enable_dcp=enable_dcp,
+            cp_world=cp_world,
+            return_lse_base=return_lse_base,
+            top_k=sparse_mla_top_k,
+            has_counts=has_counts,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
         )
-    lens = sparse_mla_top_k_lens if has_counts else seq_lens
-    arrays: tuple[Any, ...] = (
-        *(query, None, kv_cache, None, workspace_buffer, block_tables, lens, out, lse),
-        *(cum_seq_lens_q, sinks),
-    )
-    answer = run_repeat(arrays, repeat)
-    if answer is not None:
-        return answer
+        answer = run_cached(arrays, known_as)
+        if answer is not None:
+            return answer
     query, o_dtype = _queries(query, "query", kv_cache, out)
-    arrays = query, *arrays[1:]
+    if query is not arrays.q:
+        arrays, known_as = arrays._replace(q=query), None
     parse.choice(backend, _BACKENDS, "backend")
     geometry.refuse(
         "is not supported",
@@ -164,8 +186,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if require_int(cp_world, "cp_world") != 1:
         raise UnsupportedError(f"cp_world: got {cp_world}; only 1 is supported")
     if not parse.flag(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx"):
-        block_tables, repeat = _table_of_keys(block_tables), None
-        arrays = *arrays[:5], block_tables, *arrays[6:]
+        block_tables, known_as = _table_of_keys(block_tables), None
+        arrays = arrays._replace(block_tables=block_tables)
     top_k = require_int(sparse_mla_top_k, "sparse_mla_top_k", 0)
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     is_ragged = cum_seq_lens_q is not None
@@ -201,12 +223,30 @@ def trtllm_batch_decode_with_kv_cache_mla(
         elif seq_lens is not None:
             lens, of_each = _lens_of_lists(seq_lens, cum_seq_lens_q, int(shape[0]), tokens)
             options = options._replace(request_tokens=of_each, counts_later=True)
-        arrays = *arrays[:6], lens, *arrays[7:9], None, sinks
+            arrays = arrays._replace(kv_lens=lens)
+        arrays = arrays._replace(qo_offsets=None)
     elif has_counts:
-        arrays = *arrays[:6], seq_lens, *arrays[7:]
-    if not scale_q is scale_v is None:
-        arrays += scale_q, scale_v
-    return run(arrays, options, repeat)
+        arrays = arrays._replace(kv_lens=seq_lens)
+    return run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, known_as)
+
+
+class _Decode(NamedTuple):
+    """The options of `trtllm_batch_decode_with_kv_cache_mla`."""
+
+    kv_lora_rank: Any
+    qk_rope_head_dim: Any
+    max_seq_len: Any
+    backend: Any
+    return_lse: Any
+    shares_pages: Any
+    max_q_len: Any
+    enable_dcp: Any
+    cp_world: Any
+    return_lse_base: Any
+    top_k: int
+    has_counts: bool
+    bmm1_scale: Any
+    bmm2_scale: Any
 
 
 @untraced
@@ -236,22 +276,38 @@ def xqa_batch_decode_with_kv_cache_mla(
     Returns `out`, by default a new array of query's axes. Errors as there. Semantics:
     FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
-    scalars = "xqa_batch", kv_lora_rank, qk_rope_head_dim, max_seq_len
-    repeat = repeat_of(*scalars, scales=(bmm1_scale, bmm2_scale))
-    arrays: tuple[Any, ...] = (
-        *(query, None, kv_cache, None, workspace_buffer),
-        *(block_tables, seq_lens, out, None, None, sinks),
+    arrays = make_arrays(
+        q=query,
+        q_rope=None,
+        k=kv_cache,
+        k_rope=None,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=seq_lens,
+        out=out,
+        lse=None,
+        sinks=sinks,
     )
-    answer = run_repeat(arrays, repeat)
-    if answer is not None:
-        return answer
+    known_as = None
+    if are_numbers(bmm1_scale, bmm2_scale):
+        known_as = _XqaBatch(
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            max_seq_len=next_power_of_two(max_seq_len),
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+        )
+        answer = run_cached(arrays, known_as)
+        if answer is not None:
+            return answer
     query, o_dtype = _queries(query, "query", kv_cache, out)
-    arrays = query, *arrays[1:]
+    if query is not arrays.q:
+        arrays, known_as = arrays._replace(q=query), None
     axes = len(array.view(query, "query").shape)
     if axes != 3:
         one_row = _one_row(query, "query")
         if out is not None and len(array.view(out, "out").shape) == 3:
-            axes, repeat, arrays = 3, None, (one_row, *arrays[1:])
+            axes, known_as, arrays = 3, None, arrays._replace(q=one_row)
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
     output_scale, scale_v = read_scale(bmm2_scale, "bmm2_scale")
@@ -265,7 +321,20 @@ def xqa_batch_decode_with_kv_cache_mla(
         causal=False,
         o_dtype=o_dtype,
     )
-    return run((*arrays, scale_q, scale_v), options, repeat)
+    return run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, known_as)
+
+
+_make_decode = maker(_Decode)
+
+
+class _XqaBatch(NamedTuple):
+    """The options of `xqa_batch_decode_with_kv_cache_mla`."""
+
+    kv_lora_rank: Any
+    qk_rope_head_dim: Any
+    max_seq_len: Any
+    bmm1_scale: Any
+    bmm2_scale: Any
 
 
 @untraced
@@ -301,18 +370,26 @@ def xqa_mla(
     Returns None where `output` is given, else the output, as there. Errors likewise. Semantics:
     FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
-    repeat = None
-    if v_cache is k_cache:
-        repeat = repeat_of("xqa", page_size, scales=(q_scale, kv_scale))
-    arrays: tuple[Any, ...] = (
-        *(q, None, k_cache, None, workspace_buffer, page_table, seq_lens, output, None),
-        *(None, None),
+    arrays = make_arrays(
+        q=q,
+        q_rope=None,
+        k=k_cache,
+        k_rope=None,
+        workspace=workspace_buffer,
+        block_tables=page_table,
+        kv_lens=seq_lens,
+        out=output,
+        lse=None,
     )
-    answer = run_repeat(arrays, repeat)
-    if answer is not None:
-        return answer if output is None else None
+    known_as = None
+    if v_cache is k_cache and are_numbers(q_scale, kv_scale):
+        known_as = _Xqa(page_size=page_size, q_scale=q_scale, kv_scale=kv_scale)
+        answer = run_cached(arrays, known_as)
+        if answer is not None:
+            return answer if output is None else None
     q, o_dtype = _queries(q, "q", k_cache, output)
-    arrays = q, *arrays[1:]
+    if q is not arrays.q:
+        arrays, known_as = arrays._replace(q=q), None
     vk, vv = array.view(k_cache, "k_cache"), array.view(v_cache, "v_cache")
     if vk.ptr != vv.ptr or vk.shape[:-1] != vv.shape[:-1]:
         raise ArgumentError(
@@ -332,14 +409,27 @@ def xqa_mla(
                 f"page_size: got {page_size}, but k_cache has shape {list(vk.shape)}"
             )
     options = Options(
-        _XQA, Dims(512, 64), sm_scale * output_scale, q_axes=(4,), output_scale=output_scale,
-        causal=False, o_dtype=o_dtype,
-    )  # fmt: skip
+        _XQA,
+        Dims(512, 64),
+        sm_scale * output_scale,
+        q_axes=(4,),
+        output_scale=output_scale,
+        causal=False,
+        o_dtype=o_dtype,
+    )
     if output is not None and len(array.view(output, "output").shape) == 3:
-        options, repeat = options._replace(q_axes=(3,)), None
-        arrays = _one_row(q, "q"), *arrays[1:]
-    answer = run((*arrays, scale_q, scale_v), options, repeat)
+        options, known_as = options._replace(q_axes=(3,)), None
+        arrays = arrays._replace(q=_one_row(q, "q"))
+    answer = run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, known_as)
     return answer if output is None else None
+
+
+class _Xqa(NamedTuple):
+    """The options of `xqa_mla`."""
+
+    page_size: Any
+    q_scale: Any
+    kv_scale: Any
 
 
 def _product(scale: Any, other: Any) -> Any:

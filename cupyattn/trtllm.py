@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from . import array
 from .core import dtypes, parse
 from .core.parse import require_int
+from .core.records import maker
 from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .inputs.index_arrays import compute
 from .inputs.widening import widened
 from .planless.call import run
-from .planless.check import Arrays, Options, check
+from .planless.check import Arrays, Options, check, make_arrays
 from .planless.chunks import split_by_chunks
 from .planless.rows import Batch
 from .planless.views import CONFIRMED, Names, confirmed_count, next_power_of_two, number_or_array
@@ -32,15 +32,6 @@ __all__ = [
 _BACKENDS = "auto", "xqa", "trtllm-gen"
 _MANY_ROWS = 65
 _LOG2_SCALE = "bmm1_scale_log2"
-# Where `scalars` of calls over rows have the keys of a chunk.
-_CHUNK = 15
-# What has no kernel here, in the order in which the calls hand it on.
-_REFUSED = (
-    "o_sf_scale",
-    "o_sf_vec_size",
-    "kv_cache_sf",
-    "enable_block_sparse_attention",
-)
 _ONE = Names("query", "kv_cache", "kv_cache[:, 1]")
 _PAIR = Names("query", "kv_cache[0]", "kv_cache[1]")
 _ROWS = Names("query", "key", "value", kv_offsets="cum_seq_lens_kv", max_kv_len="max_kv_len")
@@ -141,28 +132,46 @@ def trtllm_batch_decode_with_kv_cache(
     are. Semantics: FlashInfer's function of the same name, which on Hopper has no LSE, no
     cum_seq_lens_q, and pages of 16 to 128 only.
     """
-    scalars = (
-        True, kv_layout, q_len_per_req, max_q_len, next_power_of_two(max_seq_len), window_left,
-        out_dtype, return_lse, None, None, o_scale, backend, uses_shared_paged_kv_idx,
-        skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf,
-        enable_block_sparse_attention,
-    )  # fmt: skip
-    sm_scale: Any = bmm1_scale if bmm1_scale_log2 is None else _Log2(bmm1_scale_log2)
-    return _attend(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        out,
-        lse,
-        cum_seq_lens_q,
-        sinks,
-        mask,
-        sm_scale,
-        bmm2_scale,
-        scalars,
+    k, v = _keys_and_values(kv_cache)
+    has_log2_scale = bmm1_scale_log2 is not None
+    sm_scale, scale_q = number_or_array(bmm1_scale_log2 if has_log2_scale else bmm1_scale)
+    output_scale, scale_v = number_or_array(bmm2_scale)
+    arrays = make_arrays(
+        q=query,
+        k=k,
+        v=v,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=seq_lens,
+        out=out,
+        lse=lse,
+        qo_offsets=cum_seq_lens_q,
+        sinks=sinks,
+        scale_q=scale_q,
+        scale_v=scale_v,
+        mask=mask,
     )
+    options = _make_decode(
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        kv_layout=kv_layout,
+        q_len=q_len_per_req,
+        max_q_len=max_q_len,
+        max_kv_len=next_power_of_two(max_seq_len),
+        window_left=window_left,
+        o_dtype=out_dtype,
+        return_lse=return_lse,
+        o_scale=o_scale,
+        backend=backend,
+        shares_pages=uses_shared_paged_kv_idx,
+        skip_factor=skip_softmax_threshold_scale_factor,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        kv_cache_sf=kv_cache_sf,
+        enable_block_sparse_attention=enable_block_sparse_attention,
+        has_log2_scale=has_log2_scale,
+    )
+    return run(arrays, options)
 
 
 @untraced
@@ -196,25 +205,36 @@ def xqa_batch_decode_with_kv_cache(
     Answers and errors as there. Semantics: FlashInfer's function of the same name, which has no
     LSE.
     """
-    scalars = (
-        True, kv_layout, q_len_per_req, None, next_power_of_two(max_seq_len), window_left, None,
-        return_lse, None, None, o_scale, "auto", True, None, None, None, kv_cache_sf, False,
-    )  # fmt: skip
-    return _attend(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        out,
-        lse,
-        q_cu_seq_lens,
-        sinks,
-        mask,
-        bmm1_scale,
-        bmm2_scale,
-        scalars,
+    k, v = _keys_and_values(kv_cache)
+    sm_scale, scale_q = number_or_array(bmm1_scale)
+    output_scale, scale_v = number_or_array(bmm2_scale)
+    arrays = make_arrays(
+        q=query,
+        k=k,
+        v=v,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=seq_lens,
+        out=out,
+        lse=lse,
+        qo_offsets=q_cu_seq_lens,
+        sinks=sinks,
+        scale_q=scale_q,
+        scale_v=scale_v,
+        mask=mask,
     )
+    options = _make_decode(
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        kv_layout=kv_layout,
+        q_len=q_len_per_req,
+        max_kv_len=next_power_of_two(max_seq_len),
+        window_left=window_left,
+        return_lse=return_lse,
+        o_scale=o_scale,
+        kv_cache_sf=kv_cache_sf,
+    )
+    return run(arrays, options)
 
 
 @untraced
@@ -267,27 +287,41 @@ def trtllm_batch_context_with_kv_cache(
     run on Hopper, nor with a window where it is not causal: here a row's window ends at its own
     position plus what follows.
     """
-    scalars = (
-        False, kv_layout, 0, _most(max_q_len), next_power_of_two(max_kv_len), window_left,
-        out_dtype, return_lse, causal, confirmed_count(batch_size, block_tables), None, "auto",
-        uses_shared_paged_kv_idx,
-        skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf, False,
-    )  # fmt: skip
-    return _attend(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        out,
-        lse,
-        cum_seq_lens_q,
-        sinks,
-        None,
-        bmm1_scale,
-        bmm2_scale,
-        scalars,
+    k, v = _keys_and_values(kv_cache)
+    sm_scale, scale_q = number_or_array(bmm1_scale)
+    output_scale, scale_v = number_or_array(bmm2_scale)
+    arrays = make_arrays(
+        q=query,
+        k=k,
+        v=v,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=seq_lens,
+        out=out,
+        lse=lse,
+        qo_offsets=cum_seq_lens_q,
+        sinks=sinks,
+        scale_q=scale_q,
+        scale_v=scale_v,
     )
+    options = _Context(
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        kv_layout=kv_layout,
+        max_q_len=_most(max_q_len),
+        max_kv_len=next_power_of_two(max_kv_len),
+        window_left=window_left,
+        o_dtype=out_dtype,
+        return_lse=return_lse,
+        causal=causal,
+        batch_size=confirmed_count(batch_size, block_tables),
+        shares_pages=uses_shared_paged_kv_idx,
+        skip_factor=skip_softmax_threshold_scale_factor,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        kv_cache_sf=kv_cache_sf,
+    )
+    return run(arrays, options)
 
 
 @untraced
@@ -344,16 +378,38 @@ def trtllm_ragged_attention_deepseek(
     """
     if not isinstance(sage_attn_sfs, (tuple, list)) or any(x is not None for x in sage_attn_sfs):
         raise UnsupportedError("sage_attn_sfs: scale factors by block are not supported; pass None")
-    scalars = (
-        _ROWS, "NHD", confirmed_count(batch_size, seq_lens), _most(max_q_len),
-        next_power_of_two(max_kv_len), window_left, None, return_lse, is_causal, "NONE", None,
-        skip_softmax_threshold_scale_factor,
-    )  # fmt: skip
     if getattr(value, "dtype", None) != getattr(key, "dtype", None):
         value = _like_keys(key, value)
-    arrays = query, key, value, workspace_buffer, None, seq_lens, out, lse
-    offsets = cum_seq_lens_q, cum_seq_lens_kv
-    return _attend_rows(arrays, offsets, attention_sinks, bmm1_scale, bmm2_scale, scalars)
+    sm_scale, scale_q = number_or_array(bmm1_scale)
+    output_scale, scale_v = number_or_array(bmm2_scale)
+    arrays = make_arrays(
+        q=query,
+        k=key,
+        v=value,
+        workspace=workspace_buffer,
+        block_tables=None,
+        kv_lens=seq_lens,
+        out=out,
+        lse=lse,
+        qo_offsets=cum_seq_lens_q,
+        kv_offsets=cum_seq_lens_kv,
+        sinks=attention_sinks,
+        scale_q=scale_q,
+        scale_v=scale_v,
+    )
+    options = _Rows(
+        names=_ROWS,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        batch_size=confirmed_count(batch_size, seq_lens),
+        max_q_len=_most(max_q_len),
+        max_kv_len=next_power_of_two(max_kv_len),
+        window_left=window_left,
+        return_lse=return_lse,
+        causal=is_causal,
+        skip_factor=skip_softmax_threshold_scale_factor,
+    )
+    return run(arrays, options)
 
 
 @untraced
@@ -429,15 +485,44 @@ def trtllm_fmha_v2_prefill(
     if has_own_pages:
         key = value = _both_pages(key, value)
     count = confirmed_count(batch_size, seq_lens if block_tables is None else block_tables)
-    scalars = (
-        _QKV, input_layout[-3:], count, _most(max_q_len), next_power_of_two(max_kv_len),
-        window_left, out_dtype, True if has_stats else return_lse, is_causal,
-        "ALIBI" if has_alibi else "NONE", logits_soft_cap_scale,
-        skip_softmax_threshold_scale_factor, not has_own_pages, chunk,
-    )  # fmt: skip
-    arrays = query, key, value, workspace_buffer, block_tables, seq_lens, out, lse
-    offsets = cum_seq_lens_q, None if block_tables is not None else cum_seq_lens_kv
-    answer = _attend_rows(arrays, offsets, sinks, bmm1_scale, bmm2_scale, scalars, max_q_len)
+    sm_scale, scale_q = number_or_array(bmm1_scale)
+    output_scale, scale_v = number_or_array(bmm2_scale)
+    arrays = make_arrays(
+        q=query,
+        k=key,
+        v=value,
+        workspace=workspace_buffer,
+        block_tables=block_tables,
+        kv_lens=seq_lens,
+        out=out,
+        lse=lse,
+        qo_offsets=cum_seq_lens_q,
+        kv_offsets=cum_seq_lens_kv if block_tables is None else None,
+        sinks=sinks,
+        scale_q=scale_q,
+        scale_v=scale_v,
+    )
+    options = _Rows(
+        names=_QKV,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        kv_layout=input_layout[-3:],
+        batch_size=count,
+        max_q_len=_most(max_q_len),
+        max_kv_len=next_power_of_two(max_kv_len),
+        window_left=window_left,
+        o_dtype=out_dtype,
+        return_lse=True if has_stats else return_lse,
+        causal=is_causal,
+        pos_encoding_mode="ALIBI" if has_alibi else "NONE",
+        logits_soft_cap=logits_soft_cap_scale,
+        skip_factor=skip_softmax_threshold_scale_factor,
+        shares_pages=not has_own_pages,
+        attention_chunk=chunk,
+    )
+    if chunk and array.view(query, _QKV.q).device.kind == "cuda":
+        arrays, options = _by_chunks(arrays, options, max_q_len)
+    answer = run(arrays, options)
     return (answer[0], _softmax_stats(answer[1], logits_soft_cap_scale)) if has_stats else answer
 
 
@@ -526,33 +611,20 @@ def _part(x: Any, name: str, count: int, index: int) -> Any:
     return x[:, index]
 
 
-def _attend_rows(
-    arrays: tuple[Any, ...],
-    offsets: tuple[Any, Any],
-    sinks: Any,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
-    scalars: tuple[Any, ...],
-    max_q_len: Any = None,
-) -> Any:
-    """The answer of a call with offsets of q, and of keys where they are rows. `scalars` are the
-    arguments of `_options_of_rows` after the scales."""
-    sm_scale, scale_q = number_or_array(bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
-    given = *arrays, None, *offsets, None, None, sinks, scale_q, None, scale_v
-    scalars = sm_scale, output_scale, *scalars
-    chunk = scalars[_CHUNK] if len(scalars) > _CHUNK else 0
-    if chunk and array.view(given[0], _QKV.q).device.kind == "cuda":
-        given, scalars = _by_chunks(given, scalars, chunk, max_q_len)
-    return run(given, _options_of_rows, scalars)
+def _keys_and_values(kv_cache: Any) -> tuple[Any, Any]:
+    """Pages of both, or of keys and of values, as (k, v); v is None for one array."""
+    if not isinstance(kv_cache, (tuple, list)):
+        return kv_cache, None
+    if len(kv_cache) != 2:
+        raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
+    k, v = kv_cache
+    return k, v
 
 
-def _by_chunks(
-    given: tuple[Any, ...], scalars: tuple[Any, ...], chunk: int, max_q_len: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _by_chunks(arrays: Arrays, options: _Rows, max_q_len: Any) -> tuple[Arrays, _Rows]:
     """The same call with each chunk that a request's rows lie in as a request of its own."""
-    arrays, whole = Arrays(*given), scalars[:_CHUNK]
-    call = check(arrays, _options_of_rows(arrays, *whole))  # before anything is computed
+    chunk, whole = options.attention_chunk, options._replace(attention_chunk=0)
+    call = check(arrays, whole.resolve(arrays))  # before anything is computed
     kv_lens, qo_offsets, kv_offsets = (
         x.reshape(-1) if len(getattr(x, "shape", (0,))) > 1 else x
         for x in (arrays.kv_lens, arrays.qo_offsets, arrays.kv_offsets)
@@ -578,157 +650,175 @@ def _by_chunks(
         kv_offsets=batch.kv_offsets,
         kv_begin=batch.kv_begin,
     )
-    sm_scale, output_scale, names, layout, _, _, _, *others, _ = scalars
-    most = _most(batch.max_seqlen_q), next_power_of_two(batch.max_seqlen_k)
-    has_table = arrays.block_tables is not None
-    others += [0, has_table]
-    return tuple(made), (sm_scale, output_scale, names, layout, CONFIRMED, *most, *others)
+    made_options = whole._replace(
+        batch_size=CONFIRMED,
+        max_q_len=_most(batch.max_seqlen_q),
+        max_kv_len=next_power_of_two(batch.max_seqlen_k),
+        has_table_offsets=arrays.block_tables is not None,
+    )
+    return made, made_options
 
 
-def _options_of_rows(
-    arrays: Arrays,
-    sm_scale: Any,
-    output_scale: Any,
-    names: Names,
-    kv_layout: str,
-    batch_size: Any,
-    max_q_len: Any,
-    max_kv_len: Any,
-    window_left: Any,
-    o_dtype: Any,
-    return_lse: Any,
-    causal: Any,
-    pos_encoding_mode: Any,
-    logits_soft_cap: Any,
-    skip_factor: Any,
-    shares_pages: bool = True,
-    attention_chunk: int = 0,
-    has_table_offsets: bool = False,
-) -> Options:
-    parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
-    per_request = arrays.kv_lens if arrays.block_tables is None else arrays.block_tables
+class _Rows(NamedTuple):
+    """Options of a call with offsets of q, and of keys where they are rows."""
+
+    names: Names
+    sm_scale: Any
+    output_scale: Any
+    batch_size: Any
+    max_q_len: Any
+    max_kv_len: Any
+    window_left: Any
+    return_lse: Any
+    causal: Any
+    skip_factor: Any
+    kv_layout: str = "NHD"
+    o_dtype: Any = None
+    pos_encoding_mode: Any = "NONE"
+    logits_soft_cap: Any = None
+    shares_pages: bool = True
+    attention_chunk: int = 0
+    has_table_offsets: bool = False
+
+    def resolve(self, arrays: Arrays) -> Options:
+        parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
+        per_request = arrays.kv_lens if arrays.block_tables is None else arrays.block_tables
+        _check_count(self.batch_size, per_request, "the arrays have {} requests")
+        return Options(
+            self.names,
+            "NHD" if arrays.block_tables is None else self.kv_layout,
+            q_len=0,
+            max_q_len=self.max_q_len,
+            max_kv_len=self.max_kv_len,
+            sm_scale=self.sm_scale,
+            output_scale=self.output_scale,
+            window_left=self.window_left,
+            causal=self.causal,
+            o_dtype=self.o_dtype,
+            return_lse=self.return_lse,
+            pos_encoding_mode=self.pos_encoding_mode,
+            logits_soft_cap=self.logits_soft_cap,
+            shares_pages=self.shares_pages,
+            attention_chunk=self.attention_chunk,
+            has_table_offsets=self.has_table_offsets,
+        )
+
+
+def _check_count(batch_size: Any, per_request: Any, have: str) -> None:
+    """ArgumentError unless batch_size is the number of requests. have: what the array says."""
     count = None if batch_size is CONFIRMED else require_int(batch_size, "batch_size", 0)
     shape = getattr(per_request, "shape", ())
     if isinstance(shape, tuple) and shape and count not in (None, shape[0]):
-        raise ArgumentError(f"batch_size: got {count}; the arrays have {shape[0]} requests")
-    return Options(
-        names,
-        "NHD" if arrays.block_tables is None else kv_layout,
-        q_len=0,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        sm_scale=sm_scale,
-        output_scale=output_scale,
-        window_left=window_left,
-        causal=causal,
-        o_dtype=o_dtype,
-        return_lse=return_lse,
-        pos_encoding_mode=pos_encoding_mode,
-        logits_soft_cap=logits_soft_cap,
-        shares_pages=shares_pages,
-        attention_chunk=attention_chunk,
-        has_table_offsets=has_table_offsets,
-    )
+        raise ArgumentError(f"batch_size: got {count}; {have.format(shape[0])}")
 
 
-def _attend(
-    query: Any,
-    kv_cache: Any,
-    workspace: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    out: Any,
-    lse: Any,
-    offsets: Any,
-    sinks: Any,
-    mask: Any,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
-    scalars: tuple[Any, ...],
-) -> Any:
-    """The answer of a call. `scalars` are the arguments of `_options` after the scales."""
-    k, v = kv_cache, None
-    if isinstance(kv_cache, (tuple, list)):
-        if len(kv_cache) != 2:
-            raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
-        k, v = kv_cache
-    options_of: Callable[..., Options] = _options
-    if type(bmm1_scale) is _Log2:
-        number, scale_q = number_or_array(bmm1_scale.scale)
-        sm_scale = math.log(2.0) * parse.finite(number, _LOG2_SCALE, 1.0)
-        options_of = _options_of_log2
-    else:
-        sm_scale, scale_q = number_or_array(bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
-    arrays: tuple[Any, ...] = query, k, v, workspace, block_tables, seq_lens, out, lse
-    if not (offsets is sinks is scale_q is scale_v is mask is None):
-        arrays += None, offsets, None, None, None, sinks, scale_q, None, scale_v, mask
-    return run(arrays, options_of, (sm_scale, output_scale, *scalars))
+class _Decode(NamedTuple):
+    """Options of decode over pages. Whether rows are causal follows from how many there are."""
 
+    sm_scale: Any
+    output_scale: Any
+    kv_layout: Any
+    q_len: Any
+    max_kv_len: Any
+    window_left: Any
+    return_lse: Any
+    o_scale: Any
+    max_q_len: Any = None
+    o_dtype: Any = None
+    backend: Any = "auto"
+    shares_pages: Any = True
+    skip_factor: Any = None
+    o_sf_scale: Any = None
+    o_sf_vec_size: Any = None
+    kv_cache_sf: Any = None
+    enable_block_sparse_attention: Any = False
+    has_log2_scale: bool = False
 
-class _Log2(NamedTuple):
-    """A scale of the logits times log2(e), as given."""
-
-    scale: Any
-
-
-def _options_of_log2(arrays: Arrays, *scalars: Any) -> Options:
-    options = _options(arrays, *scalars)
-    return options._replace(names=options.names._replace(sm_scale=_LOG2_SCALE))
-
-
-def _options(
-    arrays: Arrays,
-    sm_scale: Any,
-    output_scale: Any,
-    is_decode: bool,
-    kv_layout: Any,
-    q_len: Any,
-    max_q_len: Any,
-    max_kv_len: Any,
-    window_left: Any,
-    o_dtype: Any,
-    return_lse: Any,
-    causal: Any,
-    batch_size: Any,
-    o_scale: Any,
-    backend: Any,
-    is_shared: Any,
-    skip_factor: Any,
-    *refused: Any,
-) -> Options:
-    """Checked. Decode gives no `causal`, which follows from the rows of each request."""
-    names = _ONE if arrays.v is None else _PAIR
-    parse.choice(backend, _BACKENDS, "backend")
-    geometry.refuse("is not supported", **dict(zip(_REFUSED, refused, strict=True)))
-    parse.finite(o_scale, "o_scale", 1.0)
-    parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
-    if is_decode:
-        q_len = require_int(1 if q_len is None else q_len, "q_len_per_req")
+    def resolve(self, arrays: Arrays) -> Options:
+        parse.choice(self.backend, _BACKENDS, "backend")
+        geometry.refuse(
+            "is not supported",
+            o_sf_scale=self.o_sf_scale,
+            o_sf_vec_size=self.o_sf_vec_size,
+            kv_cache_sf=self.kv_cache_sf,
+            enable_block_sparse_attention=self.enable_block_sparse_attention,
+        )
+        parse.finite(self.o_scale, "o_scale", 1.0)
+        parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
+        names, sm_scale = _names_of(arrays), self.sm_scale
+        if self.has_log2_scale:
+            names = names._replace(sm_scale=_LOG2_SCALE)
+            sm_scale = math.log(2.0) * parse.finite(sm_scale, _LOG2_SCALE, 1.0)
+        q_len = require_int(1 if self.q_len is None else self.q_len, "q_len_per_req")
+        max_q_len, causal = self.max_q_len, q_len != 1
         if arrays.qo_offsets is not None:
             # As the most of one, where it says more than the default.
             max_q_len = q_len if max_q_len is None and q_len > 1 else max_q_len
-            q_len = 0
-        causal = q_len != 1
-    else:
-        names = names._replace(max_kv_len="max_kv_len")
-        shape = getattr(arrays.block_tables, "shape", ())
-        count = None if batch_size is CONFIRMED else require_int(batch_size, "batch_size", 0)
-        if isinstance(shape, tuple) and len(shape) in (2, 3) and count not in (None, shape[0]):
-            raise ArgumentError(
-                f"batch_size: got {count}; block_tables has {shape[0]} rows, wanted as many"
-            )
-    return Options(
-        names,
-        kv_layout,
-        q_len=q_len,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        sm_scale=sm_scale,
-        output_scale=output_scale,
-        window_left=window_left,
-        causal=causal,
-        o_dtype=o_dtype,
-        return_lse=return_lse,
-        shares_pages=is_shared,
-    )
+            q_len, causal = 0, True
+        return Options(
+            names,
+            self.kv_layout,
+            q_len=q_len,
+            max_q_len=max_q_len,
+            max_kv_len=self.max_kv_len,
+            sm_scale=sm_scale,
+            output_scale=self.output_scale,
+            window_left=self.window_left,
+            causal=causal,
+            o_dtype=self.o_dtype,
+            return_lse=self.return_lse,
+            shares_pages=self.shares_pages,
+        )
+
+
+_make_decode = maker(_Decode)
+
+
+class _Context(NamedTuple):
+    """Options of new tokens over pages."""
+
+    sm_scale: Any
+    output_scale: Any
+    kv_layout: Any
+    max_q_len: Any
+    max_kv_len: Any
+    window_left: Any
+    o_dtype: Any
+    return_lse: Any
+    causal: Any
+    batch_size: Any
+    shares_pages: Any
+    skip_factor: Any
+    o_sf_scale: Any
+    o_sf_vec_size: Any
+    kv_cache_sf: Any
+
+    def resolve(self, arrays: Arrays) -> Options:
+        geometry.refuse(
+            "is not supported",
+            o_sf_scale=self.o_sf_scale,
+            o_sf_vec_size=self.o_sf_vec_size,
+            kv_cache_sf=self.kv_cache_sf,
+        )
+        parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
+        _check_count(
+            self.batch_size, arrays.block_tables, "block_tables has {} rows, wanted as many"
+        )
+        return Options(
+            _names_of(arrays)._replace(max_kv_len="max_kv_len"),
+            self.kv_layout,
+            q_len=0,
+            max_q_len=self.max_q_len,
+            max_kv_len=self.max_kv_len,
+            sm_scale=self.sm_scale,
+            output_scale=self.output_scale,
+            window_left=self.window_left,
+            causal=self.causal,
+            o_dtype=self.o_dtype,
+            return_lse=self.return_lse,
+            shares_pages=self.shares_pages,
+        )
+
+
+def _names_of(arrays: Arrays) -> Names:
+    return _ONE if arrays.v is None else _PAIR

@@ -7,14 +7,14 @@ import importlib
 import inspect
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .core.names import missing
 from .core.parse import require_int
 from .core.tracing import untraced
 from .inputs import geometry
 from .planless.call import run
-from .planless.check import Arrays, Options
+from .planless.check import Arrays, Options, make_arrays
 from .planless.views import Names, number_or_array
 from .typing import Array, Scale, returns_lse
 
@@ -110,51 +110,73 @@ def xqa(
     """
     sm_scale, scale_q = number_or_array(q_scale)
     kv_number, scale_k = number_or_array(kv_scale)
-    arrays: tuple[Any, ...] = (
-        *(q, k_cache, v_cache, workspace_buffer, page_table, seq_lens, output, lse),
+    arrays = make_arrays(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        workspace=workspace_buffer,
+        block_tables=page_table,
+        kv_lens=seq_lens,
+        out=output,
+        lse=lse,
+        qo_offsets=q_cu_seq_lens,
+        sinks=sinks,
+        scale_q=scale_q,
+        scale_k=scale_k,
+        mask=mask,
     )
-    if not (q_cu_seq_lens is sinks is scale_q is scale_k is mask is None):
-        arrays += None, q_cu_seq_lens, None, None, None, sinks, scale_q, scale_k, None, mask
-    scalars = (
-        *(sm_scale, kv_number, rcp_out_scale, sliding_win_size, kv_layout, q_seq_len, return_lse),
-        *(num_kv_heads, page_size, head_dim, k_sf_cache, v_sf_cache),
+    options = _Options(
+        sm_scale=sm_scale,
+        kv_scale=kv_number,
+        output_scale=rcp_out_scale,
+        sliding_win_size=sliding_win_size,
+        kv_layout=kv_layout,
+        q_len=q_seq_len,
+        return_lse=return_lse,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        k_sf_cache=k_sf_cache,
+        v_sf_cache=v_sf_cache,
     )
-    answer = run(arrays, _options, scalars)
+    answer = run(arrays, options)
     return answer if return_lse or output is None else None
 
 
-def _options(
-    arrays: Arrays,
-    sm_scale: Any,
-    kv_scale: Any,
-    output_scale: Any,
-    sliding_win_size: Any,
-    kv_layout: Any,
-    q_len: Any,
-    return_lse: Any,
-    num_kv_heads: Any,
-    page_size: Any,
-    head_dim: Any,
-    k_sf_cache: Any,
-    v_sf_cache: Any,
-) -> Options:
-    geometry.refuse("is not supported", k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
-    q_len = require_int(q_len, "q_seq_len")
-    return Options(
-        _NAMES,
-        kv_layout,
-        (3, 4, 5),
-        q_len if arrays.qo_offsets is None else 0,
-        q_len,
-        sm_scale=sm_scale,
-        kv_scale=kv_scale,
-        output_scale=output_scale,
-        # That does not count a row's own key.
-        window_left=require_int(sliding_win_size, "sliding_win_size", 0) - 1,
-        causal=q_len != 1,
-        return_lse=return_lse,
-        extents=(num_kv_heads, page_size, head_dim),
-    )
+class _Options(NamedTuple):
+    """The options of `xqa`."""
+
+    sm_scale: Any
+    kv_scale: Any
+    output_scale: Any
+    sliding_win_size: Any
+    kv_layout: Any
+    q_len: Any
+    return_lse: Any
+    num_kv_heads: Any
+    page_size: Any
+    head_dim: Any
+    k_sf_cache: Any
+    v_sf_cache: Any
+
+    def resolve(self, arrays: Arrays) -> Options:
+        geometry.refuse("is not supported", k_sf_cache=self.k_sf_cache, v_sf_cache=self.v_sf_cache)
+        q_len = require_int(self.q_len, "q_seq_len")
+        return Options(
+            _NAMES,
+            self.kv_layout,
+            q_axes=(3, 4, 5),
+            q_len=q_len if arrays.qo_offsets is None else 0,
+            max_q_len=q_len,
+            sm_scale=self.sm_scale,
+            kv_scale=self.kv_scale,
+            output_scale=self.output_scale,
+            # That does not count a row's own key.
+            window_left=require_int(self.sliding_win_size, "sliding_win_size", 0) - 1,
+            causal=q_len != 1,
+            return_lse=self.return_lse,
+            extents=(self.num_kv_heads, self.page_size, self.head_dim),
+        )
 
 
 class _Callable(ModuleType):

@@ -259,7 +259,10 @@ def _run_cached(
     checked, out = call.checked, arrays[_OUT]
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
     if out is None:
-        out = call.make_out((plan.batch.num_rows, *checked.row_shape))
+        if call.make_like is None:
+            out = call.make_out((plan.batch.num_rows, *checked.row_shape))
+        else:
+            out = call.make_like(arrays[0])
         o_ptr = call.address(out)
     if lse is None and return_lse:
         lse = call.make_lse((plan.batch.num_rows, checked.row_shape[0]))

@@ -14,11 +14,12 @@ from ..array.match import Dims, match_array
 from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
+from ..core.records import maker
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, progression, steps_of
 from ..inputs.widening import widened, widened_pair
-from ..planless.call import remember_repeat, run, run_cached, run_repeat
-from ..planless.check import Arrays, Options
+from ..planless.call import run
+from ..planless.check import Arrays, Options, make_arrays
 from ..planless.chunks import split_by_chunks
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
@@ -34,21 +35,79 @@ WIDENING_ROWS, WIDENING_LOGITS = 4096, 2**29
 _FP8_VECTOR = 16
 
 
-class Repeated(NamedTuple):
-    """What decides, with its arrays, about a call whose arrays go to the kernels as they are given.
+class FlashOptions(NamedTuple):
+    """The options of a call over the arrays that kernels read.
 
-    form   which function it is, and in which of its ways it says the lengths
-    max_seqlen_k   None where the page table says it
+    max_q_len   the most rows of one request where they differ, see `bound_of_rows`
+    max_kv_len  the most keys of one, rounded up; None where the page table says it
     """
 
-    form: str
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
+    names: Names
+    max_q_len: int | None
+    max_kv_len: int | None
     softmax_scale: Any
     causal: Any
     window_size: Any
     softcap: Any
     num_splits: Any
+    attention_chunk: Any = 0
+    has_kv_steps: bool = False
+    return_lse: bool = False
+    has_table_offsets: bool = False
+    sharers: int = 1
+
+    def resolve(self, arrays: Arrays) -> Options:
+        """Checked. What kernels split keys into is bounded by the most keys that are likely."""
+        shape: tuple[int, ...] = tuple(arrays.q.shape)
+        q_len = shape[1] if len(shape) == 4 and arrays.qo_offsets is None else 0
+        left, right = parse_window(self.window_size)
+        max_kv_len = self.max_kv_len
+        if require_int(self.num_splits, "num_splits", 0) == 1:
+            max_kv_len = 1
+        cap = parse.finite(self.softcap, "softcap", 0.0)
+        if cap < 0.0:
+            raise ArgumentError(f"softcap: got {self.softcap!r}; wanted 0 (off) or a positive cap")
+        return Options(
+            self.names,
+            "NHD",
+            q_axes=(len(shape),),
+            q_len=q_len,
+            max_q_len=q_len or self.max_q_len,
+            max_kv_len=max_kv_len,
+            sm_scale=_scale(self.softmax_scale, 1.0 / math.sqrt(max(1, shape[-1]))),
+            window_left=left,
+            window_right=right,
+            causal=parse.flag(self.causal, "causal"),
+            pads_lse=self.return_lse and q_len > 0,
+            return_lse=self.return_lse,
+            logits_soft_cap=cap,
+            scales_by_head=True,
+            attention_chunk=require_int(self.attention_chunk, "attention_chunk", 0),
+            has_table_offsets=self.has_table_offsets,
+            cumulative_kv_lens=self.has_kv_steps,
+            sharers=self.sharers,
+        )
+
+
+class DenseOptions(NamedTuple):
+    """The options of a call of requests of one length, by which it is known again as its caller
+    gave it. The shapes say which rows of k and v the requests have."""
+
+    q_shape: Any
+    k_shape: Any
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    num_splits: Any
+
+
+make_options, make_dense_options = maker(FlashOptions), maker(DenseOptions)
+
+
+def bound_of_rows(max_q_len: int | None) -> int | None:
+    """The most rows of a request, as far as it matters: beyond some one kernel serves all."""
+    return None if max_q_len is None else min(max(max_q_len, 1), _MANY_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,79 +173,6 @@ def _attend_copies(batch: Batch, common: Common, vq: ArrayView) -> Any:
     return (made, array.deliver(lse, vq)) if return_lse else made
 
 
-def attend_known(
-    names: Names, given: tuple[Any, ...], repeated: tuple[Any, ...], has_kv_steps: bool = False
-) -> Any:
-    """The answer of a call like an earlier one, whose arrays went to the kernels as they were
-    given: such a call needs none of what `attend` does before. None if there was no such call.
-
-    given: the fields of Arrays, which may end early; repeated: those of Repeated, hashable, with
-    which `run_repeat` did not find the call.
-    """
-    given += (None,) * (len(Arrays._fields) - len(given))
-    arrays, options = Arrays(*given), Repeated(*repeated)
-    try:
-        shape, most = arrays.q.shape, options.max_seqlen_k
-        if most is None:
-            most = arrays.block_tables.shape[1] * arrays.k.shape[1]
-    except (AttributeError, IndexError, TypeError):  # which the checks explain
-        return None
-    q_len = shape[1] if arrays.qo_offsets is None and len(shape) == 4 else 0
-    scalars = _scalars(
-        *(names, len(shape), q_len, options.max_seqlen_q, most, options.softmax_scale),
-        *(options.causal, options.window_size, 0, options.softcap, options.num_splits),
-        *(has_kv_steps, False, False, False, 1),
-    )
-    return run_cached(given, _options, scalars, repeated)
-
-
-def attend_dense_again(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """The answer of requests of one length like those of an earlier call, as the caller gave them:
-    q, k, v and out. None if `remember_dense` got no such call."""
-    q, k, v, out = arrays
-    try:
-        options = *options, q.shape, k.shape
-    except AttributeError:  # which the checks explain
-        return None
-    return run_repeat((q, k, v, None, None, None, out, None), options)
-
-
-def remember_dense(
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    given: tuple[Any, ...],
-    repeated: tuple[Any, ...],
-) -> None:
-    """Let `attend_dense_again` find a call by the arrays that the caller gave: `given` and
-    `repeated` are what `attend_known` took, which had such a call before."""
-    q, k, v, out = arrays
-    alone = q, k, v, None, None, None, out, None
-    remember_repeat((*options, q.shape, k.shape), repeated, alone, given)
-
-
-def _scalars(
-    names: Names,
-    axes: int,
-    q_len: int,
-    max_q_len: int | None,
-    max_kv_len: int | None,
-    softmax_scale: Any,
-    causal: Any,
-    window: Any,
-    *others: Any,
-) -> tuple[Any, ...]:
-    """The arguments of `_options`: those that bound lengths in few steps, so that calls of other
-    lengths have the same."""
-    if q_len:
-        max_q_len = q_len
-    elif max_q_len is not None:
-        max_q_len = min(max(max_q_len, 1), _MANY_ROWS)
-    if type(window) is list:
-        window = tuple(window)
-    most = next_power_of_two(max_kv_len)
-    return (names, axes, q_len, max_q_len, most, softmax_scale, causal, window, *others)
-
-
 def _attend(
     batch: Batch, common: Common, vq: ArrayView, q_len: int, *, has_table_offsets: bool = False
 ) -> Any:
@@ -241,21 +227,45 @@ def _run(
     has_table_offsets: bool,
 ) -> Any:
     """out; `lse` is written, unless it is None."""
-    names, return_lse = batch.names, lse is not None
+    return_lse = lse is not None
     sinks = None if common.sinks is None else float32_sinks(common.sinks)
     lse_rows = None if lse is None else lse.swapaxes(-1, -2)
-    scalars = _scalars(
-        *(names, len(vq.shape), q_len, batch.max_seqlen_q, batch.max_seqlen_k),
-        *(common.softmax_scale, common.causal, common.window_size, common.attention_chunk),
-        *(common.softcap, common.num_splits, batch.has_kv_steps),
-        *(return_lse, pads_lse, has_table_offsets, batch.sharers),
+    of_q, of_k, of_v = _descales(batch, common, vq)
+    arrays = make_arrays(
+        q=batch.q,
+        k=batch.k,
+        v=batch.v,
+        workspace=None,
+        block_tables=batch.table,
+        kv_lens=batch.kv_lens,
+        out=common.out,
+        lse=lse_rows,
+        qo_lens=batch.qo_lens,
+        qo_offsets=batch.qo_offsets,
+        kv_offsets=batch.kv_offsets,
+        sinks=sinks,
+        scale_q=of_q,
+        scale_k=of_k,
+        scale_v=of_v,
+        kv_begin=batch.kv_begin,
+        alibi_slopes=common.alibi_slopes,
     )
-    arrays = (
-        *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, lse_rows),
-        *(batch.qo_lens, batch.qo_offsets, batch.kv_offsets, None, None, sinks),
-        *(*_descales(batch, common, vq), None, batch.kv_begin, common.alibi_slopes),
+    options = make_options(
+        names=batch.names,
+        max_q_len=bound_of_rows(batch.max_seqlen_q),
+        max_kv_len=next_power_of_two(batch.max_seqlen_k),
+        softmax_scale=common.softmax_scale,
+        causal=common.causal,
+        window_size=common.window_size,
+        softcap=common.softcap,
+        num_splits=common.num_splits,
+        attention_chunk=common.attention_chunk,
+        has_kv_steps=batch.has_kv_steps,
+        return_lse=return_lse,
+        has_table_offsets=has_table_offsets,
+        sharers=batch.sharers,
     )
-    answer = run(arrays, _options, scalars, batch.append)
+    answer = run(arrays, options, batch.append)
     return answer[0] if return_lse else answer
 
 
@@ -276,56 +286,6 @@ def _attend_by_chunks(batch: Batch, common: Common, vq: ArrayView) -> Any:
     if lse is None:
         return made
     return made, lse.reshape(-1, *shape[:2]).swapaxes(0, 1)
-
-
-def _options(
-    arrays: Arrays,
-    names: Names,
-    q_axes: int,
-    q_len: int,
-    max_q_len: int | None,
-    max_kv_len: int | None,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    attention_chunk: Any,
-    softcap: Any,
-    num_splits: Any,
-    has_kv_steps: bool,
-    return_lse: bool,
-    pads_lse: bool,
-    has_table_offsets: bool,
-    sharers: int,
-) -> Options:
-    """Checked. What kernels split keys into is bounded by the most keys that are likely."""
-    left, right = parse_window(window_size)
-    head_dim = np.shape(arrays.q)[-1] if hasattr(arrays.q, "shape") else 0
-    default = 1.0 / math.sqrt(max(1, head_dim))
-    if require_int(num_splits, "num_splits", 0) == 1:
-        max_kv_len = 1
-    cap = parse.finite(softcap, "softcap", 0.0)
-    if cap < 0.0:
-        raise ArgumentError(f"softcap: got {softcap!r}; wanted 0 (off) or a positive cap")
-    return Options(
-        names,
-        "NHD",
-        q_axes=(q_axes,),
-        q_len=q_len,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        sm_scale=_scale(softmax_scale, default),
-        window_left=left,
-        window_right=right,
-        causal=parse.flag(causal, "causal"),
-        pads_lse=pads_lse,
-        return_lse=return_lse,
-        logits_soft_cap=cap,
-        scales_by_head=True,
-        attention_chunk=require_int(attention_chunk, "attention_chunk", 0),
-        has_table_offsets=has_table_offsets,
-        cumulative_kv_lens=has_kv_steps,
-        sharers=sharers,
-    )
 
 
 def _scale(softmax_scale: Any, default: float) -> float:

@@ -14,16 +14,17 @@ from ..core import parse
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..inputs.index_arrays import compute, progression
-from ..planless.call import run_repeat
+from ..planless.call import remember, run_cached
+from ..planless.check import make_arrays
 from ..planless.reference import RoomError
-from ..planless.views import Names
+from ..planless.views import Names, next_power_of_two
 from .attend import (
     Common,
     attend,
-    attend_dense_again,
-    attend_known,
+    bound_of_rows,
+    make_dense_options,
+    make_options,
     parse_window,
-    remember_dense,
     widened_queries,
 )
 from .batch import Batch
@@ -103,8 +104,19 @@ def dense(
         and type(window_size) is tuple
     ):
         # Most calls look like one that was checked, and need not be made rows of a batch.
-        plain = "dense", softmax_scale, causal, window_size, softcap, num_splits
-        answer = attend_dense_again((q, k, v, out), plain)
+        alone = make_arrays(
+            q=q, k=k, v=v, workspace=None, block_tables=None, kv_lens=None, out=out, lse=None
+        )
+        plain = make_dense_options(
+            q_shape=getattr(q, "shape", None),
+            k_shape=getattr(k, "shape", None),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
+        answer = run_cached(alone, plain)
         if answer is not None:
             return answer
     views = view_cache(k, v, _DENSE)
@@ -132,17 +144,32 @@ def dense(
     if views[0].dtype.is_fp8:
         is_repeatable = is_repeatable and len(vq.shape) == 4 and vq.shape[1] <= _FEW_ROWS
     if rows is not None and is_repeatable and not return_lse:
-        given = (
-            *(q, batch.k, batch.v, None, None, batch.kv_lens, out, None, None, None),
-            *(batch.kv_offsets, None, None, common.sinks, None, None, None, None, None),
-            alibi_slopes,
+        arrays = make_arrays(
+            q=q,
+            k=batch.k,
+            v=batch.v,
+            workspace=None,
+            block_tables=None,
+            kv_lens=batch.kv_lens,
+            out=out,
+            lse=None,
+            kv_offsets=batch.kv_offsets,
+            sinks=common.sinks,
+            alibi_slopes=alibi_slopes,
         )
-        options = "func", None, seqlen_k, softmax_scale, causal, window, softcap, num_splits
-        answer = run_repeat(given, options)
-        if answer is None:
-            answer = attend_known(_DENSE, given, options)
+        options = make_options(
+            names=_DENSE,
+            max_q_len=None,
+            max_kv_len=next_power_of_two(seqlen_k),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
+        answer = run_cached(arrays, options)
         if answer is not None and plain is not None:
-            remember_dense((q, k, v, out), plain, given, options)
+            remember(alone, plain, arrays, options)
     return attend(batch, common) if answer is None else answer
 
 
@@ -196,22 +223,37 @@ def varlen(
     ):
         table = page_table if block_table is None else block_table
         lens, offsets = seqused_k, None if table is not None else cu_seqlens_k
-        names, form = _VARLEN, "varlen"
+        names, has_kv_steps = _VARLEN, False
         if lens is None:
-            names, form = _VARLEN_BY_OFFSETS, "varlen by offsets"
+            names, has_kv_steps = _VARLEN_BY_OFFSETS, table is not None
             lens = None if table is None else cu_seqlens_k
-        given: tuple[Any, ...] = (
-            q, k, v, None, table, lens, out, None, seqused_q, cu_seqlens_q, offsets
-        )  # fmt: skip
-        if not sinks is alibi_slopes is None:
-            given += None, None, sinks, None, None, None, None, None, alibi_slopes
-        options = (
-            form, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, num_splits
-        )  # fmt: skip
-        has_kv_steps = table is not None and seqused_k is None
-        answer = run_repeat(given, options)
-        if answer is None:
-            answer = attend_known(names, given, options, has_kv_steps)
+        arrays = make_arrays(
+            q=q,
+            k=k,
+            v=v,
+            workspace=None,
+            block_tables=table,
+            kv_lens=lens,
+            out=out,
+            lse=None,
+            qo_lens=seqused_q,
+            qo_offsets=cu_seqlens_q,
+            kv_offsets=offsets,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+        options = make_options(
+            names=names,
+            max_q_len=bound_of_rows(max_seqlen_q),
+            max_kv_len=next_power_of_two(max_seqlen_k),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window,
+            softcap=softcap,
+            num_splits=num_splits,
+            has_kv_steps=has_kv_steps,
+        )
+        answer = run_cached(arrays, options)
         if answer is not None:
             return answer
     names, table = _VARLEN, _either(block_table=block_table, page_table=page_table)
@@ -301,15 +343,30 @@ def with_kvcache(
         and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
     ):
         table = page_table if block_table is None else block_table
-        given: tuple[Any, ...] = q, k_cache, v_cache, None, table, cache_seqlens, out, None
-        if not cu_seqlens_q is sinks is alibi_slopes is None:
-            given += None, cu_seqlens_q, None, None, None, sinks, *(None,) * 5, alibi_slopes
-        form = "with_kvcache"
-        options = form, max_seqlen_q, None, softmax_scale, causal, window, softcap, num_splits
-        answer = run_repeat(given, options)
-        if answer is None:
-            names = _BLOCKS if page_table is None else _CACHE
-            answer = attend_known(names, given, options)
+        arrays = make_arrays(
+            q=q,
+            k=k_cache,
+            v=v_cache,
+            workspace=None,
+            block_tables=table,
+            kv_lens=cache_seqlens,
+            out=out,
+            lse=None,
+            qo_offsets=cu_seqlens_q,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+        options = make_options(
+            names=_BLOCKS if page_table is None else _CACHE,
+            max_q_len=bound_of_rows(max_seqlen_q),
+            max_kv_len=None,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
+        answer = run_cached(arrays, options)
         if answer is not None:
             return answer
     if rotary_interleaved is not True:
@@ -372,7 +429,8 @@ def with_kvcache(
     batch = Batch(
         *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
         max_seqlen_q=most,
-        max_seqlen_k=room,
+        # The table says it to the kernels.
+        max_seqlen_k=room if not is_paged or attention_chunk else None,
         qv=qv,
         is_fp8_q=is_fp8_q,
         append=append,

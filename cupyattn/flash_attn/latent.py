@@ -12,6 +12,7 @@ from ..errors import ArgumentError
 from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims
 from ..planless.latent import NAMES, Options, run
+from ..planless.latent_call import Arrays
 from .caches import lengths
 
 _NAMES = NAMES._replace(
@@ -88,8 +89,20 @@ def attend_latent(
         natural_lse=return_lse,
         return_lse=return_lse,
     )
-    given = qv, q, v_cache, k_cache, None, table, kv_lens, out, None, cu_seqlens_q, sinks
-    answer = run(given, options)
+    arrays = Arrays(
+        q=qv,
+        q_rope=q,
+        k=v_cache,
+        k_rope=k_cache,
+        workspace=None,
+        block_tables=table,
+        kv_lens=kv_lens,
+        out=out,
+        lse=None,
+        qo_offsets=cu_seqlens_q,
+        sinks=sinks,
+    )
+    answer = run(arrays, options)
     if return_lse and is_ragged:
         return answer[0], answer[1].swapaxes(-1, -2)
     return answer

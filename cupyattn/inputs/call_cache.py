@@ -19,6 +19,7 @@ import math
 import operator
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
@@ -103,6 +104,8 @@ def _read_cupy(arrays: Sequence[Any]) -> _Seen:
 
 
 # Addresses of arrays, 0 for none, if they look as they did, else None.
+# All arguments but arrays: a tuple or a record, whose fields can be hashed.
+Scalars: TypeAlias = Any
 _Compare: TypeAlias = Callable[[Sequence[Any]], "list[int] | None"]
 
 
@@ -161,18 +164,21 @@ def _comparer_torch(
     if len(places) == 1:
         only = places[0]
         pick = lambda arrays: (arrays[only],)  # noqa: E731
+    num_arrays = len(arrays)
+    rest = [*absent, *range(end, num_arrays)]
+    if len(rest) == 1:
+        rest *= 2  # of one place itemgetter makes no tuple
+    absent_of, nones = operator.itemgetter(*rest or [0]), (None,) * len(rest)
     lowest = LOWEST_ADDRESS
 
     def compare(arrays: Sequence[Any]) -> list[int] | None:
-        if len(arrays) != end:
-            if len(arrays) < end:
+        if len(arrays) == num_arrays:
+            if nones and absent_of(arrays) != nones:
                 return None
-            for x in arrays[end:]:
-                if x is not None:
-                    return None
-        for place in absent:
-            if arrays[place] is not None:
-                return None
+        elif len(arrays) < end or any(arrays[place] is not None for place in absent):
+            return None
+        elif any(x is not None for x in arrays[end:]):
+            return None
         for place, first in twins:
             if arrays[place] is not arrays[first]:
                 return None
@@ -261,6 +267,7 @@ class CachedCall(Generic[_Checked]):
                free one the bytes of a unit of stride, and of an element
     outputs    places of outputs that are given, each with the places that it may not overlap
     make_out, make_lse   make outputs of a shape like that of the first call, of any length
+    make_like  makes what make_out does, of the first array, in less time; None where that differs
     address    of an array that they have made
     compare    compares all of the signature, not lengths; None where the framework has no such way
     num_renewed  how often that was made anew
@@ -273,6 +280,7 @@ class CachedCall(Generic[_Checked]):
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     make_out: Callable[[Sequence[int]], Any]
     make_lse: Callable[[Sequence[int]], Any]
+    make_like: Callable[[Any], Any] | None
     address: Callable[[Any], int]
     current_stream: Callable[[], int]
     compare: _Compare | None
@@ -393,8 +401,8 @@ class CallCache(Generic[_Checked]):
         self._axes = [argument.length_axis for argument in arguments]
         self._free = [place for place, argument in enumerate(arguments) if argument.is_free]
         self._absent = [0] * len(arguments)
-        self._groups: dict[tuple[Any, ...], _Group[_Checked]] = {}
-        self._repeats: dict[tuple[Any, ...], tuple[Found[_Checked], list[int]]] = {}
+        # By the type of scalars too: records of two types with equal fields are not one call.
+        self._groups: defaultdict[type, dict[Scalars, _Group[_Checked]]] = defaultdict(dict)
         self._num_calls = 0
         _caches.append(self)
 
@@ -403,60 +411,30 @@ class CallCache(Generic[_Checked]):
 
     def clear(self) -> None:
         self._groups.clear()
-        self._repeats.clear()
         self._num_calls = 0
 
-    def lookup_repeat(
-        self, arrays: Sequence[Any], options: tuple[Any, ...]
-    ) -> tuple[Found[_Checked], list[int]] | None:
-        """The call that `remember` got with equal options, and addresses as from `lookup`, if
-        `arrays` differ from its own in nothing but addresses; or None."""
-        try:
-            found, places = self._repeats[options]
-            for place in places:
-                if type(options[place]) in BOOLS:
-                    return None
-            compare = found.compare
-            addresses = None if compare is None else compare(arrays)
-        except Exception:  # as in lookup
-            return None
-        if addresses is None:
-            return None
-        if recording.current is not None:
-            recording.keep((found, arrays))
-        addresses += self._absent[len(addresses) :]
-        return found, addresses
-
-    def remember(self, options: tuple[Any, ...], found: Found[_Checked]) -> None:
-        """Let `lookup_repeat` find a call by options that, with the shapes and strides of its
-        arrays, decide its scalars."""
-        if found.compare is not None:
-            self._keep_repeat(options, found)
-
-    def _keep_repeat(self, options: tuple[Any, ...], found: Found[_Checked]) -> None:
-        if len(self._repeats) >= _MAX_CALLS:
-            self._repeats.clear()
-        self._repeats[options] = found, zeros_and_ones(options)
-
-    def remember_as(
+    def alias(
         self,
-        options: tuple[Any, ...],
-        known: tuple[Any, ...],
         arrays: Sequence[Any],
-        made: Sequence[Any],
+        scalars: Scalars,
+        read: Sequence[Any],
+        known: Scalars,
     ) -> None:
-        """Let `lookup_repeat` find by `options` and `arrays` what it finds by `known` and `made`.
+        """Let `lookup` find by `arrays` and `scalars` what it finds by `read` and `known`.
 
-        made: views of the arrays, which begin where theirs do, and where `arrays` has None what all
+        read: views of the arrays, which begin where theirs do, and where `arrays` has None what all
         such calls share.
         """
-        entry, framework = self._repeats.get(known), _framework_by_type.get(type(arrays[0]))
-        if entry is None or framework is None:
+        group, framework = (
+            self._groups[type(known)].get(known),
+            _framework_by_type.get(type(arrays[0])),
+        )
+        if group is None or framework is None:
             return
-        found, _ = entry
+        found = group.last
         addresses, _, facts = framework.read(arrays)
         compare = framework.comparer(arrays, facts)
-        theirs = None if found.compare is None else found.compare(made)
+        theirs = None if found.compare is None else found.compare(read)
         if compare is None or theirs is None:
             return
         if any(fact is not None and fact[_IS_REFUSED] for fact in facts):
@@ -466,7 +444,7 @@ class CallCache(Generic[_Checked]):
             return
         shared = [
             (place, framework.address(x), x)
-            for place, x in enumerate(made)
+            for place, x in enumerate(read)
             if x is not None and (place >= len(arrays) or arrays[place] is None)
         ]
         absent = self._absent
@@ -479,21 +457,24 @@ class CallCache(Generic[_Checked]):
                     addresses[place] = address
             return addresses
 
-        self._keep_repeat(options, replace(found, compare=compare_all))
+        # Arrays of other shapes are no such call, so the comparison is all there is to look at.
+        call = replace(found.call, compare=None)
+        own = replace(found, call=call, compare=compare_all, shapes=[], facts=[])
+        if self._num_calls >= _MAX_CALLS:
+            self.clear()
+        self._num_calls += 1
+        self._groups[type(scalars)][scalars] = _Group(own, {}, {}, zeros_and_ones(scalars))
 
     def lookup(
-        self, arrays: Sequence[Any], scalars: tuple[Any, ...]
+        self, arrays: Sequence[Any], scalars: Scalars
     ) -> tuple[Found[_Checked], list[int]] | None:
         """The cached call of equal signature, and addresses of the arrays, 0 for none; or None.
 
         `arrays` may end early, `scalars` are all other arguments.
         """
-        framework = _framework_by_type.get(type(arrays[0]))
-        if framework is None:
-            return None
         try:
             # Scalars are hashed, so that arrays among them are never compared.
-            group = self._groups.get(scalars)
+            group = self._groups[type(scalars)].get(scalars)
             if group is None:
                 return None
             for place in group.zeros_and_ones:
@@ -501,20 +482,11 @@ class CallCache(Generic[_Checked]):
                     return None
             found = group.last  # another thread may replace it at any time
             addresses = None if found.compare is None else found.compare(arrays)
-            if addresses is None and found.call.compare is not None:
-                addresses = found.call.compare(arrays)
-                if addresses is not None:
-                    found = group.last = self._refit(found, arrays, framework)
             if addresses is None:
-                addresses, shapes, facts = framework.read(arrays)
-                if shapes == found.shapes and facts == found.facts:
-                    if found.call.compare is not None:
-                        self._renew(found, arrays, framework)
-                else:
-                    other = self._other(group, found, shapes, facts)
-                    if other is None:
-                        return None
-                    found = group.last = other
+                other = self._lookup_other(group, arrays)
+                if other is None:
+                    return None
+                found, addresses = other
         except Exception:  # arguments raise what they like when they are read or hashed
             return None
         if recording.current is not None:
@@ -522,6 +494,29 @@ class CallCache(Generic[_Checked]):
         if len(addresses) < len(self._absent):
             addresses += self._absent[len(addresses) :]
         return found, addresses
+
+    def _lookup_other(
+        self, group: _Group[_Checked], arrays: Sequence[Any]
+    ) -> tuple[Found[_Checked], list[int]] | None:
+        """`lookup` of arrays that differ from the last call's in more than addresses, or may."""
+        framework = _framework_by_type.get(type(arrays[0]))
+        if framework is None:
+            return None
+        found = group.last
+        if found.call.compare is not None:
+            addresses = found.call.compare(arrays)
+            if addresses is not None:
+                found = group.last = self._refit(found, arrays, framework)
+                return found, addresses
+        addresses, shapes, facts = framework.read(arrays)
+        if shapes == found.shapes and facts == found.facts:
+            if found.call.compare is not None:
+                self._renew(found, arrays, framework)
+            return found, addresses
+        other = self._other(group, found, shapes, facts)
+        if other is not None:
+            group.last = other
+        return None if other is None else (other, addresses)
 
     def _renew(self, found: Found[_Checked], arrays: Sequence[Any], framework: _Framework) -> None:
         """Compare later calls with this one, which torch calls different where all facts are equal:
@@ -626,7 +621,7 @@ class CallCache(Generic[_Checked]):
     def insert(
         self,
         arrays: Sequence[Any],
-        scalars: tuple[Any, ...],
+        scalars: Scalars,
         checked: _Checked,
         like: ArrayView,
         dtype_o: DType,
@@ -646,7 +641,7 @@ class CallCache(Generic[_Checked]):
             return None
         try:
             _, shapes, facts = framework.read(arrays)
-            group = self._groups.get(scalars)
+            group = self._groups[type(scalars)].get(scalars)
         except (AttributeError, TypeError):  # another framework's; an argument without a hash
             return None
         extents = self._extents_of(framework, arrays, shapes, facts)
@@ -663,6 +658,7 @@ class CallCache(Generic[_Checked]):
             outputs=self._outputs(arrays),
             make_out=_maker(dtype_o, like, out_shape),
             make_lse=_maker(dtypes.float32, like, lse_shape),
+            make_like=_maker_like(arrays[0], dtype_o, out_shape),
             address=framework.address,
             current_stream=array.stream_reader(like),
             compare=framework.comparer(arrays, facts, varying, self._free),
@@ -675,10 +671,10 @@ class CallCache(Generic[_Checked]):
         places = zeros_and_ones(scalars)
         if group is not None and group.zeros_and_ones != places:
             self._num_calls -= len(group.calls)
-            del self._groups[scalars]
+            del self._groups[type(scalars)][scalars]
             group = None
         if group is None:
-            group = self._groups[scalars] = _Group(found, {}, {}, places)
+            group = self._groups[type(scalars)][scalars] = _Group(found, {}, {}, places)
         self._num_calls += key not in group.calls
         group.single[single] = None
         group.calls[key], group.last = call, found
@@ -762,6 +758,16 @@ def _maker(
         dtype=getattr(torch, dtype.name),
         device=like.owner.device,
     )
+
+
+def _maker_like(x: Any, dtype: DType, shape: Sequence[int] | None) -> Callable[[Any], Any] | None:
+    """A function that makes contiguous arrays like this one, where outputs have its shape; it takes
+    a quarter less than `_maker`'s. None where they do not, or for other frameworks than torch."""
+    torch = sys.modules.get("torch")
+    if shape is None or torch is None or type(x) is not torch.Tensor:
+        return None
+    is_alike = tuple(x.shape) == tuple(shape) and x.dtype is getattr(torch, dtype.name, None)
+    return torch.empty_like if is_alike and x.is_contiguous() else None
 
 
 _caches: list[CallCache[Any]] = []

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .. import array
 from ..errors import CupyAttnError
-from ..inputs.call_cache import Argument, CallCache, Found, after_launch
+from ..inputs.call_cache import Argument, CallCache, Found, Scalars, after_launch
 from ..launch.driver import scratch
 from .check import Arrays, Call, Extents, LengthForm
 from .prepared import Prepared, of_lengths, plan_of
@@ -165,11 +165,8 @@ def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 @after_launch
-def insert(
-    given: tuple[Any, ...], scalars: tuple[Any, ...], call: Call, prepared: Prepared
-) -> None:
+def insert(arrays: Arrays, key: Scalars, call: Call, prepared: Prepared) -> None:
     """Cache a call that was launched; what was made for one call has no address to keep."""
-    arrays = Arrays(*given)
     table = call.block_tables
     if table is not None and table.ptr != array.view(arrays.block_tables, "block_tables").ptr:
         return
@@ -193,11 +190,11 @@ def insert(
         call.return_lse,
         scratch.allocator(call.q),
     )
-    known = CALLS.lookup(given, scalars)
+    known = CALLS.lookup(arrays, key)
     if known is not None:
         checked.by_lengths.update(known[0].call.checked.by_lengths)
     dtype_o = call.geometry.spec.dtype_o
-    found = CALLS.insert(given, scalars, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
+    found = CALLS.insert(arrays, key, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
     if found is not None:
         found.prepared = checked.by_lengths[_key_of(found)] = prepared
 

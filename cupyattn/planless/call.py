@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ..array.match import require_output
 from ..core import dtypes
 from ..errors import WorkspaceError
 from ..inputs import row_mask
-from ..inputs.call_cache import Found, after_launch
+from ..inputs.call_cache import Found, Scalars, after_launch
 from ..inputs.workspace import num_bytes, view_workspace
 from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
@@ -36,26 +36,28 @@ _Q, _K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
 )
 
 
-def run(
-    given: tuple[Any, ...],
-    options_of: Callable[..., Options],
-    scalars: tuple[Any, ...],
-    append: Callable[[], None] | None = None,
-) -> Any:
+class DoorOptions(Protocol):
+    """The options of a function as its caller gave them, by name and hashable.
+
+    With the shapes, strides and dtypes of the arrays they decide all that is checked.
+    """
+
+    def resolve(self, arrays: Arrays) -> Options:
+        """What the checks go by. Raises ArgumentError and UnsupportedError."""
+        ...
+
+
+def run(arrays: Arrays, given: DoorOptions, append: Callable[[], None] | None = None) -> Any:
     """The answer of a call: out, or (out, lse) if `return_lse`.
 
-    given: the fields of Arrays, which may end after the LSE; options_of makes Options of Arrays and
-    `scalars`, all other arguments. append: what writes new keys and values to k and v, once
-    everything is checked.
+    append: what writes new keys and values to k and v, once everything is checked.
     """
-    signature = options_of, *scalars
-    answer = _run_cached(given, signature, append)
+    answer = run_cached(arrays, given, append)
     if answer is not None:
         return answer
 
     # --- 1. Validate ---
-    arrays = Arrays(*given)
-    options = options_of(arrays, *scalars)
+    options = given.resolve(arrays)
     call = check(arrays, options)
     vq = call.q
     vworkspace = _view_workspace(arrays.workspace, call, options.names)
@@ -89,55 +91,30 @@ def run(
     if prepared is not None:
         _launch(call, prepared, vworkspace)
         if call.scales.is_constant and not is_bool_mask(call) and not cuda().is_debugging:
-            insert(given, signature, call, prepared)
+            insert(arrays, given, call, prepared)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
 
 
-def run_repeat(given: tuple[Any, ...], repeat: tuple[Any, ...]) -> Any:
-    """The answer of `run` if `run_cached` had equal `repeat` before, and arrays that differ from
-    these in nothing but addresses; else None."""
-    answer = CALLS.lookup_repeat(given, repeat)
-    return None if answer is None else _launch_cached(*answer, given, None)
+def run_cached(arrays: Arrays, given: Scalars, append: Callable[[], None] | None = None) -> Any:
+    """The answer of `run` if such a call is in the cache, else None."""
+    answer = CALLS.lookup(arrays, given)
+    return None if answer is None else _launch_cached(*answer, arrays, append)
 
 
 @after_launch
-def remember_repeat(
-    repeat: tuple[Any, ...], known: tuple[Any, ...], given: tuple[Any, ...], made: tuple[Any, ...]
-) -> None:
-    """Let `run_repeat` know a call by other arrays: see CallCache.remember_as."""
-    CALLS.remember_as(repeat, known, given, made)
+def remember(arrays: Arrays, given: Scalars, read: Arrays, options: DoorOptions) -> None:
+    """Let `run_cached` find, by what a caller gave, the call that it finds by what kernels read.
 
-
-def run_cached(
-    given: tuple[Any, ...],
-    options_of: Callable[..., Options],
-    scalars: tuple[Any, ...],
-    repeat: tuple[Any, ...],
-) -> Any:
-    """The answer of `run` if the call is in the cache, else None.
-
-    repeat: what decides, with the shapes and strides of the arrays, all of `scalars`.
+    read: views of the arrays, which begin where theirs do, and what all calls of these shapes share
     """
-    answer = CALLS.lookup(given, (options_of, *scalars))
-    if answer is None:
-        return None
-    CALLS.remember(repeat, answer[0])
-    return _launch_cached(*answer, given, None)
-
-
-def _run_cached(
-    given: tuple[Any, ...], scalars: tuple[Any, ...], append: Callable[[], None] | None
-) -> Any:
-    """The answer of a call that is in the cache, else None."""
-    answer = CALLS.lookup(given, scalars)
-    return None if answer is None else _launch_cached(*answer, given, append)
+    CALLS.alias(arrays, given, read, options)
 
 
 def _launch_cached(
     found: Found[Checked],
     addresses: list[int],
-    given: tuple[Any, ...],
+    arrays: Arrays,
     append: Callable[[], None] | None,
 ) -> Any:
     """The answer of a call that was found; None if its arrays do not fit each other."""
@@ -150,9 +127,12 @@ def _launch_cached(
         prepared = found.prepared = prepared_for(found)
         if prepared is None:
             return None
-    out, lse = given[_OUT], given[_LSE]
+    out, lse = arrays.out, arrays.lse
     if out is None:
-        out = call.make_out((found.lengths[_Q], *checked.row_shape))
+        if call.make_like is None:
+            out = call.make_out((found.lengths[_Q], *checked.row_shape))
+        else:
+            out = call.make_like(arrays.q)
         addresses[_OUT] = call.address(out)
     if lse is None and checked.return_lse:
         lse = call.make_lse(prepared.lse_shape)

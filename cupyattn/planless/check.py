@@ -15,6 +15,7 @@ from ..core import dtypes, logits, parse
 from ..core.logits import LogitsExpression
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
+from ..core.records import maker
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import row_mask
 from ..inputs.geometry import Geometry, PlanOptions, find_geometry
@@ -75,6 +76,7 @@ class Arrays(NamedTuple):
     alibi_slopes: Any = None
 
 
+make_arrays = maker(Arrays)
 _REPEATED = "batch_offsets_o", "batch_offsets_v"
 # What expressions call the slopes and the soft cap of a call.
 _SLOPES, _CAP = "slopes", "cap"

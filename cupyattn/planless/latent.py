@@ -30,7 +30,7 @@ from ..core import dtypes, parse
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
 from ..inputs import latent
-from ..inputs.call_cache import Argument, CallCache, Found, after_launch
+from ..inputs.call_cache import Argument, CallCache, Found, Scalars, after_launch
 from ..inputs.geometry import PlanOptions, Variant, find_geometry
 from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims, Second
@@ -167,10 +167,8 @@ _K, _WORKSPACE, _KV_LENS, _OUT, _LSE = map(
 )
 
 
-def decode(
-    given: tuple[Any, ...], *, sm_scale: Any, output_scale: Any = None, return_lse: Any
-) -> Any:
-    """One row of 512 latent and 64 rope columns for each request; given: fields of Arrays."""
+def decode(arrays: Arrays, *, sm_scale: Any, output_scale: Any = None, return_lse: Any) -> Any:
+    """One row of 512 latent and 64 rope columns for each request."""
     options = Options(
         NAMES._replace(q="q", q_rope="q[1]", block_tables="page_table", sm_scale="sm_scale"),
         Dims(512, 64),
@@ -179,24 +177,21 @@ def decode(
         causal=False,
         return_lse=parse.flag(return_lse, "return_lse"),
     )
-    return run(given, options)
+    return run(arrays, options)
 
 
-def run(given: tuple[Any, ...], options: Options, repeat: tuple[Any, ...] | None = None) -> Any:
-    """The answer of a call: out, or (out, lse) if `return_lse`; given are the fields of Arrays.
+def run(arrays: Arrays, options: Options, known_as: Scalars = None) -> Any:
+    """The answer of a call: out, or (out, lse) if `return_lse`.
 
-    repeat: what decides, with the shapes and strides of the arrays, all of `options`.
+    known_as: the options as given, by which `run_cached` is to find the call from now on: with the
+    shapes, strides and dtypes of the arrays they decide all of `options`
     """
-    answer = _CALLS.lookup(given, options)
-    if answer is not None:
-        made = _launch_cached(*answer, given)
-        if made is not None:
-            if repeat is not None:
-                _CALLS.remember(repeat, answer[0])
-            return made
+    if known_as is None:
+        answer = run_cached(arrays, options)
+        if answer is not None:
+            return answer
 
     # --- 1. Validate ---
-    arrays = Arrays(*given)
     call = _check(arrays, options)
     vq = call.queries.latent
     vworkspace = _view_workspace(arrays.workspace, call)
@@ -222,32 +217,31 @@ def run(given: tuple[Any, ...], options: Options, repeat: tuple[Any, ...] | None
         prepared = _prepare(call, None if vworkspace is None else num_bytes(vworkspace))
         _launch(call, prepared, vworkspace)
         if not cuda().is_debugging:
-            _insert(given, options, call, prepared)
+            _insert(arrays, options if known_as is None else known_as, call, prepared)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if options.return_lse else out
 
 
-def run_repeat(given: tuple[Any, ...], repeat: tuple[Any, ...] | None) -> Any:
-    """The answer of `run` if it had equal `repeat` before, and arrays that differ from these in
-    nothing but addresses; else None."""
-    answer = None if repeat is None else _CALLS.lookup_repeat(given, repeat)
-    return None if answer is None else _launch_cached(*answer, given)
+def run_cached(arrays: Arrays, given: Scalars) -> Any:
+    """The answer of a call that is in the cache, else None.
+
+    given: its options as its caller gave them, hashable
+    """
+    answer = _CALLS.lookup(arrays, given)
+    return None if answer is None else _launch_cached(*answer, arrays)
 
 
-def repeat_of(*scalars: Any, scales: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
-    """`repeat` of a call: a name of its function, and all its other arguments but arrays. None
-    where a scale is an array, whose number may change."""
-    if all(type(x) is float or type(x) is int or x is None for x in scales):
-        return *scalars, *scales
-    return None
+def are_numbers(*scales: Any) -> bool:
+    """Whether no scale is an array, whose number may change."""
+    return all(type(x) is float or type(x) is int or x is None for x in scales)
 
 
-def _launch_cached(found: Found[_Checked], addresses: list[int], given: tuple[Any, ...]) -> Any:
+def _launch_cached(found: Found[_Checked], addresses: list[int], arrays: Arrays) -> Any:
     """The answer of a call that was found; None if an output may share memory with another."""
     call = found.call
     if call.outputs and not found.is_apart(addresses, _K):
         return None
-    checked, out, lse = call.checked, given[_OUT], given[_LSE]
+    checked, out, lse = call.checked, arrays.out, arrays.lse
     prepared, stream = checked.prepared, call.current_stream()
     if out is None:
         out = call.make_out(checked.out_shape)
@@ -268,9 +262,9 @@ def _launch_cached(found: Found[_Checked], addresses: list[int], given: tuple[An
 
 
 @after_launch
-def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Prepared) -> None:
+def _insert(arrays: Arrays, key: Scalars, call: Call, prepared: _Prepared) -> None:
     """Cache a call that was launched; what was made for one call has no address to keep."""
-    arrays = Arrays(*given)
+    options = call.options
     if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
         return
     made = arrays.kv_lens is None and call.kv_lens is not None
@@ -286,7 +280,7 @@ def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Pre
         scratch.allocator(call.queries.latent),
     )
     dtype_o, vq = call.geometry.spec.dtype_o, call.queries.latent
-    _CALLS.insert(given, options, checked, vq, dtype_o, call.out_shape, call.lse_shape)
+    _CALLS.insert(arrays, key, checked, vq, dtype_o, call.out_shape, call.lse_shape)
 
 
 # --- Checks ---

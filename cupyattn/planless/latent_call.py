@@ -10,6 +10,7 @@ from .. import array
 from ..array import ArrayView
 from ..core import dtypes, parse
 from ..core.parse import require_int
+from ..core.records import maker
 from ..errors import ArgumentError
 from ..inputs.geometry import Geometry
 from ..inputs.latent import Dims, Parts
@@ -45,6 +46,9 @@ class Arrays(NamedTuple):
     scale_v: Any = None
     kv_offsets: Any = None
     max_logits: Any = None
+
+
+make_arrays = maker(Arrays)
 
 
 class Names(NamedTuple):

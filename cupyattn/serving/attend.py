@@ -11,7 +11,7 @@ from ..core import dtypes, parse
 from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
 from ..planless.call import run
-from ..planless.check import Arrays, Options
+from ..planless.check import Arrays, Options, make_arrays
 from ..planless.views import Names, next_power_of_two, number_or_array
 from ..states import merge
 from .metadata import AttentionMetadata, ForwardMetadata
@@ -90,21 +90,61 @@ class Workspace:
         return tuple(x[:rows] for x in found)
 
 
+class LayerOptions(NamedTuple):
+    """The options of a pass, checked."""
+
+    sm_scale: float
+    output_scale: float
+    q_len: int
+    max_q_len: int
+    max_kv_len: int
+    softcap: float
+    causal: bool
+    window: tuple[int, int]
+    most_kv_len: int | None
+    return_lse: bool = False
+    o_dtype: DType | None = None
+
+    def resolve(self, arrays: Arrays) -> Options:
+        left, right = self.window
+        return Options(
+            _NAMES,
+            "NHD",
+            q_axes=(3,),
+            q_len=self.q_len,
+            max_q_len=self.max_q_len,
+            max_kv_len=self.max_kv_len,
+            sm_scale=self.sm_scale,
+            output_scale=self.output_scale,
+            window_left=left,
+            window_right=right,
+            causal=self.causal,
+            o_dtype=self.o_dtype,
+            return_lse=self.return_lse,
+            logits_soft_cap=self.softcap,
+            scales_by_head=True,
+            has_table_offsets=self.most_kv_len is not None,
+            most_kv_len=self.most_kv_len,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A pass over a layer, as a call without a plan takes it.
-
-    arrays   from qo_lens on; those of scales are of fp8 caches alone
-    scalars  of `_options`, but for what a run decides
-    """
+    """A pass over a layer, as a call without a plan takes it: arrays by their roles there, and the
+    options. scale_k, scale_v and options_of_fp8 are of fp8 caches alone."""
 
     page_size: int
-    table: Any
-    lens: Any
-    arrays: tuple[Any, ...]
-    arrays_of_fp8: tuple[Any, ...]
-    scalars: tuple[Any, ...]
-    scalars_of_fp8: tuple[Any, ...]
+    block_tables: Any
+    kv_lens: Any
+    qo_lens: Any
+    qo_offsets: Any
+    kv_offsets: Any
+    sinks: Any
+    mask: Any
+    scale_k: Any
+    scale_v: Any
+    options: LayerOptions
+    options_of_fp8: LayerOptions
 
     def run(
         self,
@@ -118,12 +158,27 @@ class Call:
     ) -> Any:
         """out, or (out, lse [rows, heads] of base 2)."""
         is_fp8 = cache.is_fp8
-        arrays = (
-            *(q, cache.k, cache.v, memory, self.table, self.lens, out, lse),
-            *(self.arrays_of_fp8 if is_fp8 else self.arrays),
+        arrays = make_arrays(
+            q=q,
+            k=cache.k,
+            v=cache.v,
+            workspace=memory,
+            block_tables=self.block_tables,
+            kv_lens=self.kv_lens,
+            out=out,
+            lse=lse,
+            qo_lens=self.qo_lens,
+            qo_offsets=self.qo_offsets,
+            kv_offsets=self.kv_offsets,
+            sinks=self.sinks,
+            scale_k=self.scale_k if is_fp8 else None,
+            scale_v=self.scale_v if is_fp8 else None,
+            mask=self.mask,
         )
-        scalars = self.scalars_of_fp8 if is_fp8 else self.scalars
-        return run(arrays, _options, (*scalars, return_lse, o_dtype))
+        options = self.options_of_fp8 if is_fp8 else self.options
+        if return_lse or o_dtype is not None:
+            options = options._replace(return_lse=return_lse, o_dtype=o_dtype)
+        return run(arrays, options)
 
 
 def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
@@ -145,24 +200,35 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     if cap < 0.0:
         raise ArgumentError(f"softcap: got {layer.softcap!r}; wanted 0 (off) or a positive cap")
     qo_offsets = over.cu_seqlens_q if over.qo_offsets is None else over.qo_offsets
-    places = over.qo_lens, qo_offsets, over.kv_offsets, None, None
-    sinks = layer.sinks if each.has_sinks else None
-    rest = (
-        *(over.q_len, min(over.max_seqlen_q, MANY_ROWS)),
-        1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
-        *(cap, mask.causal, mask.window),
-        None if over.kv_offsets is None else over.max_seqlen_k,
+    options = LayerOptions(
+        sm_scale=sm_scale,
+        output_scale=1.0,
+        q_len=over.q_len,
+        max_q_len=min(over.max_seqlen_q, MANY_ROWS),
+        max_kv_len=1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
+        softcap=cap,
+        causal=mask.causal,
+        window=mask.window,
+        most_kv_len=None if over.kv_offsets is None else over.max_seqlen_k,
     )
     # Scales of caches that are not fp8 have no effect, as in FA3.
-    scale = sm_scale * parse.finite(k_number, "k_scale", 1.0)
+    options_of_fp8 = options._replace(
+        sm_scale=sm_scale * parse.finite(k_number, "k_scale", 1.0),
+        output_scale=parse.finite(v_number, "v_scale", 1.0),
+    )
     return Call(
-        over.page_size,
-        over.page_table,
-        over.cache_seqlens,
-        (*places, sinks, None, None, None, over.tree_mask),
-        (*places, sinks, None, k_array, v_array, over.tree_mask),
-        (sm_scale, 1.0, *rest),
-        (scale, parse.finite(v_number, "v_scale", 1.0), *rest),
+        page_size=over.page_size,
+        block_tables=over.page_table,
+        kv_lens=over.cache_seqlens,
+        qo_lens=over.qo_lens,
+        qo_offsets=qo_offsets,
+        kv_offsets=over.kv_offsets,
+        sinks=layer.sinks if each.has_sinks else None,
+        mask=over.tree_mask,
+        scale_k=k_array,
+        scale_v=v_array,
+        options=options,
+        options_of_fp8=options_of_fp8,
     )
 
 
@@ -285,38 +351,3 @@ def attend(
         return made
     lse = array.scaled(lse, _LN_2)
     return made, lse.swapaxes(0, 1) if lse_layout == "ht" else lse
-
-
-def _options(
-    arrays: Arrays,
-    sm_scale: float,
-    output_scale: float,
-    q_len: int,
-    max_q_len: int,
-    max_kv_len: int,
-    softcap: float,
-    causal: bool,
-    window: tuple[int, int],
-    most_kv_len: int | None,
-    return_lse: bool,
-    o_dtype: DType | None,
-) -> Options:
-    return Options(
-        _NAMES,
-        "NHD",
-        q_axes=(3,),
-        q_len=q_len,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        sm_scale=sm_scale,
-        output_scale=output_scale,
-        window_left=window[0],
-        window_right=window[1],
-        causal=causal,
-        o_dtype=o_dtype,
-        return_lse=return_lse,
-        logits_soft_cap=softcap,
-        scales_by_head=True,
-        has_table_offsets=most_kv_len is not None,
-        most_kv_len=most_kv_len,
-    )

@@ -15,7 +15,7 @@ from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.latent import Dims
 from ..planless.latent import NAMES, Options, run
-from ..planless.latent_call import read_scale
+from ..planless.latent_call import make_arrays, read_scale
 from ..planless.views import next_power_of_two
 from .attend import MANY_ROWS, Pass, passes_of
 from .metadata import ForwardMetadata
@@ -58,15 +58,17 @@ class LatentQueries(NamedTuple):
 class LatentCall:
     """A pass over a layer, as a call of latent attention without a plan takes it.
 
-    arrays   from qo_offsets on; scales are of fp8 caches alone
+    scale    of keys and values, of fp8 caches alone
     options  by whether the cache is fp8, whether the LSE is wanted, and the dtype of the answer
     """
 
     page_size: int
-    table: Any
-    lens: Any
-    arrays: tuple[Any, ...]
-    arrays_of_fp8: tuple[Any, ...]
+    block_tables: Any
+    kv_lens: Any
+    qo_offsets: Any
+    kv_offsets: Any
+    sinks: Any
+    scale: Any
     plain: Options
     of_fp8: Options
     options: dict[tuple[bool, bool, DType | None], Options] = field(default_factory=dict)
@@ -88,9 +90,22 @@ class LatentCall:
             options = self.of_fp8 if cache.is_fp8 else self.plain
             options = options._replace(return_lse=return_lse, o_dtype=o_dtype)
             self.options[key] = options
-        arrays = (
-            *(q.q, q.rope, cache.k, cache.rope, memory, self.table, self.lens, out, lse),
-            *(self.arrays_of_fp8 if cache.is_fp8 else self.arrays),
+        scale = self.scale if cache.is_fp8 else None
+        arrays = make_arrays(
+            q=q.q,
+            q_rope=q.rope,
+            k=cache.k,
+            k_rope=cache.rope,
+            workspace=memory,
+            block_tables=self.block_tables,
+            kv_lens=self.kv_lens,
+            out=out,
+            lse=lse,
+            qo_offsets=self.qo_offsets,
+            sinks=self.sinks,
+            scale_q=scale,
+            scale_v=scale,
+            kv_offsets=self.kv_offsets,
         )
         return run(arrays, options)
 
@@ -150,13 +165,15 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> LatentCall:
     )
     # Values are a part of their keys, so that one scale is that of both.
     return LatentCall(
-        over.page_size,
-        over.page_table,
-        over.cache_seqlens,
-        (over.cu_seqlens_q, sinks, None, None, over.kv_offsets),
-        (over.cu_seqlens_q, sinks, held, held, over.kv_offsets),
-        options,
-        options._replace(sm_scale=sm_scale * number, output_scale=number),
+        page_size=over.page_size,
+        block_tables=over.page_table,
+        kv_lens=over.cache_seqlens,
+        qo_offsets=over.cu_seqlens_q,
+        kv_offsets=over.kv_offsets,
+        sinks=sinks,
+        scale=held,
+        plain=options,
+        of_fp8=options._replace(sm_scale=sm_scale * number, output_scale=number),
     )
 
 

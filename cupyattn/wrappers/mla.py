@@ -20,6 +20,7 @@ from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..planless import latent as planless
+from ..planless.latent_call import Arrays
 from ..typing import Array
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
@@ -366,8 +367,21 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
                 f"page_table, {lengths_name}: got one of them; wanted both, or none"
             )
         workspace = self._workspace.owner if self._has_workspace else None
+        q, q_rope, k, k_rope = parts
+        arrays = Arrays(
+            q=q,
+            q_rope=q_rope,
+            k=k,
+            k_rope=k_rope,
+            workspace=workspace,
+            block_tables=page_table,
+            kv_lens=kv_lens,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+        )
         return planless.decode(
-            (*parts, workspace, page_table, kv_lens, out, lse, None, sinks),
+            arrays,
             sm_scale=1.0 / math.sqrt(192.0) if sm_scale is None else sm_scale,
             output_scale=output_scale,
             return_lse=return_lse,

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from helpers import fake_gpu
@@ -164,20 +164,33 @@ def test_a_tensor_without_gradients_now_is_checked_again_with_them(cache: CallCa
     assert cache.lookup(usual, ()) is None
 
 
-def repeat(cache: CallCache[str], options: tuple[Any, ...], *arrays: Any) -> Any:
-    """The call that is found by its options, remembered after two of equal shapes."""
+class Own(NamedTuple):
+    """The options of a call as its caller gave them."""
+
+    number: Any
+    flag: Any = False
+
+
+class Others(NamedTuple):
+    """Those of another function, with equal fields."""
+
+    number: Any
+    flag: Any = False
+
+
+def alias(cache: CallCache[str], options: Any, *arrays: Any) -> Any:
+    """The call that is found by other options, once two calls had equal shapes."""
     for _ in range(3):
-        found = cache.lookup(arrays, ())
-        assert found is not None
-        cache.remember(options, found[0])
-    return cache.lookup_repeat(arrays, options)
+        assert cache.lookup(arrays, ()) is not None
+    cache.alias(arrays, options, arrays, ())
+    return cache.lookup(arrays, options)
 
 
 @pytest.mark.parametrize("name", ["", *CHANGES, "rows", "a table"])
-def test_a_repeat_differs_in_addresses_alone(cache: CallCache[str], name: str) -> None:
+def test_an_alias_differs_in_addresses_alone(cache: CallCache[str], name: str) -> None:
     usual = rows(), SCALE, None, TABLE, rows()
     insert(cache, *usual)
-    has_comparison = repeat(cache, ("x", 1), *usual) is not None
+    has_comparison = alias(cache, Own(1), *usual) is not None
     facts = call_cache._read_torch(usual)[2]
     assert has_comparison == (call_cache._comparer_torch(usual, facts) is not None)
     given: Any = {
@@ -185,7 +198,7 @@ def test_a_repeat_differs_in_addresses_alone(cache: CallCache[str], name: str) -
         "rows": (rows(5), SCALE, None, TABLE, rows(5)),
         "a table": (rows(), SCALE, None, TABLE[:4], rows()),
     }.get(name) or changed(name)
-    answer = cache.lookup_repeat(given, ("x", 1))
+    answer = cache.lookup(given, Own(1))
     assert (answer is not None) == (not name and has_comparison)
     if answer is not None:
         call, addresses = answer
@@ -193,25 +206,44 @@ def test_a_repeat_differs_in_addresses_alone(cache: CallCache[str], name: str) -
         assert addresses == [0 if x is None else x.data_ptr() for x in given]
 
 
-def test_a_repeat_has_equal_options(cache: CallCache[str]) -> None:
+def test_what_all_calls_share_is_no_array_of_the_caller(cache: CallCache[str]) -> None:
     usual = rows(), SCALE, None, TABLE, rows()
     insert(cache, *usual)
-    if repeat(cache, ("x", 1, False), *usual) is None:
+    for _ in range(3):
+        assert cache.lookup(usual, ()) is not None
+    own = usual[0], None, None, None, usual[4]
+    cache.alias(own, Own(1), usual, ())
+    answer = cache.lookup(own, Own(1))
+    if answer is None:  # where nothing compares in C++
         return
-    assert cache.lookup_repeat(usual, ("x", 1, 0)) is not None
-    for options in (("x", True, False), ("x", 2, False), ("y", 1, False), ("x", [1], False)):
-        assert cache.lookup_repeat(usual, options) is None
-    cache.clear()
-    assert cache.lookup_repeat(usual, ("x", 1, False)) is None
+    wanted = [usual[0], SCALE, None, TABLE, usual[4]]
+    assert answer[1] == [0 if x is None else x.data_ptr() for x in wanted]
+    assert cache.lookup(usual, Own(1)) is None
 
 
-def test_few_repeats_are_remembered(cache: CallCache[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_two_functions_with_equal_options_are_two(cache: CallCache[str]) -> None:
     usual = rows(), SCALE, None, TABLE, rows()
-    insert(cache, *usual)
+    view = array.view(usual[0], "rows")
+    cache.insert(usual, Own(1), "own", view, dtypes.float32, None, None)
+    assert cache.lookup(usual, Own(1)) is not None
+    for options in (Others(1), (1, False), Own(2), Own(True), Own([1])):
+        assert cache.lookup(usual, options) is None
+    cache.insert(usual, Others(1), "other", view, dtypes.float32, None, None)
+    for options, checked in ((Own(1), "own"), (Others(1), "other")):
+        answer = cache.lookup(usual, options)
+        assert answer is not None and answer[0].call.checked == checked
+    cache.clear()
+    assert cache.lookup(usual, Own(1)) is None
+
+
+def test_few_aliases_are_kept(cache: CallCache[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
+    usual = rows(), SCALE, None, TABLE, rows()
     for i in range(10):
-        repeat(cache, (i,), *usual)
-        assert len(cache._repeats) <= 3
+        if cache.lookup(usual, ()) is None:
+            insert(cache, *usual)
+        alias(cache, Own(i), *usual)
+        assert len(cache) <= 3
 
 
 def test_one_row_says_nothing_of_the_stride_of_several(cache: CallCache[str]) -> None:
