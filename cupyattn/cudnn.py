@@ -10,8 +10,9 @@ from .core import parse
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
+from .planless.arrays import Arrays, make_arrays
 from .planless.call import run
-from .planless.check import Arrays, Options, make_arrays
+from .planless.check import Options
 from .planless.views import Names, next_power_of_two, number_or_array
 from .typing import Array, ArrayT, Scale, returns_lse
 

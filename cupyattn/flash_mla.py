@@ -22,8 +22,8 @@ from .inputs import geometry
 from .inputs.index_arrays import fresh_progression, full
 from .inputs.latent import Dims
 from .launch.driver import params
+from .planless.arrays import Arrays, make_arrays
 from .planless.latent import NAMES, Options, are_numbers, run, run_cached
-from .planless.latent_call import Arrays, make_arrays
 from .reference.latent_rows import NUM_BYTES, unpack_rows
 
 __all__ = [
@@ -121,14 +121,9 @@ def flash_mla_with_kvcache(
     is_list = indices is not None
     arrays = make_arrays(
         q=q,
-        q_rope=None,
         k=k_cache,
-        k_rope=None,
-        workspace=None,
         block_tables=indices if is_list else block_table,
         kv_lens=topk_length if is_list else cache_seqlens,
-        out=None,
-        lse=None,
         sinks=attn_sink,
     )
     options = _CacheOptions(
@@ -174,14 +169,10 @@ def flash_mla_sparse_fwd(
     max_logits = _no_logits(q)
     arrays = make_arrays(
         q=q,
-        q_rope=None,
         k=kv,
-        k_rope=None,
-        workspace=None,
         block_tables=indices,
         kv_lens=topk_length,
         out=out,
-        lse=None,
         sinks=attn_sink,
         max_logits=max_logits,
     )

@@ -29,8 +29,9 @@ from .inputs.mla_dimensions import (
     supported_mla_layer_dimensions,
 )
 from .page import append_paged_mla_kv_cache
+from .planless.arrays import make_arrays
 from .planless.latent import NAMES, Options, are_numbers, run, run_cached
-from .planless.latent_call import bounded, make_arrays, read_scale
+from .planless.latent_call import bounded, read_scale
 from .planless.views import next_power_of_two
 from .typing import Array, Scale
 from .wrappers.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
@@ -137,9 +138,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     has_counts = sparse_mla_top_k_lens is not None
     arrays = make_arrays(
         q=query,
-        q_rope=None,
         k=kv_cache,
-        k_rope=None,
         workspace=workspace_buffer,
         block_tables=block_tables,
         kv_lens=sparse_mla_top_k_lens if has_counts else seq_lens,
@@ -278,14 +277,11 @@ def xqa_batch_decode_with_kv_cache_mla(
     """
     arrays = make_arrays(
         q=query,
-        q_rope=None,
         k=kv_cache,
-        k_rope=None,
         workspace=workspace_buffer,
         block_tables=block_tables,
         kv_lens=seq_lens,
         out=out,
-        lse=None,
         sinks=sinks,
     )
     known_as = None
@@ -372,14 +368,11 @@ def xqa_mla(
     """
     arrays = make_arrays(
         q=q,
-        q_rope=None,
         k=k_cache,
-        k_rope=None,
         workspace=workspace_buffer,
         block_tables=page_table,
         kv_lens=seq_lens,
         out=output,
-        lse=None,
     )
     known_as = None
     if v_cache is k_cache and are_numbers(q_scale, kv_scale):

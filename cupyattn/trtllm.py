@@ -14,8 +14,9 @@ from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .inputs.index_arrays import compute
 from .inputs.widening import widened
+from .planless.arrays import Arrays, make_arrays
 from .planless.call import run
-from .planless.check import Arrays, Options, check, make_arrays
+from .planless.check import Options, check
 from .planless.chunks import split_by_chunks
 from .planless.rows import Batch
 from .planless.views import CONFIRMED, Names, confirmed_count, next_power_of_two, number_or_array
@@ -387,7 +388,6 @@ def trtllm_ragged_attention_deepseek(
         k=key,
         v=value,
         workspace=workspace_buffer,
-        block_tables=None,
         kv_lens=seq_lens,
         out=out,
         lse=lse,

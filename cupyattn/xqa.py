@@ -13,8 +13,9 @@ from .core.names import missing
 from .core.parse import require_int
 from .core.tracing import untraced
 from .inputs import geometry
+from .planless.arrays import Arrays, make_arrays
 from .planless.call import run
-from .planless.check import Arrays, Options, make_arrays
+from .planless.check import Options
 from .planless.views import Names, number_or_array
 from .typing import Array, Scale, returns_lse
 

@@ -18,16 +18,17 @@ from ..core.records import maker
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, progression, steps_of
 from ..inputs.widening import widened, widened_pair
+from ..planless.arrays import Arrays, make_arrays
 from ..planless.call import run
-from ..planless.check import Arrays, Options, make_arrays
+from ..planless.check import Options
 from ..planless.chunks import split_by_chunks
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
 from .caches import with_even_rows
 from .padding import copy_into_kernel_dims, narrowed, needs_copies
 
-# Beyond that one kernel serves any number of rows.
-_MANY_ROWS = 65
+# Beyond so many rows of a request one kernel serves any number.
+MANY_ROWS = 65
 # From so many rows of a KV head on, those of its group for the tokens of one request, and from so
 # many logits of a call on, fp8 keys are converted ahead of attention: 1.1 to 1.4 times as fast, by
 # calls of 0.3 ms and more. Shorter ones wait for the host.
@@ -38,7 +39,7 @@ _FP8_VECTOR = 16
 class FlashOptions(NamedTuple):
     """The options of a call over the arrays that kernels read.
 
-    max_q_len   the most rows of one request where they differ, see `bound_of_rows`
+    max_q_len   the most rows of one request where they differ, as far as it matters
     max_kv_len  the most keys of one, rounded up; None where the page table says it
     """
 
@@ -103,11 +104,6 @@ class DenseOptions(NamedTuple):
 
 
 make_options, make_dense_options = maker(FlashOptions), maker(DenseOptions)
-
-
-def bound_of_rows(max_q_len: int | None) -> int | None:
-    """The most rows of a request, as far as it matters: beyond some one kernel serves all."""
-    return None if max_q_len is None else min(max(max_q_len, 1), _MANY_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +231,6 @@ def _run(
         q=batch.q,
         k=batch.k,
         v=batch.v,
-        workspace=None,
         block_tables=batch.table,
         kv_lens=batch.kv_lens,
         out=common.out,
@@ -250,9 +245,10 @@ def _run(
         kv_begin=batch.kv_begin,
         alibi_slopes=common.alibi_slopes,
     )
+    most = batch.max_seqlen_q
     options = make_options(
         names=batch.names,
-        max_q_len=bound_of_rows(batch.max_seqlen_q),
+        max_q_len=None if most is None else min(max(most, 1), MANY_ROWS),
         max_kv_len=next_power_of_two(batch.max_seqlen_k),
         softmax_scale=common.softmax_scale,
         causal=common.causal,

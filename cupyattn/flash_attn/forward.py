@@ -14,14 +14,14 @@ from ..core import parse
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..inputs.index_arrays import compute, progression
+from ..planless.arrays import make_arrays
 from ..planless.call import remember, run_cached
-from ..planless.check import make_arrays
 from ..planless.reference import RoomError
 from ..planless.views import Names, next_power_of_two
 from .attend import (
+    MANY_ROWS,
     Common,
     attend,
-    bound_of_rows,
     make_dense_options,
     make_options,
     parse_window,
@@ -148,11 +148,8 @@ def dense(
             q=q,
             k=batch.k,
             v=batch.v,
-            workspace=None,
-            block_tables=None,
             kv_lens=batch.kv_lens,
             out=out,
-            lse=None,
             kv_offsets=batch.kv_offsets,
             sinks=common.sinks,
             alibi_slopes=alibi_slopes,
@@ -231,11 +228,9 @@ def varlen(
             q=q,
             k=k,
             v=v,
-            workspace=None,
             block_tables=table,
             kv_lens=lens,
             out=out,
-            lse=None,
             qo_lens=seqused_q,
             qo_offsets=cu_seqlens_q,
             kv_offsets=offsets,
@@ -244,7 +239,7 @@ def varlen(
         )
         options = make_options(
             names=names,
-            max_q_len=bound_of_rows(max_seqlen_q),
+            max_q_len=None if max_seqlen_q is None else min(max(max_seqlen_q, 1), MANY_ROWS),
             max_kv_len=next_power_of_two(max_seqlen_k),
             softmax_scale=softmax_scale,
             causal=causal,
@@ -347,18 +342,16 @@ def with_kvcache(
             q=q,
             k=k_cache,
             v=v_cache,
-            workspace=None,
             block_tables=table,
             kv_lens=cache_seqlens,
             out=out,
-            lse=None,
             qo_offsets=cu_seqlens_q,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
         )
         options = make_options(
             names=_BLOCKS if page_table is None else _CACHE,
-            max_q_len=bound_of_rows(max_seqlen_q),
+            max_q_len=None if max_seqlen_q is None else min(max(max_seqlen_q, 1), MANY_ROWS),
             max_kv_len=None,
             softmax_scale=softmax_scale,
             causal=causal,

@@ -11,8 +11,8 @@ from ..core.problem import LATENT_HEAD_DIMS
 from ..errors import ArgumentError
 from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims
+from ..planless.arrays import Arrays
 from ..planless.latent import NAMES, Options, run
-from ..planless.latent_call import Arrays
 from .caches import lengths
 
 _NAMES = NAMES._replace(
@@ -94,11 +94,9 @@ def attend_latent(
         q_rope=q,
         k=v_cache,
         k_rope=k_cache,
-        workspace=None,
         block_tables=table,
         kv_lens=kv_lens,
         out=out,
-        lse=None,
         qo_offsets=cu_seqlens_q,
         sinks=sinks,
     )

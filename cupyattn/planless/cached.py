@@ -16,8 +16,9 @@ from .. import array
 from ..errors import CupyAttnError
 from ..inputs.call_cache import Argument, CallCache, Found, Scalars, after_launch
 from ..launch.driver import scratch
-from .check import Arrays, Call, Extents, LengthForm
-from .prepared import Prepared, of_lengths, plan_of
+from .arrays import Arrays
+from .check import Call, Extents, LengthForm
+from .prepared import Prepared, is_bool_mask, of_lengths, plan_of
 
 _MAX_LENGTHS = 256
 
@@ -30,35 +31,56 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What calls of one signature share.
+class Derivation:
+    """How launches for other lengths follow from those of the first call of a signature.
 
-    v_offset      bytes from v, or from the tensor that holds k too, to the first value
-    scale_places  of the arrays in whose place of scale_q, scale_k and scale_v they have effect
-    first         what the call that passed the checks launched
+    form          what its lengths are made of
+    first         what it launched
     requests      where the number of requests is to be seen
     per_request   arrays that have one entry for each request, or one more
     fixed         arrays of the first extent that they had in the first call
     tokens        rows of q for each entry of its first axis
-    is_derivable  whether calls of other lengths need nothing but what `form` says
-    by_lengths    what calls of other lengths launched, see _key_of
-    allocate      makes a workspace where the call gives none
     """
 
     form: LengthForm
     first: Prepared
-    v_offset: int
-    scale_places: tuple[int | None, ...]
     requests: Counts
     per_request: list[Counts]
     fixed: list[tuple[int, int]]
     tokens: int
-    is_derivable: bool
-    row_shape: tuple[int, ...]
     pads_lse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What calls of one signature share.
+
+    scale_places  of the arrays in whose place of scale_q, scale_k and scale_v they have effect
+    v_offset      bytes from v, or from the tensor that holds k too, to the first value
+    shared        (place, address, owner) of arrays that the first call made, which all such calls
+                  read where their callers give none
+    derivation    None where calls of other lengths need the full checks
+    by_lengths    what calls of some lengths launch, see _key_of
+    allocate      makes a workspace where the call gives none
+    """
+
+    scale_places: tuple[int | None, ...]
+    v_offset: int
+    shared: tuple[tuple[int, int, object], ...]
+    derivation: Derivation | None
+    row_shape: tuple[int, ...]
     return_lse: bool
     allocate: scratch.Allocate
     by_lengths: dict[tuple[Any, ...], Prepared] = field(default_factory=dict)
+
+
+class Repeat(NamedTuple):
+    """What a layout of keys says of a call that was launched; fields as in Checked."""
+
+    scale_places: tuple[int | None, ...]
+    v_offset: int = 0
+    shared: tuple[tuple[int, int, object], ...] = ()
+    derivation: Derivation | None = None
 
 
 # Places of Arrays that belong to requests.
@@ -72,7 +94,7 @@ CALLS: CallCache[Checked] = CallCache(
         Argument(
             name,
             _LENGTH_AXES.get(name),
-            is_output=name in ("workspace", "out", "lse"),
+            is_output=name in ("workspace", "out", "lse", "max_logits"),
             is_free=name in ("block_tables", "lse"),
         )
         for name in Arrays._fields
@@ -99,14 +121,14 @@ def prepared_for(found: Found[Checked]) -> Prepared | None:
     """What calls of these lengths launch; None if they need the full checks."""
     checked = found.call.checked
     key = *_, table, lse = _key_of(found)
-    prepared = checked.by_lengths.get(key)
-    if prepared is not None or not checked.is_derivable:
+    prepared, derivation = checked.by_lengths.get(key), checked.derivation
+    if prepared is not None or derivation is None:
         return prepared
-    extents = _extents_of(checked, found.lengths, table)
+    extents = _extents_of(derivation, found.lengths, table)
     if extents is None:
         return None
-    first = checked.first
-    count = extents.num_requests if checked.pads_lse else found.lengths[_Q]
+    first, pads_lse = derivation.first, derivation.pads_lse
+    count = extents.num_requests if pads_lse else found.lengths[_Q]
     lse_shape, lse_strides = (count, *first.lse_shape[1:]), None
     if lse is not None:
         shape, lse_strides = lse
@@ -115,11 +137,11 @@ def prepared_for(found: Found[Checked]) -> Prepared | None:
     elif checked.return_lse:
         lse_strides = tuple(math.prod(lse_shape[axis + 1 :]) for axis in range(len(lse_shape)))
     try:
-        plan = plan_of(first.launcher, checked.form.lengths(extents))
+        plan = plan_of(first.launcher, derivation.form.lengths(extents))
     except CupyAttnError:  # which the full checks raise
         return None
     prepared = of_lengths(
-        first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, checked.pads_lse
+        first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, pads_lse
     )
     if 0 < found.sizes[_WORKSPACE] < prepared.num_bytes:
         return None
@@ -130,21 +152,21 @@ def prepared_for(found: Found[Checked]) -> Prepared | None:
 
 
 def _extents_of(
-    checked: Checked, lengths: Sequence[int], table: tuple[Any, Any] | None
+    derivation: Derivation, lengths: Sequence[int], table: tuple[Any, Any] | None
 ) -> Extents | None:
     """The extents of a call whose arrays fit each other, else None."""
-    place, extra = checked.requests
+    place, extra = derivation.requests
     count, num_rows = lengths[place] - extra, lengths[_Q]
     num_keys = lengths[_K]
     if count <= 0 or num_rows <= 0 or num_keys <= 0:
         return None
-    if any(lengths[place] != count + extra for place, extra in checked.per_request):
+    if any(lengths[place] != count + extra for place, extra in derivation.per_request):
         return None
-    if any(lengths[place] != length for place, length in checked.fixed):
+    if any(lengths[place] != length for place, length in derivation.fixed):
         return None
     if lengths[_V] not in (0, num_keys) or lengths[_OUT] not in (0, num_rows):
         return None
-    num_rows *= checked.tokens
+    num_rows *= derivation.tokens
     if table is None:
         return Extents(count, num_rows, num_keys, None)
     (rows, width), (step, entry) = table
@@ -165,38 +187,48 @@ def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 @after_launch
-def insert(arrays: Arrays, key: Scalars, call: Call, prepared: Prepared) -> None:
-    """Cache a call that was launched; what was made for one call has no address to keep."""
-    table = call.block_tables
-    if table is not None and table.ptr != array.view(arrays.block_tables, "block_tables").ptr:
-        return
-    per_request, fixed = _places_of_requests(call, arrays)
-    requests = Counts(_TABLE, 0)
-    if table is None or call.form.has_table_offsets:
-        name = "kv_offsets" if arrays.kv_lens is None else "kv_lens"
-        requests = next(x for x in per_request if x.place == Arrays._fields.index(name))
+def insert(arrays: Arrays, key: Scalars, call: Any, prepared: Prepared, repeat: Repeat) -> None:
+    """Cache a call that was launched."""
     checked = Checked(
-        call.form,
-        prepared,
-        call.keys.v.ptr - array.view(arrays.k if arrays.v is None else arrays.v, "v").ptr,
-        tuple(None if name is None else Arrays._fields.index(name) for name in call.scales.names),
-        requests,
-        per_request,
-        fixed,
-        math.prod(arrays.q.shape[1:-2]),
-        _is_derivable(call, arrays),
-        call.out_shape[1:],
-        call.pads_lse,
-        call.return_lse,
-        scratch.allocator(call.q),
+        *repeat,
+        row_shape=call.out_shape[1:],
+        return_lse=call.return_lse,
+        allocate=scratch.allocator(call.rows),
     )
     known = CALLS.lookup(arrays, key)
     if known is not None:
         checked.by_lengths.update(known[0].call.checked.by_lengths)
     dtype_o = call.geometry.spec.dtype_o
-    found = CALLS.insert(arrays, key, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
+    found = CALLS.insert(arrays, key, checked, call.rows, dtype_o, call.out_shape, call.lse_shape)
     if found is not None:
         found.prepared = checked.by_lengths[_key_of(found)] = prepared
+
+
+def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
+    """How a call of separate heads is launched again; None if what was made for it has no address
+    to keep."""
+    table = call.block_tables
+    if not call.scales.is_constant or is_bool_mask(call):
+        return None
+    if table is not None and table.ptr != array.view(arrays.block_tables, "block_tables").ptr:
+        return None
+    derivation = None
+    if _is_derivable(call, arrays):
+        per_request, fixed = _places_of_requests(call, arrays)
+        requests = Counts(_TABLE, 0)
+        if table is None or call.form.has_table_offsets:
+            name = "kv_offsets" if arrays.kv_lens is None else "kv_lens"
+            requests = next(x for x in per_request if x.place == Arrays._fields.index(name))
+        tokens = math.prod(arrays.q.shape[1:-2])
+        of_requests = requests, per_request, fixed, tokens
+        derivation = Derivation(call.form, prepared, *of_requests, pads_lse=call.pads_lse)
+    return Repeat(
+        v_offset=call.keys.v.ptr - array.view(arrays.k if arrays.v is None else arrays.v, "v").ptr,
+        scale_places=tuple(
+            None if name is None else Arrays._fields.index(name) for name in call.scales.names
+        ),
+        derivation=derivation,
+    )
 
 
 def _places_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[tuple[int, int]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,15 +25,32 @@ from ..inputs.workspace import num_bytes, view_workspace
 from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from . import reference
-from .cached import CALLS, Checked, insert, prepared_for
-from .check import Arrays, Call, Options, check, inputs_of
+from .arrays import Arrays
+from .cached import CALLS, Checked, Repeat, insert, prepared_for, repeat_of
+from .check import Call, Options, check
 from .prepared import Prepared, is_bool_mask, prepare
-from .views import Names, merge_leading
+from .views import merge_leading
 
 _Q, _K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
     Arrays._fields.index,
     ("q", "k", "v", "workspace", "out", "lse", "scale_q"),
 )
+
+
+class Layout(NamedTuple):
+    """What calls over a layout of keys, heads of their own or latent rows, do each in their way.
+
+    prepare      of a checked call, and the bytes of its workspace: what is launched
+    views        its arrays as launches take them, by role
+    repeat       how such calls are launched again; None if they need the full checks
+    answer_on_cpu, check_values   the reference, and its look at what only the device knows
+    """
+
+    prepare: Callable[[Any, int | None], Prepared]
+    views: Callable[[Any], Arrays]
+    repeat: Callable[[Any, Arrays, Prepared], Repeat | None]
+    answer_on_cpu: Callable[[Any, Arrays, Callable[[], None] | None], Any]
+    check_values: Callable[[Any], None]
 
 
 class DoorOptions(Protocol):
@@ -56,42 +73,53 @@ def run(arrays: Arrays, given: DoorOptions, append: Callable[[], None] | None = 
     if answer is not None:
         return answer
 
-    # --- 1. Validate ---
-    options = given.resolve(arrays)
-    call = check(arrays, options)
-    vq = call.q
-    vworkspace = _view_workspace(arrays.workspace, call, options.names)
+    call = check(arrays, given.resolve(arrays))
+    return serve(SEPARATE_HEADS, call, arrays, given, append)
 
-    # --- 2. Answer on the CPU ---
+
+def serve(
+    layout: Layout,
+    call: Any,
+    arrays: Arrays,
+    key: Scalars,
+    append: Callable[[], None] | None = None,
+) -> Any:
+    """The answer of a checked call, which `run_cached` will find by `key` from now on."""
+    vq = call.rows
+    vworkspace = _view_workspace(arrays.workspace, call)
+    have = None if vworkspace is None else num_bytes(vworkspace)
+
+    # --- 1. Answer on the CPU ---
     if vq.device.kind == "cpu":
-        if vworkspace is not None and vq.shape[0]:
-            have = num_bytes(vworkspace)
-            _require_size(have, prepare(_with_outputs(call), have).num_bytes)
-        return reference.answer(call, arrays, options.names, append)
+        if have is not None and vq.shape[0]:
+            _require_size(have, layout.prepare(_with_outputs(call), have).num_bytes)
+        return layout.answer_on_cpu(call, arrays, append)
 
-    # --- 3. Launch on the caller's stream ---
+    # --- 2. Make what is not given ---
     out, lse = arrays.out, arrays.lse
     if out is None:
         out = array.empty(call.out_shape, call.geometry.spec.dtype_o, vq)
         call.out = merge_leading(array.view(out, "out"), "out", 2)
     if lse is None and call.return_lse:
         lse = array.empty(call.lse_shape, dtypes.float32, vq)
-        call.lse = array.view(lse, "lse")
-        if not call.pads_lse:
-            call.lse = merge_leading(call.lse, "lse", 1)
+        call.lse = call.view_lse(lse)
     prepared = None
-    if vq.shape[0] or (call.lse is not None and call.pads_lse and call.lse.shape[0]):
+    if call.launches:
         if cuda().is_debugging:
-            reference.check_values(call, options.names)
-        prepared = prepare(call, None if vworkspace is None else num_bytes(vworkspace))
-        if vworkspace is not None:
-            _require_size(num_bytes(vworkspace), prepared.num_bytes)
+            layout.check_values(call)
+        prepared = layout.prepare(call, have)
+        if have is not None:
+            _require_size(have, prepared.num_bytes)
+
+    # --- 3. Launch on the caller's stream ---
     if append is not None:  # nothing is refused from here on
         append()
     if prepared is not None:
-        _launch(call, prepared, vworkspace)
-        if call.scales.is_constant and not is_bool_mask(call) and not cuda().is_debugging:
-            insert(arrays, given, call, prepared)
+        _launch(layout, call, prepared, vworkspace)
+        if not cuda().is_debugging:
+            repeat = layout.repeat(call, arrays, prepared)
+            if repeat is not None:
+                insert(arrays, key, call, prepared, repeat)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
 
@@ -138,6 +166,8 @@ def _launch_cached(
         lse = call.make_lse(prepared.lse_shape)
         addresses[_LSE] = call.address(lse)
     addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
+    for place, address, _ in checked.shared:
+        addresses[place] = addresses[place] or address
     if prepared.has_scales:
         places = checked.scale_places
         scales = [0 if place is None else addresses[place] for place in places]
@@ -155,14 +185,14 @@ def _launch_cached(
     return (out, lse) if checked.return_lse else out
 
 
-def _view_workspace(x: Any, call: Call, names: Names) -> ArrayView | None:
+def _view_workspace(x: Any, call: Any) -> ArrayView | None:
     """The workspace, checked. A JAX array, which cannot be written, counts as none."""
     if x is None or array.view(x, "workspace_buffer").framework == "jax":
         return None
     v = view_workspace(x, "workspace_buffer")
-    inputs = inputs_of(call, names)
+    inputs = call.inputs
     array.same_device(**inputs, workspace_buffer=v)
-    require_output(v, "workspace_buffer", **inputs, **{names.out: call.out, "lse": call.lse})
+    require_output(v, "workspace_buffer", **inputs, **{call.names.out: call.out, "lse": call.lse})
     return v
 
 
@@ -173,57 +203,69 @@ def _require_size(have: int, need: int) -> None:
         )
 
 
-def _with_outputs(call: Call) -> Call:
+def _with_outputs(call: Any) -> Any:
     """On the CPU: the call as it would be launched, with memory for outputs that are not given."""
     out, lse = call.out, call.lse
     if out is None:
-        shape = (call.q.shape[0], *call.out_shape[-2:])
+        shape = (call.rows.shape[0], *call.out_shape[-2:])
         out = array.view(np.empty(shape, call.geometry.spec.dtype_o.numpy), "out")
     if lse is None and call.return_lse:
-        shape = call.lse_shape if call.pads_lse else call.q.shape[:2]
-        lse = array.view(np.empty(shape, np.float32), "lse")
+        lse = call.view_lse(np.empty(call.lse_shape, np.float32))
     return replace(call, out=out, lse=lse)
 
 
-def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> None:
-    vq, vout, indices = call.q, call.out, call.indices
-    assert vout is not None
+def _launch(layout: Layout, call: Any, prepared: Prepared, vworkspace: ArrayView | None) -> None:
+    vq = call.rows
     stream = array.current_stream(vq)
     owner: object = None
     if vworkspace is None:
         workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
     else:
         workspace = vworkspace.ptr
-    inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, call.mask, vworkspace)
-    used = [
-        v
-        for v in (*inputs, call.alibi_slopes, call.lse, *indices, *call.scales.views)
-        if v is not None
-    ]
-    array.acquire(vq, vout, *used)
-    mask = 0 if call.mask is None else call.mask.ptr
-    if call.mask is not None and is_bool_mask(call):
+    views = layout.views(call)
+    used = [v for v in (*views, vworkspace) if v is not None and v is not vq]
+    array.acquire(vq, *used)
+    addresses = Arrays(*(0 if x is None else x.ptr for x in views))
+    mask = addresses.mask
+    if is_bool_mask(call):
         mask = workspace + prepared.mask.address
         row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
-    views = Arrays(
-        vq,
-        call.keys.k,
-        call.keys.v,
-        None,
-        call.block_tables,
-        indices.kv_lens,
-        vout,
-        call.lse,
-        *(indices.qo_lens, indices.qo_offsets, indices.kv_offsets, None, None),
-        call.sinks,
-        *call.scales.views,
-    )
-    addresses = Arrays(*(0 if x is None else x.ptr for x in views))
-    kv_begin = 0 if indices.kv_begin is None else indices.kv_begin.ptr
-    slopes = 0 if call.alibi_slopes is None else call.alibi_slopes.ptr
-    addresses = addresses._replace(
-        workspace=workspace, mask=mask, kv_begin=kv_begin, alibi_slopes=slopes
-    )
-    prepared.launch(addresses, stream)
-    array.release(vq, vq, vout, *used)
+    prepared.launch(addresses._replace(workspace=workspace, mask=mask), stream)
+    array.release(vq, vq, *used)
     del owner  # memory for one call may go once everything is enqueued
+
+
+# --- heads of their own ---
+
+
+def _views(call: Call) -> Arrays:
+    indices = call.indices
+    scale_q, scale_k, scale_v = call.scales.views
+    return Arrays(
+        q=call.q,
+        k=call.keys.k,
+        v=call.keys.v,
+        block_tables=call.block_tables,
+        kv_lens=indices.kv_lens,
+        out=call.out,
+        lse=call.lse,
+        qo_lens=indices.qo_lens,
+        qo_offsets=indices.qo_offsets,
+        kv_offsets=indices.kv_offsets,
+        sinks=call.sinks,
+        scale_q=scale_q,
+        scale_k=scale_k,
+        scale_v=scale_v,
+        mask=call.mask,
+        kv_begin=indices.kv_begin,
+        alibi_slopes=call.alibi_slopes,
+    )
+
+
+SEPARATE_HEADS = Layout(
+    prepare=prepare,
+    views=_views,
+    repeat=repeat_of,
+    answer_on_cpu=reference.answer,
+    check_values=reference.check_values,
+)

@@ -15,7 +15,6 @@ from ..core import dtypes, logits, parse
 from ..core.logits import LogitsExpression
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
-from ..core.records import maker
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import row_mask
 from ..inputs.geometry import Geometry, PlanOptions, find_geometry
@@ -23,6 +22,7 @@ from ..inputs.kv_cache import Keys, view_ragged
 from ..inputs.spec import Given, require_group
 from ..inputs.workspace import steps
 from ..launch.attention.plan_batch import IndexFormat, Lengths
+from .arrays import Arrays
 from .views import (
     Names,
     Scales,
@@ -37,46 +37,6 @@ from .views import (
     view_tables,
 )
 
-
-class Arrays(NamedTuple):
-    """The arrays of a call as given; None where there is none.
-
-    k, v         pages; for one tensor of both v is None. Without block_tables rows of all requests
-    kv_lens, qo_lens, qo_offsets, kv_offsets  see plan_batch.Lengths; offsets without lengths are
-                 cumulative, as kv_lens are with `cumulative_kv_lens`
-    o_offsets, v_offsets  must say the same as those of q and k, which are read in their place
-    scale_q, scale_k, scale_v  one number each in memory: the first two multiply the logits, the
-                 last the output
-    mask         over the query tokens of requests that have equally many (inputs/row_mask.py)
-    kv_begin     the first key of each request, of those that kv_lens counts
-    alibi_slopes  float32 [num_qo_heads] or [B, num_qo_heads]: minus the slope times the distance of
-                 query and key is added to the logits, behind the soft cap
-    Slopes and scales [B, heads] are of the caller's requests, see `sharers` of Options
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    workspace: Any
-    block_tables: Any
-    kv_lens: Any
-    out: Any
-    lse: Any
-    qo_lens: Any = None
-    qo_offsets: Any = None
-    kv_offsets: Any = None
-    o_offsets: Any = None
-    v_offsets: Any = None
-    sinks: Any = None
-    scale_q: Any = None
-    scale_k: Any = None
-    scale_v: Any = None
-    mask: Any = None
-    kv_begin: Any = None
-    alibi_slopes: Any = None
-
-
-make_arrays = maker(Arrays)
 _REPEATED = "batch_offsets_o", "batch_offsets_v"
 # What expressions call the slopes and the soft cap of a call.
 _SLOPES, _CAP = "slopes", "cap"
@@ -271,6 +231,31 @@ class Call:
     alibi_slopes: ArrayView | None
     mask_bits: int = 0
     has_table_offsets: bool = False
+
+    @property
+    def rows(self) -> ArrayView:
+        """The queries."""
+        return self.q
+
+    @property
+    def names(self) -> Names:
+        return self.form.names
+
+    @property
+    def inputs(self) -> dict[str, ArrayView | None]:
+        """The arrays that the call reads, by what messages call them."""
+        return inputs_of(self, self.form.names)
+
+    @property
+    def launches(self) -> bool:
+        """Whether there is something to write."""
+        has_lse = self.lse is not None and self.pads_lse and self.lse.shape[0] > 0
+        return self.q.shape[0] > 0 or has_lse
+
+    def view_lse(self, lse: Any) -> ArrayView:
+        """The LSE as kernels write it."""
+        v = array.view(lse, "lse")
+        return v if self.pads_lse else merge_leading(v, "lse", 1)
 
 
 def check(arrays: Arrays, options: Options) -> Call:

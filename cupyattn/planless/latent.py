@@ -11,11 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
-
-import numpy as np
 
 from .. import array
 from ..array import ArrayView
@@ -24,28 +21,29 @@ from ..array.match import (
     match_array,
     match_output,
     require_contiguous_last,
-    require_output,
 )
 from ..core import dtypes, parse
 from ..core.problem import MAX_LENGTH
-from ..errors import ArgumentError, UnsupportedError, WorkspaceError
+from ..errors import ArgumentError, UnsupportedError
 from ..inputs import latent
-from ..inputs.call_cache import Argument, CallCache, Found, Scalars, after_launch
+from ..inputs.call_cache import Scalars
 from ..inputs.geometry import PlanOptions, Variant, find_geometry
 from ..inputs.index_arrays import progression
-from ..inputs.latent import Dims, Second
+from ..inputs.latent import Dims
 from ..inputs.spec import Given
-from ..inputs.workspace import int32_on_device, num_bytes, view_workspace
+from ..inputs.workspace import int32_on_device
 from ..launch.attention import pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
-from ..launch.attention.bound_run import BoundRun
-from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
-from ..launch.attention.pad_lse import Padding
-from ..launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
-from ..launch.driver import params, scratch
+from ..launch.attention.layout import BatchSchedule
+from ..launch.attention.plan_batch import IndexFormat, Lengths
 from ..launch.driver.enqueue import cuda
 from . import latent_reference
-from .latent_call import NAMES, Arrays, Call, Names, Options
+from .arrays import Arrays
+from .cached import Repeat
+from .call import Layout, serve
+from .call import run_cached as run_cached
+from .latent_call import NAMES, Call, Names, Options
+from .prepared import InParts, Prepared, plan_of, prepare_within
 from .views import (
     merge_leading,
     merge_spread,
@@ -54,117 +52,9 @@ from .views import (
     view_sinks,
 )
 
-_MAX_BOUND = 256
+_KV_LENS, _SCALE_Q, _SCALE_V = map(Arrays._fields.index, ("kv_lens", "scale_q", "scale_v"))
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What launches of calls with equal signature share; see planless.call.Prepared.
-
-    plan      None for lists of one length, which need none
-    partials  where partial states begin, in bytes into the workspace
-    factors   of the logits, of the output, and of the LSE in base 2, and its form
-    """
-
-    launcher: BatchLauncher
-    plan: DevicePlan | None
-    schedule: BatchSchedule
-    partials: int
-    padding: Padding | None
-    lse_rows: int
-    num_bytes: int
-    strides: bytes
-    second: Second
-    num_pages: int
-    factors: tuple[float, float, float, int]
-    bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
-
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
-        """Enqueue the planner and all behind it, on `Arrays` at these addresses, 0 for none."""
-        # fmt: off
-        (
-            q, q_rope, k, k_rope, workspace, block_tables, kv_lens, out, lse, qo_offsets, sinks,
-            scale_q, scale_v, kv_offsets, max_logits,
-        ) = addresses
-        # fmt: on
-        found = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
-        planned, attention = found
-        plan, device = self.plan, attention.device_index
-        indices = 0, kv_lens, qo_offsets, kv_offsets, 0
-        rows = lse if self.padding is None else workspace + self.lse_rows
-        optional = params.NO_OPTIONAL
-        if rows or sinks or scale_q or scale_v:
-            # The planner repeats scales for all heads, in the workspace.
-            of_q, _, of_v = (0, 0, 0) if plan is None else plan.scales
-            optional = params.OPTIONAL.pack(
-                *(rows, 0, sinks, scale_q and workspace + of_q, 0, scale_v and workspace + of_v),
-                *(0, params.NO_STEPS, params.NO_LOGITS_ARRAYS),
-            )
-        if plan is not None:
-            plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)
-        list_lens = kv_lens if plan is None else 0
-        second = self.second.pack(q, q_rope, k, k_rope, max_logits, list_lens)
-        attention.launch(q, k, k, out, optional, stream, second)
-        if self.padding is not None:
-            pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
-
-    def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
-        attention = self.launcher.bind(
-            self.schedule,
-            workspace,
-            workspace + self.partials,
-            self.strides,
-            self.num_pages,
-            block_tables,
-            0,
-            0,
-            self.factors[1],
-            self.factors[0],
-            lse_scale=self.factors[2],
-            lse_form=self.factors[3],
-        )
-        if len(self.bound) >= _MAX_BOUND:
-            self.bound.clear()
-        planned = b"" if self.plan is None else plan_batch.bind(self.plan, workspace)
-        found = planned, attention
-        self.bound[workspace, block_tables] = found
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _InParts(_Prepared):
-    """Of more requests than a block plans; see planless.prepared."""
-
-    parts: tuple[tuple[tuple[int, ...], _Prepared], ...] = ()
-
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
-        for shifts, part in self.parts:
-            of_part = [x and x + shift for x, shift in zip(addresses, shifts, strict=True)]
-            part.launch(of_part, stream)
-
-
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """What calls of one signature share. kv_lens: of lists that have no lengths of their own."""
-
-    prepared: _Prepared
-    kv_lens: Any
-    kv_lens_address: int
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    return_lse: bool
-    allocate: scratch.Allocate
-
-
-_OUTPUTS = "workspace", "out", "lse", "max_logits"
-_CALLS: CallCache[_Checked] = CallCache(
-    *(Argument(name, is_output=name in _OUTPUTS) for name in Arrays._fields)
-)
-_K, _WORKSPACE, _KV_LENS, _OUT, _LSE = map(
-    Arrays._fields.index, ("k", "workspace", "kv_lens", "out", "lse")
-)
 
 
 def decode(arrays: Arrays, *, sm_scale: Any, output_scale: Any = None, return_lse: Any) -> Any:
@@ -190,97 +80,13 @@ def run(arrays: Arrays, options: Options, known_as: Scalars = None) -> Any:
         answer = run_cached(arrays, options)
         if answer is not None:
             return answer
-
-    # --- 1. Validate ---
-    call = _check(arrays, options)
-    vq = call.queries.latent
-    vworkspace = _view_workspace(arrays.workspace, call)
-
-    # --- 2. Answer on the CPU ---
-    if vq.device.kind == "cpu":
-        if vworkspace is not None and vq.shape[0]:
-            have = num_bytes(vworkspace)
-            _require_size(have, _prepare(_with_outputs(call), have).num_bytes)
-        return latent_reference.answer(call, arrays)
-
-    # --- 3. Launch on the caller's stream ---
-    out, lse = arrays.out, arrays.lse
-    if out is None:
-        out = array.empty(call.out_shape, call.geometry.spec.dtype_o, vq)
-        call.out = merge_leading(array.view(out, "out"), "out", 2)
-    if lse is None and options.return_lse:
-        lse = array.empty(call.lse_shape, dtypes.float32, vq)
-        call.lse = _rows_of_lse(array.view(lse, "lse"), options)
-    if vq.shape[0]:
-        if cuda().is_debugging:
-            list(latent_reference.requests_of(call, array.to_host))
-        prepared = _prepare(call, None if vworkspace is None else num_bytes(vworkspace))
-        _launch(call, prepared, vworkspace)
-        if not cuda().is_debugging:
-            _insert(arrays, options if known_as is None else known_as, call, prepared)
-    out = array.deliver(out, vq)
-    return (out, array.deliver(lse, vq)) if options.return_lse else out
-
-
-def run_cached(arrays: Arrays, given: Scalars) -> Any:
-    """The answer of a call that is in the cache, else None.
-
-    given: its options as its caller gave them, hashable
-    """
-    answer = _CALLS.lookup(arrays, given)
-    return None if answer is None else _launch_cached(*answer, arrays)
+    key = options if known_as is None else known_as
+    return serve(LATENT_ROWS, _check(arrays, options), arrays, key)
 
 
 def are_numbers(*scales: Any) -> bool:
     """Whether no scale is an array, whose number may change."""
     return all(type(x) is float or type(x) is int or x is None for x in scales)
-
-
-def _launch_cached(found: Found[_Checked], addresses: list[int], arrays: Arrays) -> Any:
-    """The answer of a call that was found; None if an output may share memory with another."""
-    call = found.call
-    if call.outputs and not found.is_apart(addresses, _K):
-        return None
-    checked, out, lse = call.checked, arrays.out, arrays.lse
-    prepared, stream = checked.prepared, call.current_stream()
-    if out is None:
-        out = call.make_out(checked.out_shape)
-        addresses[_OUT] = call.address(out)
-    if lse is None and checked.return_lse:
-        lse = call.make_lse(checked.lse_shape)
-        addresses[_LSE] = call.address(lse)
-    if not addresses[_KV_LENS]:
-        addresses[_KV_LENS] = checked.kv_lens_address
-    owner: object = None
-    if not addresses[_WORKSPACE]:
-        addresses[_WORKSPACE], owner = scratch.workspace(
-            prepared.num_bytes, prepared.launcher.device_index, stream, checked.allocate
-        )
-    prepared.launch(addresses, stream)
-    del owner  # memory for one call may go once everything is enqueued
-    return (out, lse) if checked.return_lse else out
-
-
-@after_launch
-def _insert(arrays: Arrays, key: Scalars, call: Call, prepared: _Prepared) -> None:
-    """Cache a call that was launched; what was made for one call has no address to keep."""
-    options = call.options
-    if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
-        return
-    made = arrays.kv_lens is None and call.kv_lens is not None
-    if made and cuda().is_capturing(array.current_stream(call.queries.latent)):
-        return  # only the graph writes those lengths
-    checked = _Checked(
-        prepared,
-        call.kv_lens.owner if made and call.kv_lens else None,
-        call.kv_lens.ptr if made and call.kv_lens else 0,
-        call.out_shape,
-        call.lse_shape,
-        options.return_lse,
-        scratch.allocator(call.queries.latent),
-    )
-    dtype_o, vq = call.geometry.spec.dtype_o, call.queries.latent
-    _CALLS.insert(arrays, key, checked, vq, dtype_o, call.out_shape, call.lse_shape)
 
 
 # --- Checks ---
@@ -491,25 +297,9 @@ def _lengths(
     )
 
 
-def _inputs(call: Call) -> dict[str, ArrayView | None]:
-    names = call.options.names
-    return {
-        **call.queries.views,
-        **call.pages.views,
-        names.block_tables: call.table,
-        names.kv_lens: call.kv_lens,
-        names.qo_offsets: call.qo_offsets,
-        names.kv_offsets: call.kv_offsets,
-        "sinks": call.sinks,
-        names.sm_scale: call.scales[0],
-        names.output_scale: call.scales[1],
-        **{f"{names.q} {place}": x for place, x in enumerate(call.spread)},
-    }
-
-
 def _check_places(call: Call) -> None:
     """Where arrays are, and whether the answers may be written."""
-    names, inputs = call.options.names, _inputs(call)
+    names, inputs = call.options.names, call.inputs
     array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
     dtype_o = call.geometry.spec.dtype_o
     if call.out is not None:
@@ -524,64 +314,18 @@ def _check_places(call: Call) -> None:
     if call.out is not None:
         call.out = merge_leading(call.out, names.out, 2)
     if call.lse is not None:
-        call.lse = _rows_of_lse(call.lse, call.options)
-
-
-def _rows_of_lse(v: ArrayView, options: Options) -> ArrayView:
-    """An LSE with the heads last, and leading axes merged where they are those of q: [rows, heads],
-    else [B, rows of each, heads]."""
-    if not options.pads_lse:
-        return merge_leading(v, "lse", 1)
-    (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
-    if rows == 1 == options.q_len:
-        return array.as_strided(v, (count, heads), (step, of_head))
-    return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
-
-
-def _view_workspace(x: Any, call: Call) -> ArrayView | None:
-    """The workspace, checked. A JAX array, which cannot be written, counts as none."""
-    if x is None or array.view(x, "workspace_buffer").framework == "jax":
-        return None
-    v = view_workspace(x, "workspace_buffer")
-    inputs = _inputs(call)
-    array.same_device(**inputs, workspace_buffer=v)
-    names = call.options.names
-    require_output(v, "workspace_buffer", **inputs, **{names.out: call.out, "lse": call.lse})
-    return v
+        call.lse = call.view_lse(call.lse)
 
 
 # --- Launches ---
 
 
-def _require_size(have: int, need: int) -> None:
-    if have < need:
-        raise WorkspaceError(
-            f"workspace_buffer: this call needs {need} bytes and it has {have}; pass a larger one"
-        )
-
-
-def _with_outputs(call: Call) -> Call:
-    """On the CPU: the call as it would be launched, with memory for outputs that are not given."""
-    out, lse = call.out, call.lse
-    if out is None:
-        shape = *call.queries.latent.shape[:2], call.out_shape[-1]
-        out = array.view(np.empty(shape, call.geometry.spec.dtype_o.numpy), "out")
-    if lse is None and call.options.return_lse:
-        made = array.view(np.empty(call.lse_shape, np.float32), "lse")
-        lse = _rows_of_lse(made, call.options)
-    return replace(call, out=out, lse=lse)
-
-
-def _prepare(call: Call, have: int | None) -> _Prepared:
+def _prepare(call: Call, have: int | None) -> Prepared:
     """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
-    prepared, besides = _prepare_within(call, ANY_BATCH_BYTES)
-    if have is None or prepared.num_bytes <= have:
-        return prepared
-    fewer, _ = _prepare_within(call, max(0, have - besides))
-    return fewer if fewer.num_bytes <= have else prepared
+    return prepare_within(functools.partial(_prepare_within, call), have)
 
 
-def _prepare_within(call: Call, most_bytes: int) -> tuple[_Prepared, int]:
+def _prepare_within(call: Call, most_bytes: int) -> tuple[Prepared, int]:
     """The launches of a plan that takes up to most_bytes, if there is one, and what the workspace
     holds besides."""
     options, queries, pages, vout = call.options, call.queries, call.pages, call.out
@@ -603,7 +347,7 @@ def _prepare_within(call: Call, most_bytes: int) -> tuple[_Prepared, int]:
         if _has_parts(call, launcher):
             return _in_parts(call, launcher, most_bytes), 0
         lengths = call.lengths._replace(list_gap=call.gaps[2])
-        plan = _plan(launcher, lengths, most_bytes)
+        plan = plan_of(launcher, lengths, most_bytes)
         schedule, partials = plan.schedule, plan.partials
     size = of_plan = partials + schedule.workspace_bytes
     padding, lse_rows = None, 0
@@ -618,18 +362,23 @@ def _prepare_within(call: Call, most_bytes: int) -> tuple[_Prepared, int]:
         padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
         lse_rows, lse_strides = size, (vq.shape[1], 1)
         size += 4 * vq.shape[0] * vq.shape[1]
-    prepared = _Prepared(
+    prepared = Prepared(
         launcher,
         plan,
         schedule,
         partials,
         padding,
         lse_rows,
-        size,
-        latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
-        latent.second_parts(queries, pages, options.rope_scale, lists),
-        pages.latent.shape[0],
-        (options.sm_scale, options.output_scale, lse_scale, options.lse_form),
+        num_bytes=size,
+        strides=latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
+        num_keys=pages.latent.shape[0],
+        sm_scale=options.sm_scale,
+        output_scale=options.output_scale,
+        has_scales=call.scales != (None, None),
+        lse_shape=call.lse_shape,
+        lse_scale=lse_scale,
+        lse_form=options.lse_form,
+        second=latent.second_parts(queries, pages, options.rope_scale, lists),
     )
     return prepared, size - of_plan
 
@@ -641,7 +390,7 @@ def _has_parts(call: Call, launcher: BatchLauncher) -> bool:
     return call.lengths.num_requests > most and not are_apart
 
 
-def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> _Prepared:
+def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> Prepared:
     """What a call of more requests than a block plans launches: one part after the other."""
     count, tokens = call.lengths.num_requests, 0
     if call.qo_offsets is None:
@@ -661,7 +410,7 @@ def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> _Prepared
     _, first = parts[0]
     known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
     known["num_bytes"] = max(part.num_bytes for _, part in parts)
-    return _InParts(**known, parts=tuple(parts))
+    return InParts(**known, parts=tuple(parts))
 
 
 def _steps(call: Call, tokens: int) -> tuple[int, ...]:
@@ -697,41 +446,43 @@ def _schedule_lists(call: Call, launcher: BatchLauncher, most_bytes: int) -> Bat
     return launcher.schedule_lists(count, entries, most_bytes)
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(launcher: BatchLauncher, lengths: Lengths, most_bytes: int) -> DevicePlan:
-    return plan_batch.prepare(launcher, lengths, most_bytes)
-
-
-def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> None:
-    vq, vout = call.queries.latent, call.out
-    assert vout is not None
-    stream = array.current_stream(vq)
-    owner: object = None
-    if vworkspace is None:
-        workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
-    else:
-        workspace = vworkspace.ptr
-        _require_size(num_bytes(vworkspace), prepared.num_bytes)
-    views = Arrays(
-        vq,
-        call.queries.rope,
-        call.pages.latent,
-        call.pages.rope,
-        None,
-        call.table,
-        call.kv_lens,
-        vout,
-        call.lse,
-        call.qo_offsets,
-        call.sinks,
-        *call.scales,
-        call.kv_offsets,
-        call.max_logits,
+def _views(call: Call) -> Arrays:
+    scale_q, scale_v = call.scales
+    return Arrays(
+        q=call.queries.latent,
+        k=call.pages.latent,
+        block_tables=call.table,
+        kv_lens=call.kv_lens,
+        out=call.out,
+        lse=call.lse,
+        qo_offsets=call.qo_offsets,
+        kv_offsets=call.kv_offsets,
+        sinks=call.sinks,
+        scale_q=scale_q,
+        scale_v=scale_v,
+        q_rope=call.queries.rope,
+        k_rope=call.pages.rope,
+        max_logits=call.max_logits,
     )
-    used = [v for v in (*views[1:], vworkspace) if v is not None]
-    array.acquire(vq, *used)
-    addresses = [0 if x is None else x.ptr for x in views]
-    addresses[_WORKSPACE] = workspace
-    prepared.launch(addresses, stream)
-    array.release(vq, vq, *used)
-    del owner  # memory for one call may go once everything is enqueued
+
+
+def _repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
+    """How such a call is launched again; None if what was made for it has no address to keep."""
+    table = array.view(arrays.block_tables, call.names.block_tables)
+    if call.table.ptr != table.ptr:
+        return None
+    repeat = Repeat(scale_places=(_SCALE_Q, None, _SCALE_V))
+    if arrays.kv_lens is not None or call.kv_lens is None:
+        return repeat
+    if cuda().is_capturing(array.current_stream(call.rows)):
+        return None  # only the graph writes those lengths
+    return repeat._replace(shared=((_KV_LENS, call.kv_lens.ptr, call.kv_lens.owner),))
+
+
+LATENT_ROWS = Layout(
+    prepare=_prepare,
+    views=_views,
+    repeat=_repeat_of,
+    answer_on_cpu=latent_reference.answer,
+    check_values=latent_reference.check_values,
+)

@@ -1,4 +1,4 @@
-"""What calls of latent attention without a plan are told: arrays, options, and what checks make."""
+"""What calls of latent attention without a plan are told, and what checks make of it."""
 
 from __future__ import annotations
 
@@ -10,45 +10,11 @@ from .. import array
 from ..array import ArrayView
 from ..core import dtypes, parse
 from ..core.parse import require_int
-from ..core.records import maker
 from ..errors import ArgumentError
 from ..inputs.geometry import Geometry
 from ..inputs.latent import Dims, Parts
 from ..launch.attention.plan_batch import Lengths
-from .views import next_power_of_two, number_or_array
-
-
-class Arrays(NamedTuple):
-    """The arrays of a call as given; None where there is none.
-
-    q, k         rows of both parts, or of the latent part beside q_rope and k_rope
-    block_tables pages of each request [B, max_pages], or slots of keys [..., most keys] in a list
-    kv_lens      keys of each request [B]; None for a list: all of it
-    qo_offsets   [B + 1], the first row of each request and their number
-    scale_q, scale_v  one float32 each: they multiply the logits, and the output
-    kv_offsets   int32 [B], the entry of block_tables where each request's pages begin; None: its
-                 row
-    max_logits   float32 [rows, heads] of lists, -inf, to be raised to the largest natural logits
-    """
-
-    q: Any
-    q_rope: Any
-    k: Any
-    k_rope: Any
-    workspace: Any
-    block_tables: Any
-    kv_lens: Any
-    out: Any
-    lse: Any
-    qo_offsets: Any = None
-    sinks: Any = None
-    scale_q: Any = None
-    scale_v: Any = None
-    kv_offsets: Any = None
-    max_logits: Any = None
-
-
-make_arrays = maker(Arrays)
+from .views import merge_leading, next_power_of_two, number_or_array
 
 
 class Names(NamedTuple):
@@ -140,6 +106,54 @@ class Call:
     gaps: tuple[int, int, int] = (0, 0, 0)
     max_logits: ArrayView | None = None
     spread: tuple[ArrayView, ...] = ()
+    mask: ArrayView | None = None
+    mask_bits: int = 0
+
+    @property
+    def rows(self) -> ArrayView:
+        """The queries."""
+        return self.queries.latent
+
+    @property
+    def names(self) -> Names:
+        return self.options.names
+
+    @property
+    def inputs(self) -> dict[str, ArrayView | None]:
+        """The arrays that the call reads, by what messages call them."""
+        names = self.options.names
+        return {
+            **self.queries.views,
+            **self.pages.views,
+            names.block_tables: self.table,
+            names.kv_lens: self.kv_lens,
+            names.qo_offsets: self.qo_offsets,
+            names.kv_offsets: self.kv_offsets,
+            "sinks": self.sinks,
+            names.sm_scale: self.scales[0],
+            names.output_scale: self.scales[1],
+            **{f"{names.q} {place}": x for place, x in enumerate(self.spread)},
+        }
+
+    @property
+    def launches(self) -> bool:
+        """Whether there is something to write."""
+        return self.queries.latent.shape[0] > 0
+
+    @property
+    def return_lse(self) -> bool:
+        return self.options.return_lse
+
+    def view_lse(self, lse: Any) -> ArrayView:
+        """An LSE with the heads last, and leading axes merged where they are those of q: [rows,
+        heads], else [B, rows of each, heads]."""
+        v = array.view(lse, "lse")
+        if not self.options.pads_lse:
+            return merge_leading(v, "lse", 1)
+        (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
+        if rows == 1 == self.options.q_len:
+            return array.as_strided(v, (count, heads), (step, of_head))
+        return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
 
 
 def read_scale(scale: Any, name: str) -> tuple[float, Any]:

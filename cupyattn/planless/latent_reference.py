@@ -15,13 +15,15 @@ from ..core.spec import AttentionSpec
 from ..errors import ArgumentError
 from ..inputs import cpu, latent
 from ..launch.driver.params import LSE_OF_NO_KEYS_IS_INFINITE, LSE_WITHOUT_SINKS
-from .latent_call import Arrays, Call
+from .arrays import Arrays
+from .latent_call import Call
 
 _SHARPNESS = 2.0**40
 
 
-def answer(call: Call, arrays: Arrays) -> Any:
-    """out, or (out, lse) if `return_lse`."""
+def answer(call: Call, arrays: Arrays, append: Callable[[], None] | None = None) -> Any:
+    """out, or (out, lse) if `return_lse`. append: None, for such calls write no keys."""
+    assert append is None
     options, vq = call.options, call.queries.latent
     requests = list(requests_of(call, array.as_numpy))
     spec = replace(call.geometry.spec, sm_scale=options.sm_scale, output_scale=options.output_scale)
@@ -124,6 +126,12 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator
             yield cpu.Request(rows, k[places], v[places])
         else:
             yield cpu.Request(rows, *latent.gather(call.pages, ids, kv_len))
+
+
+def check_values(call: Call) -> None:
+    """Under CUPYATTN_DEBUG=1: read what such calls trust device memory with, and check it."""
+    for _ in requests_of(call, array.to_host):
+        pass
 
 
 def _lens_of_tokens(call: Call, kv_lens: np.ndarray) -> np.ndarray:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from ..array import ArrayView
 from ..array.match import are_rows_aligned
 from ..core import dtypes
 from ..inputs import row_mask
 from ..inputs.geometry import Variant
+from ..inputs.latent import Second
 from ..inputs.row_mask import NO_BITS, MaskBits
 from ..launch.attention import pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
-from ..launch.attention.layout import ANY_BATCH_BYTES
+from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params
-from .check import Arrays, Call
+from .arrays import Arrays
+from .check import Call
 
 _MAX_BOUND = 256
 _MAX_REQUESTS = 2**31 - 1
@@ -29,34 +32,43 @@ _MAX_REQUESTS = 2**31 - 1
 class Prepared:
     """What launches of calls with equal signature and lengths share; nobody changes it.
 
+    plan       None for lists of one length, which need none
+    partials   where partial states begin, in bytes into the workspace
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
-    mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
-               workspace, where they are packed first
     num_bytes  of the workspace
-    num_rows   rows that q holds
     num_keys   rows that k and v hold, or pages
     lse_shape  of an LSE that the call makes
+    num_rows   rows that q holds; 0 where heads are latent
+    lse_scale, lse_form  see BatchLauncher.bind
+    mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
+               workspace, where they are packed first
     steps      params.STEPS of slopes and scales
     slopes     extents of slopes that an expression reads; empty for others
+    second     how launches are told of the second parts of latent rows
     bound      what a workspace and a page table at these addresses make of the launches
     """
 
     launcher: BatchLauncher
-    plan: DevicePlan
+    plan: DevicePlan | None
+    schedule: BatchSchedule
+    partials: int
     padding: Padding | None
     lse_rows: int
-    mask: MaskBits
     num_bytes: int
     strides: bytes
-    num_rows: int
     num_keys: int
     sm_scale: float
     output_scale: float
     has_scales: bool
-    scales_by_head: tuple[bool, ...]
     lse_shape: tuple[int, ...]
+    num_rows: int = 0
+    lse_scale: float = 1.0
+    lse_form: int = 0
+    mask: MaskBits = NO_BITS
+    scales_by_head: tuple[bool, ...] = (False, False, False)
     steps: bytes = params.NO_STEPS
     slopes: tuple[int, ...] = ()
+    second: Second | None = None
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -67,7 +79,8 @@ class Prepared:
         # fmt: off
         (
             q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
-            _, _, sinks, scale_q, scale_k, scale_v, mask, kv_begin, slopes,
+            _, _, sinks, scale_q, scale_k, scale_v, mask, kv_begin, slopes, q_rope, k_rope,
+            max_logits,
         ) = addresses
         # fmt: on
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
@@ -82,7 +95,7 @@ class Prepared:
         read = params.NO_LOGITS_ARRAYS
         if self.slopes:
             read, slopes = params.pack_logits_arrays([(slopes, self.slopes)]), 0
-        if self.has_scales:
+        if self.has_scales and plan is not None:
             given = scale_q, scale_k, scale_v
             # The planner writes a scale that is one number to the workspace, once for each head.
             by_head = self.scales_by_head
@@ -94,17 +107,22 @@ class Prepared:
             optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes, self.steps, read)
         elif rows or sinks or mask or slopes or read:
             optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0, slopes, self.steps, read)
-        plan_batch.launch(plan, planned, indices, scales, device, stream)
-        attention.launch(q, k, v, out, optional, stream)
+        if plan is not None:
+            plan_batch.launch(plan, planned, indices, scales, device, stream)
+        if self.second is None:
+            attention.launch(q, k, v, out, optional, stream)
+        else:
+            list_lens = kv_lens if plan is None else 0
+            second = self.second.pack(q, q_rope, k, k_rope, max_logits, list_lens)
+            attention.launch(q, k, k, out, optional, stream, second)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
 
     def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
-        plan = self.plan
         attention = self.launcher.bind(
-            plan.schedule,
+            self.schedule,
             workspace,
-            workspace + plan.partials,
+            workspace + self.partials,
             self.strides,
             self.num_keys,
             block_tables,
@@ -113,18 +131,18 @@ class Prepared:
             self.output_scale,
             self.sm_scale,
             num_rows=self.num_rows,
+            lse_scale=self.lse_scale,
+            lse_form=self.lse_form,
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
-        found = self.bound[workspace, block_tables] = (
-            plan_batch.bind(plan, workspace),
-            attention,
-        )
+        planned = b"" if self.plan is None else plan_batch.bind(self.plan, workspace)
+        found = self.bound[workspace, block_tables] = planned, attention
         return found
 
 
 @dataclass(slots=True, eq=False)
-class _InParts(Prepared):
+class InParts(Prepared):
     """Of more requests than a block plans: one launch after the other, in the same workspace.
 
     parts  for each of them bytes to add to the addresses of all arrays, and what it launches
@@ -140,12 +158,25 @@ class _InParts(Prepared):
 
 def prepare(call: Call, have: int | None = None) -> Prepared:
     """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
-    prepared = _prepare(call, ANY_BATCH_BYTES)
+
+    def of_plan(most_bytes: int) -> tuple[Prepared, int]:
+        prepared = _prepare(call, most_bytes)
+        assert prepared.plan is not None
+        # Besides the plan a workspace holds what is packed or padded.
+        return prepared, prepared.num_bytes - prepared.plan.num_bytes
+
+    return prepare_within(of_plan, have)
+
+
+def prepare_within(of_plan: Callable[[int], tuple[Prepared, int]], have: int | None) -> Prepared:
+    """The launches that a workspace of so many bytes has room for, if any have.
+
+    of_plan: of the bytes that a plan may take, makes launches, and says what they need besides
+    """
+    prepared, besides = of_plan(ANY_BATCH_BYTES)
     if have is None or prepared.num_bytes <= have:
         return prepared
-    # Besides the plan a workspace holds what is packed or padded.
-    besides = prepared.num_bytes - prepared.plan.num_bytes
-    fewer = _prepare(call, max(0, have - besides))
+    fewer, _ = of_plan(max(0, have - besides))
     return fewer if fewer.num_bytes <= have else prepared
 
 
@@ -174,18 +205,20 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
     prepared = Prepared(
         launcher,
         plan,
-        None,
-        0,
-        _mask_bits(call, num_rows),
-        plan.num_bytes,
-        packed,
-        num_rows,
-        keys.size,
-        scales.logits,
-        scales.output,
+        plan.schedule,
+        plan.partials,
+        padding=None,
+        lse_rows=0,
+        num_bytes=plan.num_bytes,
+        strides=packed,
+        num_keys=keys.size,
+        sm_scale=scales.logits,
+        output_scale=scales.output,
         has_scales=is_scaled or scales.views[2] is not None,
-        scales_by_head=scales.by_head,
         lse_shape=lse_shape,
+        num_rows=num_rows,
+        mask=_mask_bits(call, num_rows),
+        scales_by_head=scales.by_head,
         steps=params.STEPS.pack(_slope_step(call), *scales.steps),
         slopes=_slope_extents(call),
     )
@@ -254,7 +287,7 @@ def _in_parts(
     known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
     known |= {"num_bytes": max(part.num_bytes for _, part in parts), "lse_shape": call.lse_shape}
     known["num_rows"] = call.q.shape[0]
-    return _InParts(**known, parts=tuple(parts))
+    return InParts(**known, parts=tuple(parts))
 
 
 def _steps(call: Call) -> tuple[tuple[int, int], ...]:
@@ -312,24 +345,20 @@ def of_lengths(
             num_bytes += 4 * num_rows * num_heads
         *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(strides)
         strides = params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page)
-    return Prepared(
-        launcher,
-        plan,
-        padding,
-        lse_rows,
-        first.mask,
-        num_bytes,
-        strides,
-        num_rows,
-        num_keys,
-        first.sm_scale,
-        first.output_scale,
-        first.has_scales,
-        first.scales_by_head,
-        lse_shape,
-        first.steps,
-        first.slopes,
-    )
+    known = {f.name: getattr(first, f.name) for f in fields(Prepared) if f.name != "bound"}
+    changed = {
+        "plan": plan,
+        "schedule": plan.schedule,
+        "partials": plan.partials,
+        "padding": padding,
+        "lse_rows": lse_rows,
+        "num_bytes": num_bytes,
+        "strides": strides,
+        "num_keys": num_keys,
+        "lse_shape": lse_shape,
+        "num_rows": num_rows,
+    }
+    return Prepared(**known | changed)
 
 
 def _slope_step(call: Call) -> int:
@@ -344,5 +373,5 @@ def _slope_extents(call: Call) -> tuple[int, ...]:
     return (_MAX_REQUESTS, num_heads) if _slope_step(call) else (num_heads,)
 
 
-def is_bool_mask(call: Call) -> bool:
+def is_bool_mask(call: Any) -> bool:
     return call.mask is not None and call.mask.dtype is dtypes.bool_

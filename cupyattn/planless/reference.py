@@ -14,7 +14,8 @@ from ..array import ArrayView
 from ..core import parse
 from ..errors import ArgumentError
 from ..inputs import cpu, row_mask
-from .check import Arrays, Call, require_from_zero
+from .arrays import Arrays
+from .check import Call, require_from_zero
 from .views import Names
 
 
@@ -207,10 +208,9 @@ def pages_of(call: Call, table: np.ndarray, index: int, request: Request) -> np.
     return table[index, :count]
 
 
-def answer(
-    call: Call, arrays: Arrays, names: Names, append: Callable[[], None] | None = None
-) -> Any:
+def answer(call: Call, arrays: Arrays, append: Callable[[], None] | None = None) -> Any:
     """out, or (out, lse) if `return_lse`. append: see call.run."""
+    names = call.names
     places = requests_of(call, array.as_numpy, names)
     tables = read_tables(call, places, array.as_numpy, names.block_tables)
     if append is not None:
@@ -291,10 +291,10 @@ def _padded(call: Call, requests: list[cpu.Request], lse: np.ndarray) -> np.ndar
     return padded
 
 
-def check_values(call: Call, names: Names) -> None:
+def check_values(call: Call) -> None:
     """Under CUPYATTN_DEBUG=1: read what such calls trust device memory with, and check it.
 
     Waits for lengths, offsets and page tables. Raises ArgumentError for what would be cut or stray.
     """
-    requests = requests_of(call, array.to_host, names)
-    read_tables(call, requests, array.to_host, names.block_tables)
+    requests = requests_of(call, array.to_host, call.names)
+    read_tables(call, requests, array.to_host, call.names.block_tables)

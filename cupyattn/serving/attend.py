@@ -10,8 +10,9 @@ from .. import array
 from ..core import dtypes, parse
 from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
+from ..planless.arrays import Arrays, make_arrays
 from ..planless.call import run
-from ..planless.check import Arrays, Options, make_arrays
+from ..planless.check import Options
 from ..planless.views import Names, next_power_of_two, number_or_array
 from ..states import merge
 from .metadata import AttentionMetadata, ForwardMetadata

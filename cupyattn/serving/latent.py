@@ -14,8 +14,9 @@ from ..core import parse
 from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.latent import Dims
+from ..planless.arrays import make_arrays
 from ..planless.latent import NAMES, Options, run
-from ..planless.latent_call import make_arrays, read_scale
+from ..planless.latent_call import read_scale
 from ..planless.views import next_power_of_two
 from .attend import MANY_ROWS, Pass, passes_of
 from .metadata import ForwardMetadata

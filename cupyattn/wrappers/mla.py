@@ -20,7 +20,7 @@ from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..planless import latent as planless
-from ..planless.latent_call import Arrays
+from ..planless.arrays import Arrays
 from ..typing import Array
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")

@@ -97,22 +97,25 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, which gives allocators, with every array that they make kept."""
 
-        def make_allocator(*args: Any) -> Callable[..., Any]:
+        def make_allocator(*args: Any) -> Callable[..., Any] | None:
             allocate = real(*args)
+            if allocate is None:
+                return None
 
-            def allocate_and_keep(shape: Any) -> Any:
-                stream.kept.append(allocate(shape))
+            def allocate_and_keep(given: Any) -> Any:
+                stream.kept.append(allocate(given))
                 return stream.kept[-1]
 
             return allocate_and_keep
 
         return make_allocator
 
+    allocators = array.allocator, call_cache._maker, call_cache._maker_like
     replace_all(
         monkeypatch,
         (array.to_host, _to_host),
         (array.to_host_together, lambda views: [_to_host(v) for v in views]),
-        *((real, keeping(real)) for real in (array.allocator, call_cache._maker)),
+        *((real, keeping(real)) for real in allocators),
         (workspace.int32_on_device, _narrow),
         (read_tables.read, read),
     )

@@ -22,7 +22,6 @@ from cupyattn.launch.instances import LEVELS, SHARED_BYTES, Selection, instances
 from cupyattn.launch.tiles.mixed_sm80 import mixed_config
 from cupyattn.launch.tiles.select import tile_config
 from cupyattn.planless import call as planless
-from cupyattn.planless import latent
 
 Instance = tuple[str, jit.Config]
 _ROUNDS, _WORKSPACE = 150, 128 << 20
@@ -82,7 +81,7 @@ def loads(
 @pytest.fixture
 def on_gpu(loads: Loads, stream: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(stream, "add", lambda job: 0)  # no answer is looked at
-    for prepared in (planless.Prepared, latent._Prepared):
+    for prepared in (planless.Prepared,):
         monkeypatch.setattr(prepared, "launch", lambda *_: None)
     torch = pytest.importorskip("torch")
     fake_gpu.maker("torch", monkeypatch)
