@@ -109,6 +109,57 @@ Scalars: TypeAlias = Any
 _Compare: TypeAlias = Callable[[Sequence[Any]], "list[int] | None"]
 
 
+class _Tensors(NamedTuple):
+    """The tensors of a call, each once: where they are, their sizes and strides with None for what
+    may be another, and (place, first place) of those that are in several."""
+
+    places: list[int]
+    sizes: list[list[Any]]
+    strides: list[list[Any]]
+    twins: dict[int, int]
+
+    @classmethod
+    def of(
+        cls, arrays: Sequence[Any], axes: Sequence[int | None] | None, free: Sequence[int]
+    ) -> _Tensors | None:
+        """None where a tensor that is in several places may be another in one of them."""
+        made = cls([], [], [], {})
+        for place, x in enumerate(arrays):
+            if x is None:
+                continue
+            size, stride = [*x.shape], [*x.stride()]
+            axis = None if axes is None else axes[place]
+            if place in free:
+                size, stride = ([None] * x.dim() for _ in "ss")
+            elif axis is not None and axis < x.dim():
+                size[axis] = None
+            first = next((i for i, known in enumerate(made.places) if arrays[known] is x), None)
+            if first is None:
+                made.places.append(place)
+                made.sizes.append(size)
+                made.strides.append(stride)
+            elif size == made.sizes[first]:
+                made.twins[place] = made.places[first]
+            else:
+                return None
+        return made
+
+    def guards(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
+        """What compares tensors in C++: types, dtypes, shapes, strides, devices, and whether
+        gradients or signs are pending. None of a torch that has that in another form."""
+        torch = sys.modules["torch"]
+        tensors = [arrays[place] for place in self.places]
+        try:
+            made = torch._C._dynamo.guards.TensorGuards(
+                *tensors, dynamic_dims_sizes=self.sizes, dynamic_dims_strides=self.strides
+            )
+            address_of = torch.Tensor.data_ptr
+            is_plain = all(type(x).data_ptr is address_of for x in tensors)
+            return made.check if is_plain and made.check(*tensors) else None
+        except Exception:
+            return None
+
+
 def _comparer_torch(
     arrays: Sequence[Any],
     facts: list[Any],
@@ -121,65 +172,40 @@ def _comparer_torch(
     array in several places, such as offsets of q and k, is compared once, and later ones must be in
     the same.
     """
-    places: list[int] = []  # of the tensors, each once
-    sizes: list[list[Any]] = []
-    strides: list[list[Any]] = []
-    twins: list[tuple[int, int]] = []
-    for place, x in enumerate(arrays):
-        if x is None:
-            continue
-        size, stride = [*x.shape], [*x.stride()]
-        if place in free:
-            size, stride = ([None] * x.dim() for _ in "ss")
-        elif (axis := None if axes is None else axes[place]) is not None and axis < x.dim():
-            size[axis] = None
-        first = next((i for i, known in enumerate(places) if arrays[known] is x), None)
-        if first is None:
-            places.append(place)
-            sizes.append(size)
-            strides.append(stride)
-        elif size == sizes[first]:
-            twins.append((place, places[first]))
-        else:
-            return None
-    tensors = [arrays[place] for place in places]
-    try:
-        torch = sys.modules["torch"]
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
-        # Types, dtypes, shapes, strides, devices, and whether gradients or signs are pending.
-        are_equal, address_of = guards.check, torch.Tensor.data_ptr
-        if not are_equal(*tensors) or any(type(x).data_ptr is not address_of for x in tensors):
-            return None
-    except Exception:  # of a torch that has them in another form
+    tensors_of = _Tensors.of(arrays, axes, free)
+    are_equal = None if tensors_of is None else tensors_of.guards(arrays)
+    if tensors_of is None or are_equal is None:
         return None
+    places, twins, num_arrays = tensors_of.places, tensors_of.twins, len(arrays)
     # Those that are not given most often are the last ones, whose addresses are left out.
-    end = max(places + [place for place, _ in twins]) + 1
+    end = max([*places, *twins]) + 1
     absent = [place for place in range(end) if arrays[place] is None]
-    fills = [(place, dict(twins).get(place)) for place in range(end) if place not in places]
+    fills = [(place, twins.get(place)) for place in range(end) if place not in places]
+    same = list(twins.items())
     offsets = [facts[place][_OFFSET] for place in places]
     are_aligned = offsets == [0] * len(places)
     pick: Callable[[Sequence[Any]], tuple[Any, ...]] = operator.itemgetter(*places)
     if len(places) == 1:
         only = places[0]
         pick = lambda arrays: (arrays[only],)  # noqa: E731
-    num_arrays = len(arrays)
     rest = [*absent, *range(end, num_arrays)]
     if len(rest) == 1:
         rest *= 2  # of one place itemgetter makes no tuple
     absent_of, nones = operator.itemgetter(*rest or [0]), (None,) * len(rest)
-    lowest = LOWEST_ADDRESS
+    lowest, address_of = LOWEST_ADDRESS, sys.modules["torch"].Tensor.data_ptr
+
+    def has_as_many(arrays: Sequence[Any]) -> bool:
+        if len(arrays) < end or any(arrays[place] is not None for place in absent):
+            return False
+        return all(x is None for x in arrays[end:])
 
     def compare(arrays: Sequence[Any]) -> list[int] | None:
         if len(arrays) == num_arrays:
             if nones and absent_of(arrays) != nones:
                 return None
-        elif len(arrays) < end or any(arrays[place] is not None for place in absent):
+        elif not has_as_many(arrays):
             return None
-        elif any(x is not None for x in arrays[end:]):
-            return None
-        for place, first in twins:
+        for place, first in same:
             if arrays[place] is not arrays[first]:
                 return None
         tensors = pick(arrays)
