@@ -195,7 +195,7 @@ def test_a_cached_call_is_found_while_another_thread_finds_its_own(make: Any) ->
     arrays = [make(n, 4) for n in (2, 3)]
     for x in arrays:
         calls.insert((x,), (), "checked", views.view(x, "q"), dtypes.float16, None, None)
-    (group,) = calls._groups.values()
+    (group,) = calls._groups[tuple].values()
     found = [calls.lookup((x,), ())[0] for x in arrays]  # type: ignore[index]
 
     class Facts(list):  # type: ignore[type-arg]
