@@ -118,7 +118,9 @@ class BatchLauncher:
         self._layout = Layout(self._kernels, problem, num_kv_heads, group_size, device_index)
         self._packed: dict[tuple[int, float, float, int, int, float, int], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
-        self._heads = tma_sm90.Heads(problem, num_kv_heads, group_size, spec.page_size)
+        self._heads = tma_sm90.Heads(
+            problem, num_kv_heads, group_size, spec.page_size, device_index
+        )
         self._log = log_choices.log_of(spec, problem)
 
     def schedule(

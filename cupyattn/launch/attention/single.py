@@ -85,7 +85,9 @@ class AttentionLauncher:
         )
         self._behind = params.more_rope_steps(spec)
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
-        self._heads = tma_sm90.Heads(problem, num_kv_heads, group_size, page_size=0)
+        self._heads = tma_sm90.Heads(
+            problem, num_kv_heads, group_size, page_size=0, device_index=device_index
+        )
         self._maps: dict[tuple[int, int, int, bytes, int], tma_sm90.Maps] = {}
         self._log = log_choices.log_of(spec, problem)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...errors import UnsupportedError
 from ..driver import params, tensor_map
@@ -20,6 +21,9 @@ _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
 _WARPGROUP_ROWS = 64
 _MOST_UNIT = 1 << 24
+# Lean blocks of one item that are no more than so many on each SM have memory to themselves: each
+# warp then copies a tile. Of more, one warp copies in the order in which tiles are multiplied.
+_FEW_BLOCKS_AN_SM = 2
 
 
 class Heads(NamedTuple):
@@ -29,6 +33,7 @@ class Heads(NamedTuple):
     num_kv_heads: int
     group_size: int
     page_size: int
+    device_index: int
 
 
 class Maps:
@@ -126,8 +131,20 @@ class Maps:
         (query_rows, query_step), (output_rows, output_step) = query_boxes, output_boxes
         head = *self._head, rows, query_rows, *units, output_rows, self._num_tail_items
         return params.PREFILL_SM90.pack(
-            *head, self._mask_maps, query_step, output_step, b"".join(maps + tails)
+            *head,
+            self._mask_maps,
+            query_step,
+            output_step,
+            self._many_blocks(),
+            b"".join(maps + tails),
         )
+
+    def _many_blocks(self) -> int:
+        """How many lean blocks of one item are many; 0 for other tiles, which do not ask."""
+        config = self._tiles.config
+        if not config["kLean"] or config["kPersistent"]:
+            return 0
+        return _FEW_BLOCKS_AN_SM * device_props(self._heads.device_index).num_sms + 1
 
     def _in_boxes(
         self,
@@ -139,7 +156,7 @@ class Maps:
         columns: int = tensor_map.PANEL,
     ) -> tuple[bytes, PageUnits]:
         """The map of k or v, copied in boxes of rows and of panels, or of some of their columns."""
-        problem, num_kv_heads, _, page_size = self._heads
+        problem, num_kv_heads, _, page_size, _ = self._heads
         itemsize = problem.dtype_kv.itemsize
         if page_size:
             sizes = page_size, num_kv_heads, size
@@ -179,7 +196,7 @@ class Maps:
         num_rows  of q or o, in tokens; 0: nobody knows, so there are no boxes
         small     the rows of a box, if they are whole tokens
         """
-        _, num_kv_heads, group, _ = self._heads
+        _, num_kv_heads, group, _, _ = self._heads
         head, row = strides
         if num_kv_heads == 1 and row == group * head:
             # PackGQA rows lie one after another.

@@ -63,8 +63,8 @@ LATENT = struct.Struct(
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps;
-# query_box_step, output_box_step; maps of q, k, v and o, and of the last panels of k and v.
-PREFILL_SM90 = struct.Struct(f"<14i Q 2i {-(ATTENTION.size + 72) % 64}x 768s")
+# query_box_step, output_box_step, many_blocks; maps of q, k, v, o, and of the last panels of k, v.
+PREFILL_SM90 = struct.Struct(f"<14i Q 2i I {-(ATTENTION.size + 76) % 64}x 768s")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
 ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")

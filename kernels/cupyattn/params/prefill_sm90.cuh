@@ -33,6 +33,8 @@ struct PrefillSm90Params {
   // What a box is of the map's second outer dimension: tokens, or packed rows, which lie one after
   // another where one KV head has all heads of a token.
   int32_t query_box_step, output_box_step;
+  // Lean blocks of one item: in launches of fewer blocks than so many, all warps of a block copy.
+  uint32_t many_blocks;
   // [rows, num_qo_heads, head_dim], or [packed rows, 1, head_dim]
   alignas(64) TensorMap q;
   // [num_kv_heads, rows, head_dim]; pages: [pages and heads, page_size / 8, head_dim / 64, 8, 64]

@@ -42,8 +42,6 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
   // O has the place of the first panels of Q.
   static constexpr bool kStagesOutput =
       sizeof(DTypeO) == 2 && Base::kHeadDimVO <= Base::kHeadDimQK;
-  // Two on each SM of an H100 or H200.
-  static constexpr uint32_t kFewBlocks = 264;
   static constexpr int kSlotBytes = max_of(KTile::kBytes, VTile::kBytes);
 
   struct SharedMemory {
@@ -268,7 +266,7 @@ struct LeanSm90 {
       }
     } else {
       // Many blocks wait for memory, which should bring first what is multiplied first.
-      if (gridDim.x * gridDim.y <= Traits::kFewBlocks) {
+      if (gridDim.x * gridDim.y < block.all_params.many_blocks) {
         copier.copy_side_by_side(shared.items[0], warp);
       } else if (warp == 0) {
         copier.copy_tiles(shared.items[0], 0, kStages);
