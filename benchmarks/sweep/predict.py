@@ -1,12 +1,17 @@
 """What the plan of a drawn case told that it would take, by the card that plans choose by.
 
-Plans are made on the host, as for an H100 (or for the card that `cards.using` says).
+Plans are made on the host, as for an H100, or within `as_on` for another card.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from cupyattn.choose import card as cards
+from cupyattn.inputs import geometry
 
 from ..batch.case import BatchCase
 from .plans import plan_of
@@ -17,6 +22,19 @@ class Prediction(NamedTuple):
 
     candidate: str
     us: float | None
+
+
+@contextlib.contextmanager
+def as_on(device: str) -> Iterator[None]:
+    """Predict meanwhile as on the GPU of this name, if there is a card of it."""
+    found = [card for card in cards.shipped() if device in card.match]
+    if not found:
+        yield
+        return
+    with cards.using(found[0]):
+        geometry.forget()
+        yield
+    geometry.forget()
 
 
 def predict(case: BatchCase) -> Prediction | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..batch.case import BatchCase
 from .draw import model_of, schedule_of
-from .predict import predict
+from .predict import as_on, predict
 from .profiles import lines_of
 
 _WORST = 10
@@ -21,7 +21,9 @@ def summarise_sweep(cases: Iterable[BatchCase], results: dict[str, Any]) -> dict
     reached are counted and in no figure.
     """
     drawn = list(cases)
-    entries = [_entry(case, results) for case in drawn if case.name in results["cases"]]
+    device = results.get("header", {}).get("device", {}).get("name", "")
+    with as_on(device):
+        entries = [_entry(case, results) for case in drawn if case.name in results["cases"]]
     rated = [entry for entry in entries if entry["ratio"] is not None]
     wrong = [
         f"{row['case']} {row['peer']}:{row['variant']}"

@@ -93,6 +93,11 @@ class Geometry:
 _geometries: dict[tuple[object, ...], tuple[Geometry, list[int]]] = {}
 
 
+def forget() -> None:
+    """Let launchers be made anew, which plan by the card that is used then."""
+    _geometries.clear()
+
+
 def find_geometry(options: PlanOptions) -> Geometry:
     """The geometry of these options, checked when they are first seen."""
     found = find_known(options)

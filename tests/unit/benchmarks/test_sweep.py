@@ -21,7 +21,7 @@ from benchmarks.sweep import profiles
 from benchmarks.sweep.draw import _MOST_FLOPS, _MOST_KV_BYTES, draw_case, draw_cases, schedule_of
 from benchmarks.sweep.models import MODELS, Model
 from benchmarks.sweep.plans import instances
-from benchmarks.sweep.predict import predict
+from benchmarks.sweep.predict import as_on, predict
 from benchmarks.sweep.summary import figures, prediction_errors, summarise_sweep, table
 from benchmarks.timing import random_order
 from benchmarks.worker import PROGRESS_NAME
@@ -227,6 +227,18 @@ def test_launches_behind_prompts_stream_beside_them() -> None:
     assert of_both is not None and of_both.us is not None and "others" in of_both.candidate
     apart = [told(replace(case, requests=requests)) for requests in (chunk, decodes)]
     assert apart[0] < of_both.us < 1.05 * sum(apart)
+
+
+def test_predictions_are_those_of_the_card_that_was_timed() -> None:
+    """Decode takes as long as memory needs for its keys."""
+    case = next(x for x in draw_cases(0, 50) if x.api == "decode" and not x.sinks)
+    case = replace(case, requests=((256, 1, 8192),), page_size=16, window_left=-1)
+    before = told(case)
+    with as_on("NVIDIA H200"):
+        assert 0.65 < told(case) / before < 0.8
+    with as_on("a card that nobody knows"):
+        assert told(case) == before
+    assert told(case) == before
 
 
 def test_every_drawn_case_has_a_plan_and_kernels() -> None:
