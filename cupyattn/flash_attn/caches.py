@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -105,6 +105,28 @@ def lengths(x: Any, count: int, like: ArrayView, name: str) -> Any:
             raise ArgumentError(f"{name}: got {x}; wanted a length from 0 up")
         return fresh_progression(count, int(x), 0, like)
     return x
+
+
+class CacheArrays(NamedTuple):
+    """What says where a call reads and writes keys of a cache; names as the caller's."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    rotary_seqlens: Any
+    rotary_interleaved: Any
+    cache_seqlens: Any
+    cache_batch_idx: Any
+    cache_leftpad: Any
+    table: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k_new: Any
+    max_seqlen_q: Any
+    qv: Any
 
 
 class Append:

@@ -4,6 +4,7 @@ ragged rows and caches, as calls without a plan."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,13 +15,14 @@ from ..core import parse
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..inputs.index_arrays import compute, progression
-from ..planless.arrays import make_arrays
+from ..planless.arrays import Arrays, make_arrays
 from ..planless.call import remember, run_cached
 from ..planless.reference import RoomError
 from ..planless.views import Names, next_power_of_two
 from .attend import (
     MANY_ROWS,
     Common,
+    FlashOptions,
     attend,
     make_dense_options,
     make_options,
@@ -30,6 +32,7 @@ from .attend import (
 from .batch import Batch
 from .caches import (
     Append,
+    CacheArrays,
     as_rows,
     lengths,
     offsets_of,
@@ -95,7 +98,6 @@ def dense(
     s_aux: Any,
 ) -> Any:
     """Requests of one length: `flash_attn_func`."""
-    plain = None
     if (
         qv is q_descale is k_descale is v_descale is alibi_slopes is sinks is s_aux is None
         and not return_lse
@@ -104,9 +106,7 @@ def dense(
         and type(window_size) is tuple
     ):
         # Most calls look like one that was checked, and need not be made rows of a batch.
-        alone = make_arrays(
-            q=q, k=k, v=v, workspace=None, block_tables=None, kv_lens=None, out=out, lse=None
-        )
+        alone = make_arrays(q=q, k=k, v=v, out=out)
         plain = make_dense_options(
             q_shape=getattr(q, "shape", None),
             k_shape=getattr(k, "shape", None),
@@ -119,55 +119,89 @@ def dense(
         answer = run_cached(alone, plain)
         if answer is not None:
             return answer
-    views = view_cache(k, v, _DENSE)
+    else:
+        alone = None
+    common = Common(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_of(window_size),
+        attention_chunk=_chunk(attention_chunk),
+        softcap=softcap,
+        num_splits=num_splits,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        alibi_slopes=alibi_slopes,
+        sinks=_either(sinks=sinks, s_aux=s_aux),
+        out=out,
+        return_lse=return_lse,
+    )
+    batch = _dense_batch(q, k, v, qv)
+    answer = None
+    if _is_repeatable(batch, common):
+        arrays, options = _repeated(batch, common)
+        answer = run_cached(arrays, options)
+        if answer is not None and alone is not None:
+            remember(alone, plain, arrays, options)
+    return attend(batch, common) if answer is None else answer
+
+
+def _dense_batch(q: Any, k: Any, v: Any, qv: Any) -> Batch:
+    """Requests of one length as rows of all requests, or each as a page where they are apart."""
+    views, vq = view_cache(k, v, _DENSE), array.view(q, "q")
     count, seqlen_k = views[0].shape[:2]
-    vq = array.view(q, "q")
     if len(vq.shape) == 4 and vq.shape[0] != count:
         raise ArgumentError(f"k: holds {count} requests and q {vq.shape[0]}; wanted as many")
-    batch = Batch(_DENSE, q, k, v, progression(count, seqlen_k, 0, vq), max_seqlen_k=seqlen_k)
+    kv_lens = progression(count, seqlen_k, 0, vq)
+    batch = Batch(_DENSE, q, k, v, kv_lens, max_seqlen_k=seqlen_k, qv=qv)
     rows = as_rows(k, v, views, _DENSE)
     if rows is None:
         batch.table = progression(count, 0, 1, vq)[:, None]
     else:
         batch.k, batch.v, apart = rows
         batch.kv_offsets = progression(count, 0, apart, vq)
-    window = window_of(window_size)
-    common = Common(
-        *(softmax_scale, causal, window, _chunk(attention_chunk), softcap, num_splits),
-        *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
-        return_lse,
+    return batch
+
+
+def _is_repeatable(batch: Batch, common: Common) -> bool:
+    """Whether kernels read these arrays as they are, so that a call like an earlier one needs no
+    further look."""
+    if batch.table is not None or batch.qv is not None or common.return_lse:
+        return False
+    if (
+        common.attention_chunk
+        or not common.q_descale is common.k_descale is common.v_descale is None
+    ):
+        return False
+    if not array.view(batch.k, "k").dtype.is_fp8:
+        return True
+    shape = array.view(batch.q, "q").shape
+    return len(shape) == 4 and shape[1] <= _FEW_ROWS
+
+
+def _repeated(batch: Batch, common: Common) -> tuple[Arrays, FlashOptions]:
+    """The arrays and options of such a call."""
+    arrays = make_arrays(
+        q=batch.q,
+        k=batch.k,
+        v=batch.v,
+        kv_lens=batch.kv_lens,
+        out=common.out,
+        kv_offsets=batch.kv_offsets,
+        sinks=common.sinks,
+        alibi_slopes=common.alibi_slopes,
     )
-    answer = None
-    batch.qv = qv
-    is_repeatable = qv is q_descale is k_descale is v_descale is None
-    is_repeatable = is_repeatable and not common.attention_chunk
-    if views[0].dtype.is_fp8:
-        is_repeatable = is_repeatable and len(vq.shape) == 4 and vq.shape[1] <= _FEW_ROWS
-    if rows is not None and is_repeatable and not return_lse:
-        arrays = make_arrays(
-            q=q,
-            k=batch.k,
-            v=batch.v,
-            kv_lens=batch.kv_lens,
-            out=out,
-            kv_offsets=batch.kv_offsets,
-            sinks=common.sinks,
-            alibi_slopes=alibi_slopes,
-        )
-        options = make_options(
-            names=_DENSE,
-            max_q_len=None,
-            max_kv_len=next_power_of_two(seqlen_k),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window,
-            softcap=softcap,
-            num_splits=num_splits,
-        )
-        answer = run_cached(arrays, options)
-        if answer is not None and plain is not None:
-            remember(alone, plain, arrays, options)
-    return attend(batch, common) if answer is None else answer
+    options = make_options(
+        names=_DENSE,
+        max_q_len=None,
+        max_kv_len=next_power_of_two(batch.max_seqlen_k),
+        softmax_scale=common.softmax_scale,
+        causal=common.causal,
+        window_size=common.window_size,
+        softcap=common.softcap,
+        num_splits=common.num_splits,
+    )
+    return arrays, options
 
 
 def varlen(
@@ -251,44 +285,65 @@ def varlen(
         answer = run_cached(arrays, options)
         if answer is not None:
             return answer
-    names, table = _VARLEN, _either(block_table=block_table, page_table=page_table)
     if cu_seqlens_q is None:
         raise ArgumentError("cu_seqlens_q: got None; wanted offsets of q's rows, [batch + 1]")
     common = Common(
-        *(softmax_scale, causal, window, _chunk(attention_chunk), softcap, num_splits),
-        *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
-        return_lse,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window,
+        attention_chunk=_chunk(attention_chunk),
+        softcap=softcap,
+        num_splits=num_splits,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        alibi_slopes=alibi_slopes,
+        sinks=_either(sinks=sinks, s_aux=s_aux),
+        out=out,
+        return_lse=return_lse,
     )
-    most_q, most_k = _bound(max_seqlen_q, "max_seqlen_q"), _bound(max_seqlen_k, "max_seqlen_k")
-    if seqused_k is None:
+    batch = Batch(
+        names=_VARLEN,
+        q=q,
+        k=k,
+        v=v,
+        kv_lens=seqused_k,
+        table=_either(block_table=block_table, page_table=page_table),
+        qo_lens=seqused_q,
+        qo_offsets=cu_seqlens_q,
+        kv_offsets=cu_seqlens_k,
+        max_seqlen_q=_bound(max_seqlen_q, "max_seqlen_q"),
+        max_seqlen_k=_bound(max_seqlen_k, "max_seqlen_k"),
+        qv=qv,
+        are_causal=dynamic_causal,
+    )
+    _place_keys(batch, common)
+    return attend(batch, common)
+
+
+def _place_keys(batch: Batch, common: Common) -> None:
+    """Say how long the keys of ragged requests are and where they begin."""
+    cu_seqlens_k = batch.kv_offsets
+    if batch.kv_lens is None:
         if cu_seqlens_k is None:
             raise ArgumentError("cu_seqlens_k: got None without seqused_k; wanted one of them")
-        names = _VARLEN_BY_OFFSETS
+        batch.names = _VARLEN_BY_OFFSETS
         offsets_of(cu_seqlens_k, "cu_seqlens_k")
-    batch = Batch(
-        *(names, q, k, v, seqused_k, table),
-        *(seqused_q, cu_seqlens_q, cu_seqlens_k),
-        max_seqlen_q=most_q,
-        max_seqlen_k=most_k,
-    )
-    if dynamic_causal is not None:
-        if not parse.flag(causal, "causal"):
-            raise ArgumentError(
-                "dynamic_causal: says which requests of a causal call are; pass causal=True"
-            )
-        batch.are_causal = dynamic_causal
-    batch.qv = qv
-    if table is not None:
-        batch.table = page_table_of(table, "block_table", view_cache(k, v, names))
+    if batch.are_causal is not None and not parse.flag(common.causal, "causal"):
+        raise ArgumentError(
+            "dynamic_causal: says which requests of a causal call are; pass causal=True"
+        )
+    if batch.table is not None:
+        views = view_cache(batch.k, batch.v, batch.names)
+        batch.table = page_table_of(batch.table, "block_table", views)
         batch.kv_offsets = None
-        if seqused_k is None:
+        if batch.kv_lens is None:
             batch.kv_lens, batch.has_kv_steps = cu_seqlens_k, True
     elif cu_seqlens_k is None:
         # Keys of each request in a row of their own, of which the first count.
-        views = view_cache(k, v, names)
+        views = view_cache(batch.k, batch.v, batch.names)
         batch.table = progression(views[0].shape[0], 0, 1, views[0])[:, None]
-        _prefer_rows(batch, views, attention_chunk)
-    return attend(batch, common)
+        _prefer_rows(batch, views, common.attention_chunk)
 
 
 def with_kvcache(
@@ -364,73 +419,132 @@ def with_kvcache(
             return answer
     if rotary_interleaved is not True:
         parse.flag(rotary_interleaved, "rotary_interleaved")
-    table = _either(page_table=page_table, block_table=block_table)
-    names = _BLOCKS if page_table is None else _CACHE
-    if qv is not None:
-        others = {
-            "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-            "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
-            "window_size": window, "attention_chunk": attention_chunk, "softcap": softcap,
-            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
-            "alibi_slopes": alibi_slopes,
-        }  # fmt: skip
-        if is_latent(q, qv, k_cache, v_cache, others):
-            return attend_latent(
-                (q, qv, k_cache, v_cache), table, cache_seqlens, cu_seqlens_q,
-                _bound(max_seqlen_q, "max_seqlen_q"), softmax_scale, causal,
-                _either(sinks=sinks, s_aux=s_aux), out, return_lse,
-            )  # fmt: skip
     common = Common(
-        *(softmax_scale, causal, window, _chunk(attention_chunk), softcap, num_splits),
-        *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
-        return_lse,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        alibi_slopes=alibi_slopes,
+        sinks=_either(sinks=sinks, s_aux=s_aux),
+        out=out,
+        return_lse=return_lse,
     )
-    most = _bound(max_seqlen_q, "max_seqlen_q")
-    views = view_cache(k_cache, v_cache, names)
-    is_paged = table is not None
-    names, table, room = _pages_or_rows(names, views, table, cache_batch_idx)
-    count = table.shape[0]
-    if cache_seqlens is None:
-        begin = progression(count, room, 0, views[0])
-    else:
-        begin = lengths(cache_seqlens, count, views[0], "cache_seqlens")
-        if isinstance(cache_seqlens, (int, np.integer)):
-            _check_room(int(cache_seqlens), k, cu_seqlens_k_new, room, is_paged and names)
-    append, kv_lens, rotation, is_fp8_q = None, begin, None, False
-    if rotary_cos is not None or rotary_sin is not None:
-        rotary = Rotary(
-            *(rotary_cos, rotary_sin, begin if rotary_seqlens is None else rotary_seqlens),
-            parse.flag(rotary_interleaved, "rotary_interleaved"),
-            bool(causal or attention_chunk) or parse_window(window) != (-1, -1),
-        )
-        vq = array.view(q, "q")
-        if vq.dtype.is_fp8:
-            # Rotated numbers of 16 bits keep what fp8 would lose.
-            is_fp8_q, q = True, widened_queries(vq, k_cache, names)
-        if vq.device.kind == "cuda":
-            q, rotation = rotary.on_gpu(q, k, cu_seqlens_q)
-        else:
-            q, k = rotary.on_cpu(q, k, cu_seqlens_q, cu_seqlens_k_new)
-    if k is not None or v is not None:
-        if k is None or v is None:
-            raise ArgumentError("k, v: got one of the two; wanted both, or none")
-        if cache_seqlens is None:
-            raise ArgumentError("cache_seqlens: got None; wanted where k and v are written to")
-        append = Append((k, v), cu_seqlens_k_new, begin, (k_cache, v_cache), table, rotation)
-        is_split = bool(attention_chunk) or (cache_leftpad is not None and not is_paged)
+    cache = CacheArrays(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        table=_either(page_table=page_table, block_table=block_table),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=max_seqlen_q,
+        qv=qv,
+    )
+    return _attend_cache(cache, common, _BLOCKS if page_table is None else _CACHE)
+
+
+def _attend_cache(cache: CacheArrays, common: Common, names: Names) -> Any:
+    """A call over a cache that is none of those that were checked."""
+    most = _bound(cache.max_seqlen_q, "max_seqlen_q")
+    if cache.qv is not None and is_latent(cache, common):
+        return attend_latent(cache, common, most)
+    common = replace(common, attention_chunk=_chunk(common.attention_chunk))
+    # --- 1. Find the keys ---
+    views = view_cache(cache.k_cache, cache.v_cache, names)
+    is_paged = cache.table is not None
+    names, table, room = _pages_or_rows(names, views, cache.table, cache.cache_batch_idx)
+    begin = _begin(cache, views[0], table.shape[0], room, names if is_paged else False)
+    # --- 2. Rotate, and write new keys ---
+    cache, rotation, is_fp8_q = _rotated(cache, common, begin, names)
+    append, kv_lens = None, begin
+    if cache.k is not None or cache.v is not None:
+        append = _append(cache, begin, table, rotation)
+        has_padded_rows = cache.cache_leftpad is not None and not is_paged
+        is_split = bool(common.attention_chunk) or has_padded_rows
         kv_lens = append.lengths_after(are_read_early=is_split)
+    # --- 3. Attend ---
     batch = Batch(
-        *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
+        names=names,
+        q=cache.q,
+        k=cache.k_cache,
+        v=cache.v_cache,
+        kv_lens=kv_lens,
+        table=table,
+        qo_offsets=cache.cu_seqlens_q,
+        kv_begin=cache.cache_leftpad,
         max_seqlen_q=most,
         # The table says it to the kernels.
-        max_seqlen_k=room if not is_paged or attention_chunk else None,
-        qv=qv,
+        max_seqlen_k=room if not is_paged or common.attention_chunk else None,
+        qv=cache.qv,
         is_fp8_q=is_fp8_q,
         append=append,
     )
     if not is_paged:
-        _prefer_rows(batch, views, attention_chunk)
+        _prefer_rows(batch, views, common.attention_chunk)
     return attend(batch, common)
+
+
+def _begin(
+    cache: CacheArrays, vk: ArrayView, count: int, room: int, names: Names | Literal[False]
+) -> Any:
+    """The keys of each request before the new ones. names: of a cache with pages."""
+    lens = cache.cache_seqlens
+    if lens is None:
+        return progression(count, room, 0, vk)
+    begin = lengths(lens, count, vk, "cache_seqlens")
+    if isinstance(lens, (int, np.integer)):
+        _check_room(int(lens), cache.k, cache.cu_seqlens_k_new, room, names)
+    return begin
+
+
+def _rotated(
+    cache: CacheArrays, common: Common, begin: Any, names: Names
+) -> tuple[CacheArrays, Any, bool]:
+    """The call with rotated rows, the rotation that is left for new keys on a GPU, and whether fp8
+    rows became rows of 16 bits."""
+    if cache.rotary_cos is None and cache.rotary_sin is None:
+        return cache, None, False
+    has_window = parse_window(common.window_size) != (-1, -1)
+    rotary = Rotary(
+        cache.rotary_cos,
+        cache.rotary_sin,
+        begin if cache.rotary_seqlens is None else cache.rotary_seqlens,
+        parse.flag(cache.rotary_interleaved, "rotary_interleaved"),
+        bool(common.causal or common.attention_chunk) or has_window,
+    )
+    q, is_fp8_q = cache.q, False
+    vq = array.view(q, "q")
+    if vq.dtype.is_fp8:
+        # Rotated numbers of 16 bits keep what fp8 would lose.
+        is_fp8_q, q = True, widened_queries(vq, cache.k_cache, names)
+    if vq.device.kind == "cuda":
+        q, rotation = rotary.on_gpu(q, cache.k, cache.cu_seqlens_q)
+        return cache._replace(q=q), rotation, is_fp8_q
+    q, k = rotary.on_cpu(q, cache.k, cache.cu_seqlens_q, cache.cu_seqlens_k_new)
+    return cache._replace(q=q, k=k), None, is_fp8_q
+
+
+def _append(cache: CacheArrays, begin: Any, table: Any, rotation: Any) -> Append:
+    """What writes new keys and values."""
+    if cache.k is None or cache.v is None:
+        raise ArgumentError("k, v: got one of the two; wanted both, or none")
+    if cache.cache_seqlens is None:
+        raise ArgumentError("cache_seqlens: got None; wanted where k and v are written to")
+    caches = cache.k_cache, cache.v_cache
+    return Append((cache.k, cache.v), cache.cu_seqlens_k_new, begin, caches, table, rotation)
 
 
 def refuse_given(**arguments: Any) -> None:

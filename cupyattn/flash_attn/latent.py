@@ -13,7 +13,8 @@ from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims
 from ..planless.arrays import Arrays
 from ..planless.latent import NAMES, Options, run
-from .caches import lengths
+from .attend import Common
+from .caches import CacheArrays, lengths
 
 _NAMES = NAMES._replace(
     q="qv",
@@ -27,39 +28,43 @@ _NAMES = NAMES._replace(
 )
 
 
-def is_latent(q: Any, qv: Any, k_cache: Any, v_cache: Any, others: dict[str, Any]) -> bool:
+def is_latent(cache: CacheArrays, common: Common) -> bool:
     """Whether kernels of latent attention serve the call: one head of keys, head dims of theirs,
     and none of the other options. They read values once, and keys in place."""
-    if any(map(_is_given, others.values())):
+    others = (
+        cache.k,
+        cache.v,
+        cache.rotary_cos,
+        cache.rotary_sin,
+        cache.cache_batch_idx,
+        cache.cache_leftpad,
+        common.window_size,
+        common.attention_chunk,
+        common.softcap,
+        common.q_descale,
+        common.k_descale,
+        common.v_descale,
+        common.alibi_slopes,
+    )
+    if any(map(_is_given, others)):
         return False
-    names = "v_cache", "k_cache", "qv", "q"
-    views = [array.view(x, n) for x, n in zip((v_cache, k_cache, qv, q), names, strict=True)]
+    arrays = {"v_cache": cache.v_cache, "k_cache": cache.k_cache, "qv": cache.qv, "q": cache.q}
+    views = [array.view(x, name) for name, x in arrays.items()]
     if any(len(v.shape) < 2 for v in views) or views[0].shape[-2] != 1:
         return False
     dims = views[2].shape[-1], views[3].shape[-1]
     return dims in LATENT_HEAD_DIMS and dims == tuple(v.shape[-1] for v in views[:2])
 
 
-def attend_latent(
-    parts: tuple[Any, Any, Any, Any],
-    table: Any,
-    cache_seqlens: Any,
-    cu_seqlens_q: Any,
-    max_seqlen_q: int | None,
-    softmax_scale: Any,
-    causal: Any,
-    sinks: Any,
-    out: Any,
-    return_lse: bool,
-) -> Any:
-    """out, or (out, lse); parts are q, qv, k_cache and v_cache."""
-    q, qv, k_cache, v_cache = parts
-    vq, rope, vk = (array.view(x, n) for x, n in ((qv, "qv"), (q, "q"), (v_cache, "v_cache")))
-    is_ragged = cu_seqlens_q is not None
+def attend_latent(cache: CacheArrays, common: Common, max_seqlen_q: int | None) -> Any:
+    """out, or (out, lse)."""
+    vq, rope = array.view(cache.qv, "qv"), array.view(cache.q, "q")
+    vk, table, return_lse = array.view(cache.v_cache, "v_cache"), cache.table, common.return_lse
+    is_ragged = cache.cu_seqlens_q is not None
     if len(vq.shape) != (3 if is_ragged else 4) or len(rope.shape) != len(vq.shape):
-        wanted = "[rows, heads, columns] with cu_seqlens_q" if is_ragged else (
-            "[batch, seqlen, heads, columns]"
-        )  # fmt: skip
+        wanted = "[batch, seqlen, heads, columns]"
+        if is_ragged:
+            wanted = "[rows, heads, columns] with cu_seqlens_q"
         raise ArgumentError(
             f"qv, q: shapes are {list(vq.shape)} and {list(rope.shape)}; wanted {wanted}"
         )
@@ -72,33 +77,33 @@ def attend_latent(
         table = progression(vk.shape[0], 0, 1, vk)[:, None]
     entries = array.view(table, "page_table").shape
     count, room = entries[0], math.prod(entries[1:]) * vk.shape[1]
-    if cache_seqlens is None:
+    if cache.cache_seqlens is None:
         kv_lens = progression(count, room, 0, vk)
     else:
-        kv_lens = lengths(cache_seqlens, count, vk, "cache_seqlens")
+        kv_lens = lengths(cache.cache_seqlens, count, vk, "cache_seqlens")
     q_len = 1 if is_ragged else vq.shape[1]
     options = Options(
         _NAMES,
         dims,
-        parse.finite(softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, dims.both))),
+        parse.finite(common.softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, dims.both))),
         q_axes=(len(vq.shape),),
         q_len=q_len,
         max_q_len=max_seqlen_q,
-        causal=parse.flag(causal, "causal"),
+        causal=parse.flag(common.causal, "causal"),
         pads_lse=return_lse and not is_ragged,
         natural_lse=return_lse,
         return_lse=return_lse,
     )
     arrays = Arrays(
-        q=qv,
-        q_rope=q,
-        k=v_cache,
-        k_rope=k_cache,
+        q=cache.qv,
+        q_rope=cache.q,
+        k=cache.v_cache,
+        k_rope=cache.k_cache,
         block_tables=table,
         kv_lens=kv_lens,
-        out=out,
-        qo_offsets=cu_seqlens_q,
-        sinks=sinks,
+        out=common.out,
+        qo_offsets=cache.cu_seqlens_q,
+        sinks=common.sinks,
     )
     answer = run(arrays, options)
     if return_lse and is_ragged:
