@@ -42,9 +42,14 @@ def parse_device(device: Any, name: str) -> Device:
     return Device("cuda", int(index) if index else -1)
 
 
-def make_workspace(device: Device | None, arguments: Iterable[Any]) -> ArrayView:
+def make_workspace(device: Device | None, arguments: Iterable[Any]) -> tuple[ArrayView, bool]:
     """On this device, or where the arrays among the arguments of plan() are: on their GPU, if one
-    is on a GPU. It is torch's if one of them is torch's, else CuPy's or NumPy's."""
+    is on a GPU. It is torch's if one of them is torch's, else CuPy's or NumPy's.
+
+    And whether the arrays of a run may say better where it is to be, or whose: nobody has named a
+    device, and tables of the host say nothing of it; nor do they say whose memory of a GPU it is.
+    """
+    is_named = device is not None
     views = [*_views(arguments)]
     gpus = [v.device for v in views if v.device.kind == "cuda"]
     if device is None:
@@ -55,7 +60,8 @@ def make_workspace(device: Device | None, arguments: Iterable[Any]) -> ArrayView
             device = gpus[0] if gpus else Device("cuda", cuda().get_device())
     framework = "torch" if any(v.framework == "torch" for v in views) else "cupy"
     made = array.empty_on(framework, device, (_FIRST_BYTES,), dtypes.uint8)
-    return view_workspace(made)
+    is_open = not (gpus or framework == "torch") if device.kind == "cuda" else not is_named
+    return view_workspace(made), is_open
 
 
 def enlarge(workspace: ArrayView, need: int) -> ArrayView:

@@ -114,7 +114,7 @@ def planning(plan: _F) -> _F:
     def locked(wrapper: BatchWrapper, *args: Any, **kwargs: Any) -> Any:
         with wrapper._turns.planning:
             if not wrapper._has_workspace:
-                wrapper._open(make_workspace(wrapper._device, (*args, *kwargs.values())))
+                wrapper._open(*make_workspace(wrapper._device, (*args, *kwargs.values())))
             if not wrapper._may_follow or wrapper._is_probe:
                 return plan(wrapper, *args, **kwargs)
             # For the place where the first run's arrays turn out to be.
@@ -194,8 +194,8 @@ class BatchWrapper(Untraced):
         self._owns_workspace = workspace is None
         self._outgrown: list[ArrayView] = []
         self._has_workspace = False
-        # Whether nobody has said where the wrapper works, and its tables, all on the host, do not
-        # say; then the last plan(): what plans, its arguments.
+        # Whether nobody has said where the wrapper works, or in whose memory, and its tables, all
+        # on the host, do not say; then the last plan(): what plans, its arguments.
         self._may_follow = False
         self._host_plan: tuple[Any, Any, Any] | None = None
         if workspace is not None:
@@ -203,8 +203,8 @@ class BatchWrapper(Untraced):
         elif self._given_buffers:
             self._require_workspace(self._given_buffers.values())
 
-    def _open(self, workspace: ArrayView) -> None:
-        """Settle where the wrapper works."""
+    def _open(self, workspace: ArrayView, may_follow: bool = False) -> None:
+        """Settle where the wrapper works. may_follow: until a run's arrays say it better."""
         self._workspace = workspace
         self._buffers = GraphBuffers(workspace, self._given_buffers)
         is_on_gpu = workspace.device.kind == "cuda"
@@ -215,46 +215,58 @@ class BatchWrapper(Untraced):
         self._mask_words = DeviceBuffer(workspace)  # packed masks of bools, of runs
         self._turns.open(is_on_gpu)
         self._has_workspace = True
-        is_open = self._owns_workspace and self._device is None and not self._is_graph
-        self._may_follow, self._host_plan = is_open and not is_on_gpu, None
+        self._may_follow, self._host_plan = may_follow and not self._is_graph, None
 
     def _require_workspace(self, arguments: Iterable[Any]) -> None:
         """Make the wrapper's own workspace, if it is to have one, where these arguments are."""
         if not self._has_workspace:
-            self._open(make_workspace(self._device, arguments))
+            self._open(*make_workspace(self._device, arguments))
 
     def _parts(self) -> Iterable[BatchWrapper]:
         """Wrappers that this one plans, where it is itself."""
         return ()
 
     def _follow(self, x: Any) -> bool:
-        """Go to the GPU that an array of a run is on, and plan there, where only host tables have
-        said where the wrapper works; whether it did."""
+        """Go to the GPU that an array of a run is on, or into its framework's memory there, and
+        plan there, where only host tables have said where the wrapper works; whether it did."""
         if self._host_plan is None:
             return False
         with self._turns.planning:
             v = array.view(x, "q")
             plan = self._current
-            if self._host_plan is None or v.device.kind == "cpu":
+            if self._host_plan is None or not self._has_to_follow(v):
                 return False
             make_plan, args, kwargs = self._host_plan
             before, own = dict(self.__dict__), self._turns.own
             try:
                 for part in self._parts():
                     part._has_workspace = False
-                self._open(make_workspace(v.device, (x,)))
+                self._open(make_workspace(v.device, (x,))[0])
                 self._known, self._preferred, self._facts, self._staging = None, None, -1, None
                 self._on_host = None
                 make_plan(self, *args, **kwargs)
             except BaseException:
                 self.__dict__.update(before)
-                self._turns.open(is_on_gpu=False)
+                self._turns.open(self._workspace.device.kind == "cuda")
                 raise
             # The plan stays that of the thread that brought the tables.
             self._turns.own = own
             if self._current is not None and plan is not None:
                 self._current.owner = plan.owner
         return True
+
+    def _has_to_follow(self, q: ArrayView) -> bool:
+        """Whether the wrapper's own workspace is not where the arrays of a run are. On their GPU,
+        in memory of another framework, each run would wait for events, and none would be known."""
+        here = self._workspace
+        if q.device.kind == "cpu" or here.device.kind == "cpu":
+            return q.device.kind != "cpu"
+        if q.device != here.device:
+            return False
+        if q.framework != "torch":
+            self._may_follow, self._host_plan = False, None
+            return False
+        return not cuda().is_capturing(array.current_stream(q))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_turns": copy.copy(self._turns)}

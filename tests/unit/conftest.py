@@ -59,9 +59,12 @@ def only_cached_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.fixture
 def own_workspaces(device: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the workspaces that wrappers make on the GPU."""
+    from helpers import fake_gpu
+
     from cupyattn import array
     from cupyattn.batch import own_workspace
 
+    makers = {name: fake_gpu.maker(name, monkeypatch) for name in ("torch", "cupy")}
     sizes: list[int] = []
     real = array.empty_on
 
@@ -69,7 +72,7 @@ def own_workspaces(device: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> li
         if where.kind == "cpu":
             return real(framework, where, shape, dtype)
         sizes.append(shape[0])
-        return device.make(*shape, dtype=dtype.name)
+        return makers[framework](*shape, dtype=dtype.name)
 
     monkeypatch.setattr(array, "empty_on", empty_on)
     monkeypatch.setattr(own_workspace, "device_props", lambda index: None)

@@ -41,7 +41,7 @@ def test_on_the_cpu(page_size: int) -> None:
 
 def test_on_the_gpu(device: Device, only_cached_runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = array.view(device.workspace(), "workspace")
-    monkeypatch.setattr(wrapper, "make_workspace", lambda *_: workspace)
+    monkeypatch.setattr(wrapper, "make_workspace", lambda *_: (workspace, False))
     w = cupyattn.BatchAttention()
     for seed in range(2):
         b = batches.make(QO_LEN, KV_LEN, 1, seed=seed)

@@ -16,6 +16,7 @@ from helpers.wrong_calls import Entry, flat
 from helpers.wrong_others import entries
 
 import cupyattn
+from cupyattn import array
 from cupyattn.errors import ArgumentError, PlanError
 
 SPACE = "make.float_workspace_buffer"
@@ -103,6 +104,42 @@ def test_a_place_that_was_given_stays(
     w.plan(*b.table, HQ, HKV, D, 4)
     with pytest.raises(ArgumentError, match="q: is on cuda:0 but float_workspace_buffer is on cpu"):
         w.run(device.put(b.q), device.put(b.one_tensor()))
+
+
+@pytest.mark.parametrize("where", ["cuda", "cuda:0"])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_named_gpu_leaves_open_whose_memory_it_is(
+    device: Device, own_workspaces: list[int], only_cached_runs: Any, where: str, is_ragged: bool
+) -> None:
+    b = batches.make([1, 1, 1], [9, 3, 30], 4)
+    w: Any
+    if is_ragged:
+        w = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(where)
+        w.plan(b.qo_indptr, b.qo_indptr, HQ, HKV, D)
+        arrays = (b.q, b.q[:, :HKV], b.q[:, HKV : 2 * HKV])
+    else:
+        w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(where)
+        w.plan(*b.table, HQ, HKV, D, 4)
+        arrays = (b.q, b.one_tensor())
+    arrays = [device.put(np.ascontiguousarray(x)) for x in arrays]
+    first = device.get(w.run(*arrays))
+    assert w._workspace.framework == array.view(arrays[0], "q").framework
+    w.run(*arrays)
+    only_cached_runs()
+    np.testing.assert_array_equal(device.get(w.run(*arrays)), first)
+
+
+def test_a_first_run_in_a_graph_stays_in_the_memory_that_is_there(
+    device: Device, gpu: Any, own_workspaces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = batches.make([1, 1, 1], [9, 3, 30], 4)
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper("cuda")
+    w.plan(*b.table, HQ, HKV, D, 4)
+    for events in ("acquire", "release"):  # between streams of two frameworks, which is one here
+        monkeypatch.setattr(array, events, lambda *_: None)
+    gpu.is_capturing = True
+    w.run(device.put(b.q), device.put(b.one_tensor()))
+    assert w._workspace.framework == "cupy"
 
 
 def test_a_plan_that_the_gpu_refuses_leaves_the_wrapper_where_it_is(
