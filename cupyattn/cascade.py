@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core.names import refuse_names
 from .core.tracing import untraced
-from .states import merge
+from .engine import merge_states as merge
 from .typing import Array, ArrayT, Scale
 from .wrappers.cascade import MultiLevelCascadeAttentionWrapper
 from .wrappers.shared_prefix import (

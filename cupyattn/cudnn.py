@@ -9,11 +9,11 @@ from . import array
 from .core import parse
 from .core.names import refuse_names
 from .core.tracing import untraced
+from .engine.arrays import Arrays, make_arrays
+from .engine.check_planless import Options
+from .engine.run_planless import run
+from .engine.views import Names, next_power_of_two, number_or_array
 from .errors import ArgumentError, UnsupportedError
-from .planless.arrays import Arrays, make_arrays
-from .planless.call import run
-from .planless.check import Options
-from .planless.views import Names, next_power_of_two, number_or_array
 from .typing import Array, ArrayT, Scale, returns_lse
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]

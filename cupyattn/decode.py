@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from .core import parse
 from .core.names import missing
 from .core.tracing import exported, is_exporting, untraced
+from .engine import logits
+from .engine import run_single as run
+from .engine.run_single import NO_EXTRAS, Extras
 from .errors import ArgumentError
-from .inputs import logits
-from .single import run
-from .single.run import NO_EXTRAS, Extras
 from .typing import Array, returns_lse
 from .wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,

@@ -16,13 +16,13 @@ from .core.logits import LogitsExpression
 from .core.names import refuse_names
 from .core.tracing import JAX_CALLS, exported, is_exporting, of_jax, untraced
 from .decode import single_decode_with_kv_cache
+from .engine import logits
+from .engine import run_single as single
+from .engine.index_arrays import compute, progression
+from .engine.placement import Placement
 from .errors import ArgumentError, UnsupportedError
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from .inputs import logits
-from .inputs.index_arrays import compute, progression
-from .inputs.placement import Placement
 from .prefill import single_prefill_with_kv_cache
-from .single import run as single
 from .typing import Array, query_returns_lse
 
 __all__ = ["dot_product_attention"]

@@ -17,13 +17,13 @@ from .core import dtypes, parse
 from .core.names import refuse_names
 from .core.parse import require_int
 from .core.tracing import untraced
+from .engine import geometry
+from .engine.arrays import Arrays, make_arrays
+from .engine.check_planless_latent import NAMES, Options, are_numbers, run, run_cached
+from .engine.index_arrays import fresh_progression, full
+from .engine.latent_rows import Dims
 from .errors import ArgumentError, UnsupportedError
-from .inputs import geometry
-from .inputs.index_arrays import fresh_progression, full
-from .inputs.latent import Dims
 from .launch.driver import params
-from .planless.arrays import Arrays, make_arrays
-from .planless.latent import NAMES, Options, are_numbers, run, run_cached
 from .reference.latent_rows import NUM_BYTES, unpack_rows
 
 __all__ = [

@@ -15,11 +15,12 @@ from .core.names import refuse_names
 from .core.parse import require_int
 from .core.records import maker
 from .core.tracing import untraced
-from .errors import ArgumentError, UnsupportedError
-from .inputs import geometry
-from .inputs.index_arrays import compute
-from .inputs.latent import Dims, in_16_bits
-from .inputs.mla_dimensions import (
+from .engine import geometry
+from .engine.arrays import make_arrays
+from .engine.check_planless_latent import NAMES, Options, are_numbers, run, run_cached
+from .engine.index_arrays import compute
+from .engine.latent_rows import Dims, in_16_bits
+from .engine.mla_dimensions import (
     MLAHeadDimensions,
     MLALayerDimensions,
     deepseek_mla_dimensions,
@@ -28,11 +29,10 @@ from .inputs.mla_dimensions import (
     supported_mla_head_dimensions,
     supported_mla_layer_dimensions,
 )
+from .engine.run_planless_latent import bounded, read_scale
+from .engine.views import next_power_of_two
+from .errors import ArgumentError, UnsupportedError
 from .page import append_paged_mla_kv_cache
-from .planless.arrays import make_arrays
-from .planless.latent import NAMES, Options, are_numbers, run, run_cached
-from .planless.latent_call import bounded, read_scale
-from .planless.views import next_power_of_two
 from .typing import Array, Scale
 from .wrappers.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 

@@ -23,11 +23,11 @@ from .core import dtypes, parse
 from .core.dtypes import DType
 from .core.names import refuse_names
 from .core.tracing import untraced
+from .engine.call_cache import Argument, CallCache
+from .engine.cpu import tokens_first
+from .engine.kv_cache import Keys, is_pair, view_paged
+from .engine.workspace import int32_on_device
 from .errors import ArgumentError
-from .inputs.call_cache import Argument, CallCache
-from .inputs.cpu import tokens_first
-from .inputs.kv_cache import Keys, is_pair, view_paged
-from .inputs.workspace import int32_on_device
 from .launch.driver import scratch
 from .launch.driver.enqueue import cuda
 from .launch.ops import get_batch_indices_positions as get_positions

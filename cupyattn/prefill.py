@@ -12,10 +12,10 @@ from .core import parse
 from .core.names import missing
 from .core.problem import KV_LAYOUTS
 from .core.tracing import exported, is_exporting, untraced
+from .engine import geometry, logits
+from .engine import run_single as run
+from .engine.run_single import NO_EXTRAS, Extras
 from .errors import ArgumentError
-from .inputs import geometry, logits
-from .single import run
-from .single.run import NO_EXTRAS, Extras
 from .typing import Array, ArrayT, Scale, returns_lse
 from .wrappers.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,

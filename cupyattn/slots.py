@@ -21,10 +21,10 @@ from .array.match import (
 from .core import dtypes, parse
 from .core.dtypes import DType
 from .core.tracing import untraced
+from .engine.call_cache import Argument, CallCache
+from .engine.cpu import tokens_first
+from .engine.kv_cache import Keys, view_paged
 from .errors import ArgumentError
-from .inputs.call_cache import Argument, CallCache
-from .inputs.cpu import tokens_first
-from .inputs.kv_cache import Keys, view_paged
 from .launch.ops import store_kv as launcher
 from .page import FP8, WIDE, append_scales
 from .typing import Array, Scale

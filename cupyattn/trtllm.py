@@ -10,16 +10,22 @@ from .core import dtypes, parse
 from .core.parse import require_int
 from .core.records import maker
 from .core.tracing import untraced
+from .engine import geometry
+from .engine.arrays import Arrays, make_arrays
+from .engine.check_planless import Options, check
+from .engine.chunks import split_by_chunks
+from .engine.index_arrays import compute
+from .engine.rows import Batch
+from .engine.run_planless import run
+from .engine.views import (
+    CONFIRMED,
+    Names,
+    confirmed_count,
+    next_power_of_two,
+    number_or_array,
+)
+from .engine.widening import widened
 from .errors import ArgumentError, UnsupportedError
-from .inputs import geometry
-from .inputs.index_arrays import compute
-from .inputs.widening import widened
-from .planless.arrays import Arrays, make_arrays
-from .planless.call import run
-from .planless.check import Options, check
-from .planless.chunks import split_by_chunks
-from .planless.rows import Batch
-from .planless.views import CONFIRMED, Names, confirmed_count, next_power_of_two, number_or_array
 from .typing import Array, Pages, Scale, query_returns_lse
 
 __all__ = [

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from .core.names import missing
 from .core.parse import require_int
 from .core.tracing import untraced
-from .inputs import geometry
-from .planless.arrays import Arrays, make_arrays
-from .planless.call import run
-from .planless.check import Options
-from .planless.views import Names, number_or_array
+from .engine import geometry
+from .engine.arrays import Arrays, make_arrays
+from .engine.check_planless import Options
+from .engine.run_planless import run
+from .engine.views import Names, number_or_array
 from .typing import Array, Scale, returns_lse
 
 if TYPE_CHECKING:

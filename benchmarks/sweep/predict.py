@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cupyattn.choose import card as cards
-from cupyattn.inputs import geometry
+from cupyattn.engine import geometry
 
 from ..batch.case import BatchCase
 from .plans import plan_of

@@ -13,7 +13,7 @@ from .problem import AttentionProblem
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Everything that callers choose but lengths and arrays; see inputs/spec.py for the checks.
+    """Everything that callers choose but lengths and arrays; see engine/spec.py for the checks.
 
     page_size     tokens of a page; 0 for keys in rows
     value_pages   entries of a page table from the id of a key's page to that of its value's; 0: the

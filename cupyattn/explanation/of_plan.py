@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..batch.wrapper import BatchWrapper, Plan
 from ..choose.card import Card, card_of
 from ..core import parse
 from ..core.device import NO_GPU, DeviceProps, device_props
 from ..core.tracing import untraced
+from ..engine.wrapper import BatchWrapper, Plan
 from ..errors import ArgumentError, PlanError
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule

@@ -15,14 +15,14 @@ from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..core.records import maker
+from ..engine.arrays import Arrays, make_arrays
+from ..engine.check_planless import Options
+from ..engine.chunks import split_by_chunks
+from ..engine.index_arrays import compute, progression, steps_of
+from ..engine.run_planless import run
+from ..engine.views import Names, merge_leading, next_power_of_two
+from ..engine.widening import widened, widened_pair
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.index_arrays import compute, progression, steps_of
-from ..inputs.widening import widened, widened_pair
-from ..planless.arrays import Arrays, make_arrays
-from ..planless.call import run
-from ..planless.check import Options
-from ..planless.chunks import split_by_chunks
-from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
 from .caches import with_even_rows
 from .padding import copy_into_kernel_dims, narrowed, needs_copies

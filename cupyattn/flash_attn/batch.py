@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from ..planless.rows import Batch as Batch
+from ..engine.rows import Batch as Batch

@@ -17,8 +17,8 @@ import numpy as np
 from cupyattn import array
 from cupyattn.array import ArrayView
 from cupyattn.core.parse import require_int
+from cupyattn.engine.workspace import on_device
 from cupyattn.errors import ArgumentError
-from cupyattn.inputs.workspace import on_device
 
 __all__ = [
     "index_first_axis",

@@ -12,14 +12,14 @@ from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_dtype, require_output
 from ..core import dtypes
 from ..core.problem import MAX_LENGTH
+from ..engine.index_arrays import compute, fresh_progression
+from ..engine.views import Names, merge_leading
+from ..engine.workspace import int32_on_device
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.index_arrays import compute, fresh_progression
-from ..inputs.workspace import int32_on_device
 from ..launch.attention.append_new_kv import NewKeys, Rotation, launch
 from ..launch.attention.plan_batch import INDEX_DTYPES
 from ..launch.ops.append_paged_kv_cache import Rows
 from ..page import append_paged_kv_cache
-from ..planless.views import Names, merge_leading
 
 _CACHES = "k_cache", "v_cache"
 

@@ -12,13 +12,13 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import parse
+from ..engine import geometry
+from ..engine.arrays import Arrays, make_arrays
+from ..engine.index_arrays import compute, progression
+from ..engine.planless_reference import RoomError
+from ..engine.run_planless import remember, run_cached
+from ..engine.views import Names, next_power_of_two
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import geometry
-from ..inputs.index_arrays import compute, progression
-from ..planless.arrays import Arrays, make_arrays
-from ..planless.call import remember, run_cached
-from ..planless.reference import RoomError
-from ..planless.views import Names, next_power_of_two
 from .attend import (
     MANY_ROWS,
     Common,

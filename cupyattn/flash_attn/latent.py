@@ -8,11 +8,11 @@ from typing import Any
 from .. import array
 from ..core import parse
 from ..core.problem import LATENT_HEAD_DIMS
+from ..engine.arrays import Arrays
+from ..engine.check_planless_latent import NAMES, Options, run
+from ..engine.index_arrays import progression
+from ..engine.latent_rows import Dims
 from ..errors import ArgumentError
-from ..inputs.index_arrays import progression
-from ..inputs.latent import Dims
-from ..planless.arrays import Arrays
-from ..planless.latent import NAMES, Options, run
 from .attend import Common
 from .caches import CacheArrays, lengths
 

@@ -10,11 +10,11 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_dtype
 from ..core import dtypes
+from ..engine.views import merge_leading
+from ..engine.widening import widened_pair
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.widening import widened_pair
 from ..launch.attention.append_new_kv import ROTATED_DTYPES, TABLE_DTYPES, Rotation
 from ..launch.attention.plan_batch import INDEX_DTYPES
-from ..planless.views import merge_leading
 from .caches import offsets_of, vector, with_even_rows
 
 

@@ -13,9 +13,9 @@ from ..array.match import match_array
 from ..core import dtypes
 from ..core.parse import require_int
 from ..core.tracing import untraced
+from ..engine import merge_states as merge
+from ..engine.index_arrays import compute, progression
 from ..errors import ArgumentError
-from ..inputs.index_arrays import compute, progression
-from ..states import merge
 
 _FLOATS = dtypes.float32, dtypes.float16, dtypes.bfloat16
 _ATTN_STATES = merge.PAIR._replace(

@@ -21,8 +21,8 @@ from ..core.cupy_module import as_stream, cupy_module
 from ..core.packages import needs
 from ..core.recording import Recording, spoil
 from ..core.tracing import JAX_CALLS
+from ..engine.workspace import on_device
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.workspace import on_device
 from ..launch.driver.enqueue import cuda, enqueue_again
 from ..launch.driver.params import this_thread
 from . import jax_calls

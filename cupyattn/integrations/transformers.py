@@ -17,9 +17,9 @@ from typing import Any
 from ..core.packages import needs
 from ..decode import single_decode_with_kv_cache
 from ..dot_product import dot_product_attention, single_call
+from ..engine.run_single import find_step, keep_step, step_scalars
 from ..errors import UnsupportedError
 from ..flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from ..single.run import find_step, keep_step, step_scalars
 
 NAME = "cupyattn"
 # transformers takes its own flash path, with block tables and CUDA graphs, by this in a name.

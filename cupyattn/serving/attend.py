@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from .. import array
 from ..core import dtypes, parse
 from ..core.dtypes import DType
+from ..engine import merge_states as merge
+from ..engine.arrays import Arrays, make_arrays
+from ..engine.check_planless import Options
+from ..engine.run_planless import run
+from ..engine.views import Names, next_power_of_two, number_or_array
 from ..errors import ArgumentError, UnsupportedError
-from ..planless.arrays import Arrays, make_arrays
-from ..planless.call import run
-from ..planless.check import Options
-from ..planless.views import Names, next_power_of_two, number_or_array
-from ..states import merge
 from .metadata import AttentionMetadata, ForwardMetadata
 from .modes import BackendConfig, LayerSpec
 

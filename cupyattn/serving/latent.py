@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from .. import array
 from ..core import parse
 from ..core.dtypes import DType
+from ..engine.arrays import make_arrays
+from ..engine.check_planless_latent import NAMES, Options, run
+from ..engine.latent_rows import Dims
+from ..engine.run_planless_latent import read_scale
+from ..engine.views import next_power_of_two
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.latent import Dims
-from ..planless.arrays import make_arrays
-from ..planless.latent import NAMES, Options, run
-from ..planless.latent_call import read_scale
-from ..planless.views import next_power_of_two
 from .attend import MANY_ROWS, Pass, passes_of
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, LayerSpec

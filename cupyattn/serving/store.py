@@ -18,9 +18,9 @@ from ..array import ArrayView
 from ..array.match import require_dtype
 from ..core import dtypes
 from ..core.problem import MAX_LENGTH
+from ..engine.call_cache import Argument, CallCache
+from ..engine.index_arrays import progression
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.call_cache import Argument, CallCache
-from ..inputs.index_arrays import progression
 from ..launch.ops import serving_metadata as launcher
 from ..launch.ops.serving_metadata import BEAMS, FLAT, NO_TREE, Outputs, Sizes
 from .fill import Given, fill

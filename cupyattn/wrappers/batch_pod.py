@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 from .. import array
 from ..array import ArrayView
-from ..batch.mask import NO_MASK, Mask, read_mask
-from ..batch.requests import (
+from ..core import parse
+from ..engine import geometry
+from ..engine.kv_cache import is_pair
+from ..engine.mask import NO_MASK, Mask, read_mask
+from ..engine.requests import (
     Batch,
     PageNames,
     concatenate,
@@ -19,12 +22,9 @@ from ..batch.requests import (
     read_rows,
     with_mask,
 )
-from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, planning
-from ..core import parse
+from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.wrapper import BatchWrapper, planning
 from ..errors import PlanError
-from ..inputs import geometry
-from ..inputs.kv_cache import is_pair
 from ..typing import Array, Pages, Scale
 
 _PROMPTS = PageNames("kv_indptr_p", "kv_indices_p", "last_page_len_p")

@@ -9,14 +9,14 @@ import numpy as np
 
 from .. import array
 from ..array.match import match, require_dtype
-from ..batch.ranges import read_ranges
-from ..batch.requests import Batch, PageNames, read_paged, read_rows, with_mask
-from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import exclusive, planning
 from ..core import dtypes, parse
+from ..engine import geometry
+from ..engine.ranges import read_ranges
+from ..engine.requests import Batch, PageNames, read_paged, read_rows, with_mask
+from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.workspace import refuse_capture
+from ..engine.wrapper import exclusive, planning
 from ..errors import ArgumentError, PlanError, UnsupportedError
-from ..inputs import geometry
-from ..inputs.workspace import refuse_capture
 from ..typing import Array, Pages, Scale, run_returns_lse
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 

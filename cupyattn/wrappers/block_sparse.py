@@ -9,16 +9,16 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match, match_contiguous, require_dtype
-from ..batch import blocks as sparse
-from ..batch.blocks import Blocks
-from ..batch.mask import NO_MASK, Mask, of_bits, read_mask
-from ..batch.requests import Batch, host_integers, read_indptr, with_mask
-from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, exclusive, planning
 from ..core import dtypes, parse
+from ..engine import blocks as sparse
+from ..engine import geometry
+from ..engine.blocks import Blocks
+from ..engine.kv_cache import planned
+from ..engine.mask import NO_MASK, Mask, of_bits, read_mask
+from ..engine.requests import Batch, host_integers, read_indptr, with_mask
+from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.wrapper import BatchWrapper, exclusive, planning
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import geometry
-from ..inputs.kv_cache import planned
 from ..typing import Array, ArrayT, Scale, run_returns_lse
 
 # FlashInfer's kernels for block-sparse masks; here they choose nothing.

@@ -10,17 +10,23 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..batch.graph_buffers import GraphBuffers
-from ..batch.levels import flatten, join_ids_on_device, join_ids_on_host, join_levels, read_levels
-from ..batch.mask import NO_MASK, Mask
-from ..batch.requests import Batch
-from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, Plan, planning
 from ..core import dtypes
+from ..engine import geometry as batch_geometry
+from ..engine.geometry import Geometry, Variant
+from ..engine.graph_buffers import GraphBuffers
+from ..engine.levels import (
+    flatten,
+    join_ids_on_device,
+    join_ids_on_host,
+    join_levels,
+    read_levels,
+)
+from ..engine.mask import NO_MASK, Mask
+from ..engine.requests import Batch
+from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.workspace import copy_on_device, num_bytes, same_device
+from ..engine.wrapper import BatchWrapper, Plan, planning
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
-from ..inputs import geometry as batch_geometry
-from ..inputs.geometry import Geometry, Variant
-from ..inputs.workspace import copy_on_device, num_bytes, same_device
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..schedule.levels import MAX_LEVELS

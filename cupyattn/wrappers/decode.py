@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from .. import array
-from ..batch.logits import check as check_logits
-from ..batch.logits import with_places
-from ..batch.mask import NO_MASK
-from ..batch.plan_again import repeated
-from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
-from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, Plan, planning
 from ..core import parse
 from ..core.tracing import untraced
+from ..engine import geometry
+from ..engine.batch_logits import check as check_logits
+from ..engine.batch_logits import with_places
+from ..engine.logits import read as read_logits
+from ..engine.mask import NO_MASK
+from ..engine.plan_again import repeated
+from ..engine.requests import PageNames, read_paged, require_row_limit, with_q_len
+from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.wrapper import BatchWrapper, Plan, planning
 from ..errors import PlanError
-from ..inputs import geometry
-from ..inputs.logits import read as read_logits
 from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import OlderCalls, check_run, read_scales
 

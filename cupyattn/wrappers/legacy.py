@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from .. import array
 from ..array.match import match_array
-from ..batch.run import Scales
 from ..core import dtypes, parse
 from ..core.tracing import Untraced
+from ..engine import geometry
+from ..engine.run_batch import Scales
 from ..errors import ArgumentError, PlanError, UnsupportedError
-from ..inputs import geometry
 from ..typing import ArrayT
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -7,9 +7,9 @@ from typing import Any
 
 from .. import array
 from ..array.match import Dims, match
-from ..batch.run import Scales, run
-from ..batch.wrapper import BatchWrapper
 from ..core import dtypes, parse
+from ..engine.run_batch import Scales, run
+from ..engine.wrapper import BatchWrapper
 
 
 def run_in_form(

@@ -9,14 +9,14 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..batch.mask import NO_MASK
-from ..batch.own_workspace import parse_device
-from ..batch.requests import PageNames, on_host, read_paged, read_rows
-from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, planning
 from ..core import parse
+from ..engine import geometry
+from ..engine.mask import NO_MASK
+from ..engine.own_workspace import parse_device
+from ..engine.requests import PageNames, on_host, read_paged, read_rows
+from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.wrapper import BatchWrapper, planning
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import geometry
 from ..typing import Array, ArrayT, Pages, Scale
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import array
-from ..batch import latent
-from ..batch.latent import LatentScales, Names
-from ..batch.mask import NO_MASK
-from ..batch.plan_again import repeated
-from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
-from ..batch.wrapper import BatchWrapper, planning
 from ..core import parse
 from ..core.parse import require_int
+from ..engine import check_planless_latent as planless
+from ..engine import geometry
+from ..engine import run_latent as latent
+from ..engine.arrays import Arrays
+from ..engine.mask import NO_MASK
+from ..engine.plan_again import repeated
+from ..engine.requests import PageNames, host_integers, on_host, read_paged, read_rows
+from ..engine.run_latent import LatentScales, Names
+from ..engine.wrapper import BatchWrapper, planning
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import geometry
-from ..planless import latent as planless
-from ..planless.arrays import Arrays
 from ..typing import Array
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")

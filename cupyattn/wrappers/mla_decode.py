@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from .. import array
-from ..batch.requests import host_integers, on_host, read_indptr
-from ..batch.wrapper import planning
 from ..core import dtypes, parse
+from ..engine import geometry
+from ..engine.requests import host_integers, on_host, read_indptr
+from ..engine.wrapper import planning
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import geometry
 from ..typing import Array
 from .mla import BatchMLAPagedAttentionWrapper
 

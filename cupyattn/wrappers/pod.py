@@ -7,10 +7,10 @@ from typing import Any
 from ..core import parse
 from ..core.problem import POS_ENCODING_MODES
 from ..core.tracing import Untraced
+from ..engine import geometry
+from ..engine.run_single import NO_EXTRAS, Extras
+from ..engine.run_single import run as run_single
 from ..errors import PlanError
-from ..inputs import geometry
-from ..single.run import NO_EXTRAS, Extras
-from ..single.run import run as run_single
 from ..typing import Array, Pages, Scale
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..array.views import ArrayView
-from ..batch.mask import Mask, read_intervals, read_mask
-from ..batch.plan_again import repeated
-from ..batch.requests import (
+from ..core.logits import LogitsExpression
+from ..engine import geometry
+from ..engine.logits import read as read_logits
+from ..engine.mask import Mask, read_intervals, read_mask
+from ..engine.plan_again import repeated
+from ..engine.requests import (
     Batch,
     PageNames,
     on_host,
@@ -19,12 +22,9 @@ from ..batch.requests import (
     require_same_offsets,
     with_mask,
 )
-from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, planning
-from ..core.logits import LogitsExpression
+from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.wrapper import BatchWrapper, planning
 from ..errors import UnsupportedError
-from ..inputs import geometry
-from ..inputs.logits import read as read_logits
 from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import (
     OlderCalls,

@@ -16,16 +16,16 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match_contiguous, require_same_dtype
-from ..batch.requests import host_integers
 from ..core import dtypes, parse
 from ..core.tracing import Untraced, untraced
+from ..engine import geometry as batch_geometry
+from ..engine import merge_states as module_merge
+from ..engine.kv_cache import is_pair, match_keys, planned
+from ..engine.requests import host_integers
+from ..engine.run_single import run_unmasked
+from ..engine.workspace import refuse_capture, require_apart, same_device
 from ..errors import ArgumentError
-from ..inputs import geometry as batch_geometry
-from ..inputs.kv_cache import is_pair, match_keys, planned
-from ..inputs.workspace import refuse_capture, require_apart, same_device
 from ..launch.driver import scratch
-from ..single.run import run_unmasked
-from ..states import merge as module_merge
 from ..typing import Array, ArrayT, Pages
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper

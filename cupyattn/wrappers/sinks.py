@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any, Literal
 
-from ..batch.wrapper import planning
 from ..core import dtypes, parse
 from ..core.problem import AttentionProblem
+from ..engine import geometry
+from ..engine.wrapper import planning
 from ..errors import UnsupportedError
-from ..inputs import geometry
 from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import accepts_old_plans, read_sink
 from .prefill import BatchPrefillWithPagedKVCacheWrapper

@@ -10,16 +10,16 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match, match_contiguous, match_output, require_dtype
-from ..batch import blocks as sparse
-from ..batch.mask import of_bits
-from ..batch.requests import with_mask
-from ..batch.run import NO_SCALES, run
-from ..batch.wrapper import exclusive, planning
 from ..core import dtypes, parse
 from ..core.dtypes import DType
 from ..core.problem import MAX_LENGTH
+from ..engine import blocks as sparse
+from ..engine import geometry
+from ..engine.mask import of_bits
+from ..engine.requests import with_mask
+from ..engine.run_batch import NO_SCALES, run
+from ..engine.wrapper import exclusive, planning
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import geometry
 from ..typing import Array, ArrayT, run_returns_lse
 from .block_sparse import BlockSparseBase, refuse_positions
 

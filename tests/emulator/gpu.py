@@ -25,9 +25,8 @@ from helpers.patching import replace_all
 
 from cupyattn import array, jit
 from cupyattn.array import ArrayView, Device, memory, views
-from cupyattn.batch import staging
 from cupyattn.core import device
-from cupyattn.inputs import index_arrays, workspace
+from cupyattn.engine import index_arrays, staging, workspace
 from cupyattn.launch.attention import load_kernels, read_tables
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import prefill_sm90, wide_decode_sm90, wide_sm90

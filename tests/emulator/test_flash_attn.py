@@ -14,13 +14,13 @@ from helpers.share import one_of
 
 from cupyattn import array
 from cupyattn.core import dtypes
+from cupyattn.engine.widening import widened
 from cupyattn.flash_attn import (
     attend,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from cupyattn.inputs.widening import widened
 from cupyattn.launch.attention import plan_batch
 
 from . import gpu

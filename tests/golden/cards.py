@@ -25,7 +25,7 @@ from helpers.patching import replace_all
 from cupyattn import array, jit
 from cupyattn.array import memory, views
 from cupyattn.core.device import NO_GPU, DeviceProps
-from cupyattn.inputs import call_cache
+from cupyattn.engine import call_cache
 from cupyattn.launch.attention import read_tables
 from cupyattn.launch.driver import params, scratch
 from cupyattn.launch.tiles.config import TileConfig, min_blocks

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import cupyattn
+from cupyattn.engine import run_single as run
 from cupyattn.errors import ArgumentError, UnsupportedError
-from cupyattn.single import run
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from helpers.poison import download, raw, upload
 from helpers.share import some
 
 import cupyattn
-from cupyattn.batch import own_workspace
+from cupyattn.engine import own_workspace
 from cupyattn.launch.attention.batch import BatchLauncher
 
 pytestmark = pytest.mark.gpu

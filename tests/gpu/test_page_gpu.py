@@ -18,8 +18,8 @@ from helpers.share import some
 import cupyattn
 from cupyattn import paging
 from cupyattn.core import dtypes
+from cupyattn.engine import call_cache
 from cupyattn.errors import ArgumentError
-from cupyattn.inputs import call_cache
 from cupyattn.launch.driver import enqueue
 
 pytestmark = pytest.mark.gpu

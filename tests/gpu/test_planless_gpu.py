@@ -16,8 +16,8 @@ from helpers.planless_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
 from helpers.poison import download, raw, upload
 
 import cupyattn
+from cupyattn.engine import call_cache
 from cupyattn.errors import ArgumentError, WorkspaceError
-from cupyattn.inputs import call_cache
 from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.driver import enqueue
 from cupyattn.schedule.tile_shape import TileShape

@@ -17,9 +17,9 @@ import pytest
 
 from cupyattn import array, reference
 from cupyattn.array import match
-from cupyattn.batch import staging
 from cupyattn.core import dtypes
-from cupyattn.inputs import call_cache, geometry, latent, workspace
+from cupyattn.engine import call_cache, geometry, staging, workspace
+from cupyattn.engine import latent_rows as latent
 from cupyattn.launch.attention import batch, read_tables
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
@@ -134,7 +134,7 @@ def forget() -> None:
 
 
 def _batch_module() -> Any:
-    from cupyattn.batch import wrapper
+    from cupyattn.engine import wrapper
 
     return wrapper
 

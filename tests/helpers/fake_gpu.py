@@ -24,14 +24,14 @@ import cupyattn
 from cupyattn import array, jit
 from cupyattn.array import memory, views
 from cupyattn.core import device, dtypes
-from cupyattn.inputs import call_cache
+from cupyattn.engine import call_cache
+from cupyattn.engine import prepared as planless
+from cupyattn.engine import run_single as run
 from cupyattn.launch.attention import load_kernels
 from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.tiles import decode_sm80, prefill_sm80, wide_sm80
 from cupyattn.launch.tiles.config import HOPPER, Target, TileConfig
 from cupyattn.launch.tiles.mixed_sm80 import mixed_config
-from cupyattn.planless import prepared as planless
-from cupyattn.single import run
 
 from .patching import replace, replace_all
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cupyattn.inputs import call_cache, geometry
+from cupyattn.engine import call_cache, geometry, prepared
+from cupyattn.engine import run_single as run
 from cupyattn.launch.attention import load_kernels, merge_levels, merge_splits, read_tables
 from cupyattn.launch.tiles import mixed_sm80, select
-from cupyattn.planless import prepared
-from cupyattn.single import run
 from cupyattn.wrappers import shared_prefix
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from cupyattn.batch.levels import join_levels, read_levels
+from cupyattn.engine.levels import join_levels, read_levels
 from cupyattn.schedule import Masking
 from cupyattn.schedule.batch import BatchRequests, Splitting
 from cupyattn.schedule.levels import MOST, Levels, Served

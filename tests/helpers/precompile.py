@@ -29,11 +29,12 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from cupyattn import jit
-from cupyattn.batch.levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
 from cupyattn.core.device import NO_GPU, overlaps_launches
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.core.spec import AttentionSpec
+from cupyattn.engine import run_single as single
+from cupyattn.engine.levels import flatten, join_levels, read_levels
 from cupyattn.launch.attention import (
     batch,
     kernels,
@@ -54,7 +55,6 @@ from cupyattn.launch.tiles.mixed_sm80 import MixedConfig, mixed_config
 from cupyattn.launch.tiles.row_classes import row_class
 from cupyattn.launch.tiles.select import tile_config
 from cupyattn.schedule.batch import BatchRequests
-from cupyattn.single import run as single
 from helpers import (
     batch_cases,
     cascade_calls,

@@ -48,7 +48,7 @@ def device(make: Callable[..., Any], stream: Any) -> Any:
 @pytest.fixture
 def only_cached_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Called: from here on, runs of batch wrappers have to be cached calls."""
-    from cupyattn.batch import run
+    from cupyattn.engine import run_batch as run
 
     def refuse(*_: object) -> None:
         raise AssertionError("a checked call where a cached one was expected")
@@ -62,7 +62,7 @@ def own_workspaces(device: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> li
     from helpers import fake_gpu
 
     from cupyattn import array
-    from cupyattn.batch import own_workspace
+    from cupyattn.engine import own_workspace
 
     makers = {name: fake_gpu.maker(name, monkeypatch) for name in ("torch", "cupy")}
     sizes: list[int] = []

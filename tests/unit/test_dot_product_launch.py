@@ -10,7 +10,7 @@ from helpers import fake_gpu
 from helpers.fake_gpu import Gpu
 
 from cupyattn import dot_product_attention
-from cupyattn.inputs import index_arrays
+from cupyattn.engine import index_arrays
 
 torch = pytest.importorskip("torch")
 B, T, S, H, HK, D, PAGE = 3, 4, 32, 8, 2, 64, 16

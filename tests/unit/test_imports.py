@@ -27,10 +27,9 @@ _RANKS = {
             ("launch/ops", "launch/tiles"),
             ("choose",),
             ("launch/attention",),
-            ("inputs", "launch/instances"),
-            ("page", "quantization", "single", "states"),
-            ("batch", "slots"),
-            ("planless",),
+            ("engine", "launch/instances"),
+            ("page", "quantization"),
+            ("slots",),
             ("wrappers",),
             (
                 *("attention", "cascade", "decode", "mla", "prefill", "pod", "sparse"),
@@ -49,7 +48,7 @@ _FRAMEWORKS = {"cupy", "cupyx", "cupy_backends", "torch", "transformers", "jax",
 _FRAMEWORKS |= {"minisgl", "sglang", "vllm"}
 # Rooms that talk to the device; schedule, reference, paging and most of core never do.
 _MAY_IMPORT_CUPY = {
-    *("array", "jit", "launch/driver", "launch/attention", "launch/ops", "inputs", "batch"),
+    *("array", "jit", "launch/driver", "launch/attention", "launch/ops", "engine"),
     *("bench", "cli", "demo", "integrations"),
 }
 # Rooms that call other libraries: bridges to them, and the peers of a benchmark.

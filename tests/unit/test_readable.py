@@ -19,22 +19,22 @@ _LONG: dict[str, int] = {
     "cupyattn/flash_attn/forward.py: varlen": 84,
     "cupyattn/flash_attn/forward.py: with_kvcache": 72,
     "cupyattn/mla.py: trtllm_batch_decode_with_kv_cache_mla": 92,
-    "cupyattn/planless/check.py: check": 77,
+    "cupyattn/engine/check_planless.py: check": 77,
     "cupyattn/trtllm.py: trtllm_fmha_v2_prefill": 62,
 }
 _MANY_WAYS: dict[str, int] = {
-    "cupyattn/batch/wrapper.py: BatchWrapper._upload": 16,
-    "cupyattn/inputs/call_cache.py: _comparer_torch": 18,
+    "cupyattn/engine/wrapper.py: BatchWrapper._upload": 16,
+    "cupyattn/engine/call_cache.py: _comparer_torch": 18,
 }
 # Calls in a file that pass several named arguments in one word.
 _STAR_CALLS: dict[str, int] = {
-    "cupyattn/batch/blocks.py": 1,
-    "cupyattn/batch/latent.py": 2,
-    "cupyattn/batch/logits.py": 1,
-    "cupyattn/batch/plan_again.py": 2,
-    "cupyattn/batch/reference.py": 1,
-    "cupyattn/batch/run.py": 1,
-    "cupyattn/batch/wrapper.py": 3,
+    "cupyattn/engine/blocks.py": 1,
+    "cupyattn/engine/run_latent.py": 2,
+    "cupyattn/engine/batch_logits.py": 1,
+    "cupyattn/engine/plan_again.py": 2,
+    "cupyattn/engine/batch_reference.py": 1,
+    "cupyattn/engine/run_batch.py": 1,
+    "cupyattn/engine/wrapper.py": 3,
     "cupyattn/dot_product.py": 5,
     "cupyattn/flash_attn/caches.py": 2,
     "cupyattn/flash_attn/forward.py": 1,
@@ -42,18 +42,18 @@ _STAR_CALLS: dict[str, int] = {
     "cupyattn/flash_attn/padding.py": 3,
     "cupyattn/flash_attn/rotary.py": 1,
     "cupyattn/flash_mla.py": 1,
-    "cupyattn/inputs/call_cache.py": 2,
-    "cupyattn/inputs/latent.py": 6,
+    "cupyattn/engine/call_cache.py": 2,
+    "cupyattn/engine/latent_rows.py": 6,
     "cupyattn/integrations/jax.py": 3,
-    "cupyattn/planless/cached.py": 2,
-    "cupyattn/planless/call.py": 2,
-    "cupyattn/planless/check.py": 2,
-    "cupyattn/planless/latent_reference.py": 1,
-    "cupyattn/planless/prepared.py": 1,
-    "cupyattn/planless/reference.py": 1,
-    "cupyattn/planless/views.py": 1,
-    "cupyattn/single/run.py": 5,
-    "cupyattn/states/merge.py": 4,
+    "cupyattn/engine/planless_cache.py": 2,
+    "cupyattn/engine/run_planless.py": 2,
+    "cupyattn/engine/check_planless.py": 2,
+    "cupyattn/engine/planless_latent_reference.py": 1,
+    "cupyattn/engine/prepared.py": 1,
+    "cupyattn/engine/planless_reference.py": 1,
+    "cupyattn/engine/views.py": 1,
+    "cupyattn/engine/run_single.py": 5,
+    "cupyattn/engine/merge_states.py": 4,
 }
 
 
@@ -65,8 +65,8 @@ _UNFORMATTED: dict[str, int] = {
     "cupyattn/flash_mla.py": 1,
     "cupyattn/integrations/torch_others.py": 1,
     "cupyattn/mla.py": 2,
-    "cupyattn/planless/latent.py": 1,
-    "cupyattn/planless/prepared.py": 1,
+    "cupyattn/engine/check_planless_latent.py": 1,
+    "cupyattn/engine/prepared.py": 1,
 }
 
 

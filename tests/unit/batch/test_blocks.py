@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cupyattn import reference
-from cupyattn.batch import blocks as sparse
-from cupyattn.batch.blocks import Blocks
+from cupyattn.engine import blocks as sparse
+from cupyattn.engine.blocks import Blocks
 
 # Rows [begin, end) and columns (begin, length) of each request; whether kernels can do it.
 PATTERNS = {

@@ -13,7 +13,7 @@ from helpers.fake_batch import Device, check
 from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
 
 import cupyattn
-from cupyattn.batch import run
+from cupyattn.engine import run_batch as run
 from cupyattn.errors import ArgumentError
 from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params

@@ -14,7 +14,7 @@ from helpers.fake_gpu import pointer
 from helpers.patching import replace
 
 import cupyattn
-from cupyattn.batch import requests
+from cupyattn.engine import requests
 from cupyattn.errors import ArgumentError, CupyAttnError, PlanError, UnsupportedError
 
 KINDS = ("decode", "paged", "ragged")

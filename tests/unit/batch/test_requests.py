@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyattn.batch import requests
-from cupyattn.batch.requests import read_rows
+from cupyattn.engine import requests
+from cupyattn.engine.requests import read_rows
 from cupyattn.errors import ArgumentError
 
 

@@ -12,7 +12,7 @@ from helpers.batches import HKV, HQ, D
 from helpers.fake_gpu import count_functions
 
 import cupyattn
-from cupyattn.batch import staging as wrapper
+from cupyattn.engine import staging as wrapper
 
 
 @pytest.fixture

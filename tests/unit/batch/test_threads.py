@@ -32,10 +32,10 @@ from helpers.shared_wrapper import (
 
 import cupyattn
 from cupyattn.array import views
-from cupyattn.batch.wrapper import BatchWrapper, planning
 from cupyattn.core import dtypes
+from cupyattn.engine.call_cache import Argument, CallCache
+from cupyattn.engine.wrapper import BatchWrapper, planning
 from cupyattn.errors import DeviceError, PlanError
-from cupyattn.inputs.call_cache import Argument, CallCache
 from cupyattn.launch.driver import enqueue
 
 

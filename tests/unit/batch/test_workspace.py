@@ -9,9 +9,9 @@ import pytest
 from helpers.batches import WORKSPACE, offsets
 
 import cupyattn
+from cupyattn.engine.geometry import Variant
+from cupyattn.engine.workspace import num_bytes
 from cupyattn.errors import WorkspaceError
-from cupyattn.inputs.geometry import Variant
-from cupyattn.inputs.workspace import num_bytes
 from cupyattn.launch.attention.layout import ANY_BATCH_BYTES
 
 _DIMS = (64, 96, 128, 192, 256, 512)

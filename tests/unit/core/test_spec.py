@@ -25,7 +25,7 @@ from helpers.batches import WORKSPACE
 from helpers.patching import replace
 
 from cupyattn.core.spec import AttentionSpec
-from cupyattn.inputs.spec import make_spec
+from cupyattn.engine.spec import make_spec
 
 FIELDS = dataclasses.fields(AttentionSpec)
 

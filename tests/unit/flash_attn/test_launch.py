@@ -12,6 +12,8 @@ from helpers import fake_gpu, precompile
 from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
 
 from cupyattn import array, jit
+from cupyattn.engine import call_cache, index_arrays
+from cupyattn.engine import run_planless as call
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
 from cupyattn.flash_attn import (
     flash_attn_combine,
@@ -22,8 +24,6 @@ from cupyattn.flash_attn import (
     get_scheduler_metadata,
     merge_state_v2,
 )
-from cupyattn.inputs import call_cache, index_arrays
-from cupyattn.planless import call
 
 torch = pytest.importorskip("torch")
 B, H, HK, D, PAGES, PAGE, WIDTH, ROOM = 4, 8, 2, 64, 20, 16, 5, 50

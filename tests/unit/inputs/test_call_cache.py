@@ -14,8 +14,8 @@ from helpers import fake_gpu
 
 from cupyattn import array
 from cupyattn.core import dtypes
-from cupyattn.inputs import call_cache
-from cupyattn.inputs.call_cache import Argument, CallCache
+from cupyattn.engine import call_cache
+from cupyattn.engine.call_cache import Argument, CallCache
 
 torch = pytest.importorskip("torch")
 WAYS = "in C++", "by attributes"

@@ -20,8 +20,8 @@ from helpers.xla_frames import XlaCall
 import cupyattn.integrations.jax as door
 from cupyattn.array import memory
 from cupyattn.core import recording
+from cupyattn.engine import latent_rows as latent
 from cupyattn.errors import ArgumentError
-from cupyattn.inputs import latent
 from cupyattn.integrations import xla_ffi
 from cupyattn.launch.driver import scratch
 

@@ -10,8 +10,8 @@ import pytest
 from helpers import jax_calls, torch_calls
 
 import cupyattn
+from cupyattn.engine import index_arrays
 from cupyattn.errors import ArgumentError
-from cupyattn.inputs import index_arrays
 
 
 def _fake(torch: Any, call: Callable[[], Any]) -> None:

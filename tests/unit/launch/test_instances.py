@@ -16,12 +16,12 @@ import cupyattn
 from cupyattn import jit
 from cupyattn.array import memory
 from cupyattn.core import device, dtypes
+from cupyattn.engine import run_planless as planless
 from cupyattn.errors import ArgumentError
 from cupyattn.launch.attention import load_kernels, single
 from cupyattn.launch.instances import LEVELS, SHARED_BYTES, Selection, instances, one_option
 from cupyattn.launch.tiles.mixed_sm80 import mixed_config
 from cupyattn.launch.tiles.select import tile_config
-from cupyattn.planless import call as planless
 
 Instance = tuple[str, jit.Config]
 _ROUNDS, _WORKSPACE = 150, 128 << 20

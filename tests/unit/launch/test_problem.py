@@ -15,10 +15,10 @@ from cupyattn.array import ArrayView, Device
 from cupyattn.core import dtypes
 from cupyattn.core.device import NO_GPU, device_props, imagine
 from cupyattn.core.problem import AttentionProblem
+from cupyattn.engine import run_single as run
 from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.launch.attention.load_kernels import load_kernel
 from cupyattn.launch.tiles.row_classes import DECODE, LARGE
-from cupyattn.single import run
 
 HALF = dtypes.float16
 GOOD = AttentionProblem(HALF, HALF, HALF, 128, 128)

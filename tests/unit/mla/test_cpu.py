@@ -19,10 +19,10 @@ from helpers.share import one_of
 import cupyattn
 from cupyattn import mla, reference
 from cupyattn.core import dtypes
+from cupyattn.engine import check_planless_latent as latent
+from cupyattn.engine.geometry import Variant
 from cupyattn.errors import ArgumentError, UnsupportedError, WorkspaceError
-from cupyattn.inputs.geometry import Variant
 from cupyattn.launch.attention.layout import ANY_BATCH_BYTES
-from cupyattn.planless import latent
 
 COUNT, BLOCK = 360, 40
 SCALE = 1.0 / math.sqrt(128 + 64)

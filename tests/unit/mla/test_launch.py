@@ -15,11 +15,11 @@ from helpers.mla_cases import PROBLEMS, Case
 from helpers.patching import replace as replace_everywhere
 
 from cupyattn import array, mla
-from cupyattn.batch import latent
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
 from cupyattn.core.problem import AttentionProblem
+from cupyattn.engine import latent_rows as parts
+from cupyattn.engine import run_latent as latent
 from cupyattn.errors import ArgumentError, UnsupportedError
-from cupyattn.inputs import latent as parts
 from cupyattn.launch.attention import tma_wide
 from cupyattn.launch.driver import tensor_map
 from cupyattn.launch.tiles.decode_sm80 import few_rows

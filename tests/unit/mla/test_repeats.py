@@ -10,9 +10,9 @@ import pytest
 from helpers import fake_gpu
 
 from cupyattn import flash_mla, mla
+from cupyattn.engine import check_planless_latent as latent
+from cupyattn.engine import latent_rows as parts
 from cupyattn.errors import ArgumentError, UnsupportedError
-from cupyattn.inputs import latent as parts
-from cupyattn.planless import latent
 
 B, H, PAGES, SIZE = 3, 16, 4, 16
 

@@ -17,8 +17,8 @@ from helpers.fake_gpu import STREAM, Gpu, maker, pointer
 import cupyattn
 from cupyattn import array, jit
 from cupyattn.core import dtypes
+from cupyattn.engine.workspace import int32_on_device
 from cupyattn.errors import ArgumentError
-from cupyattn.inputs.workspace import int32_on_device
 from cupyattn.launch.ops import append_paged_kv_cache as launcher
 from cupyattn.slots import reshape_and_cache
 

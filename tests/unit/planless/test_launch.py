@@ -12,11 +12,11 @@ from helpers import fake_gpu
 from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
+from cupyattn.engine import run_planless as call
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
 from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.driver import scratch
 from cupyattn.launch.ops import packbits
-from cupyattn.planless import call
 from cupyattn.schedule import Masking
 from cupyattn.schedule.capacity import plan_capacity
 from cupyattn.schedule.tile_shape import TileShape

@@ -14,7 +14,8 @@ from helpers.fake_gpu import Gpu, pointer
 from helpers.wrong_calls import Entry
 from helpers.wrong_others import entries
 
-from cupyattn.planless import call, latent
+from cupyattn.engine import check_planless_latent as latent
+from cupyattn.engine import run_planless as call
 
 Make = Callable[..., Any]
 

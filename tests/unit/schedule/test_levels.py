@@ -8,7 +8,7 @@ from helpers.level_plans import SHAPES, Cascade, cascades, offsets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyattn.batch.levels import flatten, read_levels
+from cupyattn.engine.levels import flatten, read_levels
 from cupyattn.errors import ArgumentError, PlanError
 from cupyattn.schedule import Masking, tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Splitting

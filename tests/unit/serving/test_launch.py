@@ -10,9 +10,17 @@ from helpers import fake_gpu
 from helpers.fake_gpu import Gpu, count_functions
 
 from cupyattn import array
+from cupyattn.engine import (
+    check_planless_latent as latent,
+)
+from cupyattn.engine import (
+    index_arrays,
+    prepared,
+)
+from cupyattn.engine import (
+    run_planless as call,
+)
 from cupyattn.errors import PlanError
-from cupyattn.inputs import index_arrays
-from cupyattn.planless import call, latent, prepared
 from cupyattn.serving import (
     AttentionBackend,
     BackendConfig,

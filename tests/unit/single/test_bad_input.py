@@ -16,8 +16,8 @@ from helpers.bad_input import Row, by_row, of, read_only, refuse, rows_of
 
 import cupyattn
 from cupyattn.core import dtypes
+from cupyattn.engine import run_single as run
 from cupyattn.errors import UnsupportedError
-from cupyattn.single import run
 
 Q, KV = (4, 4, 16), (6, 2, 16)
 LONG = 2**31

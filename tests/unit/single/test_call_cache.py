@@ -10,8 +10,8 @@ import pytest
 from helpers.fake_gpu import Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
+from cupyattn.engine import run_single as run
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
-from cupyattn.single import run
 
 prefill, decode = cupyattn.single_prefill_with_kv_cache, cupyattn.single_decode_with_kv_cache
 

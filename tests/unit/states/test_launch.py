@@ -14,10 +14,10 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, maker, poin
 import cupyattn
 from cupyattn import array, jit
 from cupyattn.core import dtypes
+from cupyattn.engine import merge_states as merge
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import merge_states as launcher
-from cupyattn.states import merge
 
 N, M, H, D = 6, 5, 3, 64
 _NAMES = (

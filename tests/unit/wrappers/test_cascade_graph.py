@@ -16,7 +16,7 @@ from helpers.fake_gpu import pointer
 
 import cupyattn
 from cupyattn import array
-from cupyattn.batch import own_workspace
+from cupyattn.engine import own_workspace
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
 from cupyattn.launch.attention.batch import BatchLauncher
 

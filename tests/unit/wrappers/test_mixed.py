@@ -12,7 +12,7 @@ from helpers.fake_batch import Device
 
 import cupyattn
 from cupyattn import array
-from cupyattn.batch import wrapper
+from cupyattn.engine import wrapper
 from cupyattn.errors import ArgumentError, PlanError
 
 QO_LEN, KV_LEN = [3, 1, 0, 40], [7, 0, 11, 40]

@@ -1,1 +1,0 @@
-"""Attention of a batch that plan() has laid out on the host."""

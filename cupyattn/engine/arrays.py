@@ -1,0 +1,55 @@
+"""The arrays of a call without a plan, by their roles."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..core.records import maker
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call as given; None where there is none.
+
+    q, k, v      queries and keys; of one tensor for keys and values v is None. Without block_tables
+                 k and v are rows of all requests, else pages. Of latent attention q and k are rows
+                 of both parts, or of the latent part beside q_rope and k_rope, and there is no v
+    block_tables pages of each request [B, max_pages], or slots of keys [..., most keys] in a list
+    kv_lens, qo_lens, qo_offsets, kv_offsets  see plan_batch.Lengths; offsets without lengths are
+                 cumulative, as kv_lens are with `cumulative_kv_lens`. kv_lens None for a list: all
+    o_offsets, v_offsets  must say the same as those of q and k, which are read in their place
+    scale_q, scale_k, scale_v  one number each in memory: the first two multiply the logits, the
+                 last the output
+    mask         over the query tokens of requests that have equally many (row_mask.py)
+    kv_begin     the first key of each request, of those that kv_lens counts
+    alibi_slopes  float32 [num_qo_heads] or [B, num_qo_heads]: minus the slope times the distance of
+                 query and key is added to the logits, behind the soft cap
+    max_logits   float32 [rows, heads] of lists, -inf, to be raised to the largest natural logits
+    Slopes and scales [B, heads] are of the caller's requests, see `sharers` of Options
+    """
+
+    q: Any
+    k: Any
+    v: Any = None
+    workspace: Any = None
+    block_tables: Any = None
+    kv_lens: Any = None
+    out: Any = None
+    lse: Any = None
+    qo_lens: Any = None
+    qo_offsets: Any = None
+    kv_offsets: Any = None
+    o_offsets: Any = None
+    v_offsets: Any = None
+    sinks: Any = None
+    scale_q: Any = None
+    scale_k: Any = None
+    scale_v: Any = None
+    mask: Any = None
+    kv_begin: Any = None
+    alibi_slopes: Any = None
+    q_rope: Any = None
+    k_rope: Any = None
+    max_logits: Any = None
+
+
+make_arrays = maker(Arrays)

@@ -1,0 +1,587 @@
+"""Checks of a call without a plan: what its arrays must be, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..array.match import Dims, match_output
+from ..core import dtypes, logits, parse
+from ..core.logits import LogitsExpression
+from ..core.parse import require_int
+from ..core.problem import MAX_LENGTH
+from ..errors import ArgumentError, UnsupportedError
+from ..launch.attention.plan_batch import IndexFormat, Lengths
+from . import row_mask
+from .arrays import Arrays
+from .geometry import Geometry, PlanOptions, find_geometry
+from .kv_cache import Keys, view_ragged
+from .spec import Given, require_group
+from .views import (
+    Names,
+    Scales,
+    Tables,
+    merge_leading,
+    view_cache,
+    view_index,
+    view_rows,
+    view_scales,
+    view_sinks,
+    view_slopes,
+    view_tables,
+)
+from .workspace import steps
+
+_REPEATED = "batch_offsets_o", "batch_offsets_v"
+# What expressions call the slopes and the soft cap of a call.
+_SLOPES, _CAP = "slopes", "cap"
+
+
+class Options(NamedTuple):
+    """What else decides about a call, as given, where it is hashable.
+
+    q_axes       how many dimensions q may have
+    q_len        rows of each request; 0: as the arrays say
+    max_q_len    the most of one request; None: unknown
+    max_kv_len   the same of its keys: it bounds how often keys are worth splitting
+    sm_scale     the whole scale of the logits, but for scale_q and scale_k
+    kv_scale     of fp8 keys and values, without effect on others (xqa's; with it, scale_k is such
+                 a one too, and the logits are divided by the root of head_dim); None for others
+    in_elements  offsets count elements, not tokens
+    from_host    lengths and offsets may be on the host
+    pads_lse     the LSE is [B, max_q_len, num_qo_heads] in natural log, -inf where there is no row;
+                 else like q, base 2
+    extents      num_kv_heads, page_size and head_dim, where the caller says them again
+    scales_by_head  scales may be [num_kv_heads] or [B, num_kv_heads] too
+    attention_chunk  keys of a chunk: a row sees those of its own chunk; 0: all
+    has_table_offsets  with a page table kv_offsets say where each request's pages begin in it, in
+                 entries, for requests that need not be its rows
+    most_kv_len  with such offsets, the most keys of one request: more are cut. None: as many as the
+                 table has room for
+    shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
+    cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
+                 more, to the next
+    sharers      requests, one after another, that are one of the caller's
+    """
+
+    names: Names
+    kv_layout: Any
+    q_axes: tuple[int, ...] = (3,)
+    q_len: Any = 1
+    max_q_len: Any = None
+    max_kv_len: Any = None
+    sm_scale: Any = 1.0
+    kv_scale: Any = None
+    output_scale: Any = 1.0
+    window_left: Any = -1
+    causal: Any = True
+    o_dtype: Any = None
+    in_elements: bool = False
+    from_host: bool = False
+    pads_lse: bool = False
+    return_lse: Any = False
+    extents: tuple[Any, Any, Any] = (None, None, None)
+    window_right: Any = -1
+    logits_soft_cap: Any = None
+    pos_encoding_mode: Any = "NONE"
+    scales_by_head: bool = False
+    attention_chunk: int = 0
+    has_table_offsets: bool = False
+    shares_pages: Any = True
+    cumulative_kv_lens: bool = False
+    most_kv_len: int | None = None
+    sharers: int = 1
+
+
+class Indices(NamedTuple):
+    """Views of lengths and offsets, as in Arrays; on a GPU kv_lens may be cumulative."""
+
+    qo_lens: ArrayView | None
+    kv_lens: ArrayView
+    qo_offsets: ArrayView | None
+    kv_offsets: ArrayView | None
+    o_offsets: ArrayView | None
+    v_offsets: ArrayView | None
+    kv_begin: ArrayView | None
+
+
+class Extents(NamedTuple):
+    """What changes from step to step of a server.
+
+    num_keys  rows that k and v hold, or pages
+    table     rows of the page table, entries of each, and entries from row to row; or None
+    """
+
+    num_requests: int
+    num_rows: int
+    num_keys: int
+    table: tuple[int, int, int] | None
+
+
+class LengthForm(NamedTuple):
+    """What calls of one signature share of their Lengths; options as in Options, where they are
+    numbers."""
+
+    names: Names
+    q_len: int
+    max_q_len: int | None
+    max_kv_len: int | None
+    most_kv_len: int | None
+    has_table_offsets: bool
+    page_size: int
+    group_size: int
+    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    has_kv_begin: bool
+    has_qo_lens: bool
+    has_qo_offsets: bool
+    has_kv_offsets: bool
+    sharers: int
+
+    def lengths(self, extents: Extents) -> Lengths:
+        """Raises ArgumentError and UnsupportedError where extents do not fit each other."""
+        names, qo_len = self.names, self.q_len
+        count, num_rows, num_keys, table = extents
+        if not self.has_qo_offsets:
+            if not qo_len and not self.has_qo_lens and count == 1:
+                qo_len = num_rows
+            if not qo_len and count > 1:
+                raise ArgumentError(
+                    f"{names.qo_offsets}: got None for {count} requests; wanted where the rows of "
+                    f"each begin in {names.q}"
+                )
+            if qo_len and num_rows != count * qo_len:
+                raise ArgumentError(
+                    f"{names.q}: holds {num_rows} rows; wanted {count * qo_len}, {qo_len} for each "
+                    f"of the {count} requests"
+                )
+        most = qo_len or max(1, num_rows)
+        if self.max_q_len is not None:
+            most = qo_len or min(most, max(1, self.max_q_len))
+        max_keys, step = num_keys, 0
+        if table is not None:
+            # Requests that are no rows of the table may begin at any of its entries.
+            rows = table[0] if self.has_table_offsets else 1
+            max_keys, step = rows * table[1] * self.page_size, table[2] if count > 1 else 0
+        elif not self.has_kv_offsets and count > 1:
+            raise ArgumentError(
+                f"{names.kv_offsets}: got None for {count} requests without {names.block_tables}; "
+                f"wanted where the keys of each begin in {names.k}"
+            )
+        if max_keys > MAX_LENGTH or num_rows * self.group_size > MAX_LENGTH:
+            raise UnsupportedError(
+                f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} "
+                f"keys; at most {MAX_LENGTH} keys and query rows of one KV head are supported"
+            )
+        kv_room = max_keys
+        if self.most_kv_len is not None:
+            max_keys = min(max_keys, self.most_kv_len)
+        return Lengths(
+            num_requests=count,
+            num_rows=num_rows,
+            qo_len=qo_len or -1,
+            max_qo_len=most,
+            kv_step=step,
+            max_kv_len=max_keys,
+            likely_kv_len=max_keys if self.max_kv_len is None else min(max_keys, self.max_kv_len),
+            formats=self.formats,
+            is_ragged=self.has_qo_lens
+            or self.has_qo_offsets
+            or self.has_kv_offsets
+            or self.has_kv_begin
+            or self.formats[1].unit < 0,
+            sharers=self.sharers,
+            kv_room=kv_room,
+        )
+
+
+@dataclass(slots=True)
+class Call:
+    """A checked call. Views of q, out and lse have their leading axes merged.
+
+    form, extents  what lengths are made of
+    units      elements of a token in the offsets of o and v
+    mask_bits  of each row: the query tokens of every request, or the most of one
+    """
+
+    q: ArrayView
+    keys: Keys
+    block_tables: ArrayView | None
+    value_tables: ArrayView | None
+    indices: Indices
+    sinks: ArrayView | None
+    mask: ArrayView | None
+    scales: Scales
+    out: ArrayView | None
+    lse: ArrayView | None
+    geometry: Geometry
+    form: LengthForm
+    extents: Extents
+    lengths: Lengths
+    units: tuple[int, int]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    pads_lse: bool
+    return_lse: bool
+    attention_chunk: int
+    alibi_slopes: ArrayView | None
+    mask_bits: int = 0
+    has_table_offsets: bool = False
+
+    @property
+    def rows(self) -> ArrayView:
+        """The queries."""
+        return self.q
+
+    @property
+    def names(self) -> Names:
+        return self.form.names
+
+    @property
+    def inputs(self) -> dict[str, ArrayView | None]:
+        """The arrays that the call reads, by what messages call them."""
+        return inputs_of(self, self.form.names)
+
+    @property
+    def launches(self) -> bool:
+        """Whether there is something to write."""
+        has_lse = self.lse is not None and self.pads_lse and self.lse.shape[0] > 0
+        return self.q.shape[0] > 0 or has_lse
+
+    def view_lse(self, lse: Any) -> ArrayView:
+        """The LSE as kernels write it."""
+        v = array.view(lse, "lse")
+        return v if self.pads_lse else merge_leading(v, "lse", 1)
+
+
+def check(arrays: Arrays, options: Options) -> Call:
+    """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
+    names, dims = options.names, Dims()
+    layout = parse.kv_layout(options.kv_layout)
+    given_q = view_rows(arrays.q, names.q, options.q_axes)
+    vq = merge_leading(given_q, names.q, 2)
+    dims["head_dim_qk"] = vq.shape[2]
+    dims.source["head_dim_qk"] = names.q
+    keys, tables = _view_keys(arrays, options, layout, dims)
+    table, value_table, value_pages = tables or (None, None, 0)
+    _check_extents(options, dims, layout)
+    other_heads = dims["page_size"] if names.has_layout and table is not None else 0
+    name = f"{names.q}, {names.k}"
+    require_group(vq.shape[1], dims["num_kv_heads"], name, layout, other_heads)
+    indices, count = _indices(arrays, options, table, vq, keys)
+    owners = count // options.sharers
+    scales = view_scales(
+        (arrays.scale_q, arrays.scale_k, arrays.scale_v),
+        (options.sm_scale, options.kv_scale, options.output_scale),
+        (names.sm_scale, names.k_scale, names.output_scale),
+        vq.shape[2],
+        keys.k.dtype.is_fp8,
+        (owners, dims["num_kv_heads"]) if options.scales_by_head else None,
+    )
+    slopes = None
+    if arrays.alibi_slopes is not None:
+        slopes = view_slopes(arrays.alibi_slopes, owners, vq.shape[1])
+    vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
+    given = _given(options, layout, vq, vout, scales.logits, value_pages, slopes)
+    geometry = find_geometry(
+        PlanOptions(
+            *(vq.device, vq.shape[1], dims["num_kv_heads"]),
+            *(dims["head_dim_qk"], dims["head_dim_vo"], dims.get("page_size", 0)),
+            *(vq.dtype, keys.k.dtype),
+            None,
+            given,
+        )
+    )
+    form = _length_form(options, geometry, vq, indices)
+    extents = Extents(
+        count,
+        vq.shape[0],
+        keys.size,
+        None if table is None else (*table.shape, table.strides[0]),  # type: ignore[arg-type]
+    )
+    call = Call(
+        q=vq,
+        keys=keys,
+        block_tables=table,
+        value_tables=value_table,
+        indices=indices,
+        sinks=None if arrays.sinks is None else view_sinks(arrays.sinks, vq.shape[1]),
+        mask=None,
+        scales=scales,
+        out=vout,
+        lse=None if arrays.lse is None else array.view(arrays.lse, "lse"),
+        geometry=geometry,
+        form=form,
+        extents=extents,
+        lengths=form.lengths(extents),
+        units=(vq.shape[1] * dims["head_dim_vo"], dims["num_kv_heads"] * dims["head_dim_vo"])
+        if options.in_elements
+        else (1, 1),
+        out_shape=(*given_q.shape[:-1], dims["head_dim_vo"]),
+        lse_shape=tuple(given_q.shape[:-1]),
+        pads_lse=options.pads_lse,
+        return_lse=parse.flag(options.return_lse, "return_lse"),
+        attention_chunk=options.attention_chunk,
+        alibi_slopes=slopes,
+        has_table_offsets=options.has_table_offsets,
+    )
+    if vq.device.kind == "cuda":
+        _refuse_on_gpu(call, names)
+    if arrays.mask is not None:
+        call.mask, call.mask_bits = _view_mask(arrays.mask, options, call.lengths)
+    if options.pads_lse:
+        call.lse_shape = _padded_lse_shape(call, options)
+    _check_places(call, names)
+    return call
+
+
+def _view_keys(
+    arrays: Arrays, options: Options, kv_layout: str, dims: Dims
+) -> tuple[Keys, Tables | None]:
+    """Keys and values in pages, with their tables, or in rows of all requests."""
+    names = options.names
+    if arrays.block_tables is None:
+        return view_ragged(arrays.k, arrays.v, "NHD", dims, (names.k, names.v)), None
+    keys = view_cache(arrays.k, arrays.v, kv_layout, names, dims)
+    are_shared = parse.flag(options.shares_pages, "uses_shared_paged_kv_idx")
+    return keys, view_tables(arrays.block_tables, names.block_tables, are_shared)
+
+
+def _given(
+    options: Options,
+    kv_layout: str,
+    vq: ArrayView,
+    vout: ArrayView | None,
+    sm_scale: float,
+    value_pages: int,
+    slopes: ArrayView | None,
+) -> Given:
+    o_dtype, soft_cap = options.o_dtype, options.logits_soft_cap
+    if o_dtype is None:
+        o_dtype = vq.dtype if vout is None else vout.dtype
+    encoding, expression = options.pos_encoding_mode, None
+    # The reference takes slopes as they are given.
+    if slopes is not None and vq.device.kind == "cuda":
+        expression = _slope_logits(options, slopes)
+        encoding, soft_cap = ("ALIBI", soft_cap) if expression is None else ("NONE", None)
+    return Given(
+        kv_layout=kv_layout,
+        causal=options.causal,
+        pos_encoding_mode=encoding,
+        window_left=options.window_left,
+        logits_soft_cap=soft_cap,
+        sm_scale=sm_scale,
+        o_dtype=dtypes.parse(o_dtype, options.names.o_dtype),
+        value_pages=value_pages,
+        window_right=options.window_right,
+        logits=expression,
+    )
+
+
+def _slope_logits(options: Options, slopes: ArrayView) -> LogitsExpression | None:
+    """Slopes as an expression, where they are not what kernels know as ALiBi: a bias that grows
+    with the key, ahead of the soft cap. None where they are."""
+    cap = parse.soft_cap(options.logits_soft_cap)
+    right = parse.window(options.window_right, "window_right")
+    if not cap and (parse.flag(options.causal, "causal") or right == 0):
+        return None
+    is_one_row = slopes.strides[0] == 0
+    if slopes.strides[0] not in (0, slopes.shape[1]):
+        raise UnsupportedError(
+            "alibi_slopes: has rows that are apart, which no kernel takes where rows see keys to "
+            "their right, or behind a soft cap; pass a contiguous array"
+        )
+    logit = f"{_CAP} * tanh(logit / {_CAP})" if cap else "logit"
+    place = "head" if is_one_row else "batch, head"
+    transform = f"{logit} - {_SLOPES}[{place}] * abs(kv_idx - q_idx)"
+    arrays = ((_SLOPES, dtypes.float32, 1 if is_one_row else 2),)
+    return logits.make(transform, None, arrays, ((_CAP, dtypes.float32, cap),) if cap else ())
+
+
+def _view_mask(mask: Any, options: Options, lengths: Lengths) -> tuple[ArrayView, int]:
+    """The mask, and the bits of each of its rows."""
+    is_ragged = lengths.qo_len < 1
+    num_bits = lengths.qo_len
+    if is_ragged:
+        num_bits = require_int(options.max_q_len, options.names.max_q_len)
+    return row_mask.view_row_mask(mask, lengths.num_rows, num_bits, is_ragged=is_ragged), num_bits
+
+
+def _padded_lse_shape(call: Call, options: Options) -> tuple[int, ...]:
+    num_rows, num_heads, _ = call.q.shape
+    name = options.names.max_q_len
+    most = require_int(options.max_q_len, name, min(1, num_rows))
+    shape = call.lengths.num_requests, most, num_heads
+    if call.return_lse and math.prod(shape) > MAX_LENGTH:
+        raise UnsupportedError(
+            f"{name}: got {most}, so that the LSE has shape {list(shape)}; at most {MAX_LENGTH} "
+            "elements are supported"
+        )
+    return shape
+
+
+def _refuse_on_gpu(call: Call, names: Names) -> None:
+    """UnsupportedError for what only the reference serves."""
+    spec = call.geometry.spec
+    if any(call.scales.steps) and spec.problem().is_wide:
+        raise UnsupportedError(
+            f"{names.k_scale}, {names.output_scale}: scales that differ between requests have no "
+            f"GPU kernel with head dims {spec.head_dim_qk} and {spec.head_dim_vo}; pass one for "
+            "each KV head"
+        )
+    for name, is_given in (
+        (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
+        ("attention_chunk", call.attention_chunk > 0),
+        ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
+    ):
+        if is_given:
+            raise UnsupportedError(
+                f"{name}: has no GPU kernel in this call; leave it out, or pass CPU arrays"
+            )
+
+
+def _check_extents(options: Options, dims: Dims, kv_layout: str) -> None:
+    symbols = {"num_kv_heads": "num_kv_heads", "page_size": "page_size", "head_dim": "head_dim_qk"}
+    for (name, symbol), extent in zip(symbols.items(), options.extents, strict=True):
+        have = dims.get(symbol, 0)
+        if extent is not None and require_int(extent, name, 0) != have:
+            others = {"num_kv_heads": "page_size", "page_size": "num_kv_heads"}
+            is_other = extent == dims.get(others.get(name, ""))
+            hint = f"; kv_layout={parse.other_layout(kv_layout)!r} would fit" if is_other else ""
+            raise ArgumentError(f"{name}: got {extent}, but the arrays have {have}{hint}")
+
+
+def _indices(
+    arrays: Arrays, options: Options, table: ArrayView | None, vq: ArrayView, keys: Keys
+) -> tuple[Indices, int]:
+    """The views, and the number of requests."""
+    names = options.names
+    kv_lens, are_derived = arrays.kv_lens, arrays.kv_lens is None
+    if are_derived and (table is not None or arrays.kv_offsets is None):
+        raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
+    if table is not None and not options.has_table_offsets:
+        count = table.shape[0]
+    elif are_derived:
+        count = max(0, math.prod(array.view(arrays.kv_offsets, names.kv_offsets).shape) - 1)
+    else:
+        count = math.prod(array.view(kv_lens, names.kv_lens).shape)
+        count -= options.cumulative_kv_lens
+    for repeated, given, name, wanted in (
+        (arrays.o_offsets, arrays.qo_offsets, _REPEATED[0], names.qo_offsets),
+        (arrays.v_offsets, arrays.kv_offsets, _REPEATED[1], names.kv_offsets),
+    ):
+        if repeated is not None and given is None:
+            raise ArgumentError(f"{name}: given without {wanted}; pass both, or none")
+    are_cumulative = arrays.qo_lens is None and not options.q_len
+    either = (count, count + 1)
+    found = Indices(
+        *(
+            None if x is None else view_index(x, name, counts, vq, options.from_host)
+            for x, name, counts in (
+                (arrays.qo_lens, names.qo_lens, (count,)),
+                (kv_lens, names.kv_lens, (count + options.cumulative_kv_lens,)),
+                (arrays.qo_offsets, names.qo_offsets, (count + 1,) if are_cumulative else either),
+                (arrays.kv_offsets, names.kv_offsets, either),
+                (arrays.o_offsets, _REPEATED[0], either),
+                (arrays.v_offsets, _REPEATED[1], either),
+                (arrays.kv_begin, names.kv_begin, (count,)),
+            )
+        )  # type: ignore[arg-type]
+    )
+    if are_derived:
+        found = found._replace(kv_lens=found.kv_offsets)  # type: ignore[arg-type]
+    is_cumulative = are_derived or options.cumulative_kv_lens
+    if is_cumulative and vq.device.kind == "cpu":
+        unit = keys.k.shape[1] * keys.k.shape[2] if are_derived and options.in_elements else 1
+        name = names.kv_offsets if are_derived else names.kv_lens
+        require_from_zero(array.as_numpy(found.kv_lens).reshape(-1), name)
+        found = found._replace(kv_lens=steps(found.kv_lens, unit, names.kv_lens))
+    return found, count
+
+
+def require_from_zero(offsets: np.ndarray, name: str) -> None:
+    """ArgumentError unless offsets that say lengths too begin at 0."""
+    if offsets.size and offsets[0]:
+        raise ArgumentError(
+            f"{name}: begins at {offsets[0]}; wanted offsets from 0 on, which the first request has"
+        )
+
+
+def _length_form(
+    options: Options,
+    geometry: Geometry,
+    vq: ArrayView,
+    indices: Indices,
+) -> LengthForm:
+    names = options.names
+    max_q_len, max_kv_len = options.max_q_len, options.max_kv_len
+    if max_q_len is not None:
+        max_q_len = require_int(max_q_len, names.max_q_len, min(1, vq.shape[0]))
+    if max_kv_len is not None:
+        # Bounds are rounded up, beyond 32 bits too.
+        max_kv_len = require_int(max_kv_len, names.max_kv_len, 0, 2**32)
+    spec = geometry.spec
+    dim = spec.head_dim_qk if options.in_elements else 0
+    of_q, of_keys = spec.num_qo_heads * dim or 1, spec.num_kv_heads * dim or 1
+    # Only those of the device are cumulative.
+    has_steps = indices.kv_lens is indices.kv_offsets or options.cumulative_kv_lens
+    of_lens = 1
+    if has_steps and vq.device.kind == "cuda":
+        of_lens = -of_keys if indices.kv_lens is indices.kv_offsets else -1
+    formats = [
+        IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype, unit)
+        for v, unit in zip(
+            (*indices[:4], indices.kv_begin), (1, of_lens, of_q, of_keys, 1), strict=True
+        )
+    ]
+    return LengthForm(
+        names=names,
+        q_len=require_int(options.q_len, names.q_len, 0),
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        most_kv_len=options.most_kv_len,
+        has_table_offsets=options.has_table_offsets,
+        page_size=spec.page_size,
+        group_size=spec.group_size,
+        formats=tuple(formats),  # type: ignore[arg-type]
+        has_kv_begin=indices.kv_begin is not None,
+        has_qo_lens=indices.qo_lens is not None,
+        has_qo_offsets=indices.qo_offsets is not None,
+        has_kv_offsets=indices.kv_offsets is not None,
+        sharers=options.sharers,
+    )
+
+
+def inputs_of(call: Call, names: Names) -> dict[str, ArrayView | None]:
+    """The arrays that a call reads, by what messages call them."""
+    inputs = {
+        names.q: call.q,
+        names.k: call.keys.k,
+        names.v: call.keys.v,
+        names.block_tables: call.block_tables,
+        "sinks": call.sinks,
+        "mask": call.mask,
+        "alibi_slopes": call.alibi_slopes,
+        names.sm_scale: call.scales.views[0],
+        names.k_scale: call.scales.views[1],
+        names.output_scale: call.scales.views[2],
+    }
+    labels = names.qo_lens, names.kv_lens, names.qo_offsets, names.kv_offsets
+    return inputs | dict(zip((*labels, *_REPEATED, names.kv_begin), call.indices, strict=True))
+
+
+def _check_places(call: Call, names: Names) -> None:
+    """Where arrays are, and whether the answers may be written, whose leading axes it merges."""
+    inputs = inputs_of(call, names)
+    array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
+    dtype_o = call.geometry.spec.dtype_o
+    match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)
+    match_output(call.lse, call.lse_shape, dtypes.float32, "lse", **inputs)
+    if call.out is not None:
+        call.out = merge_leading(call.out, names.out, 2)
+    if call.lse is not None and not call.pads_lse:
+        call.lse = merge_leading(call.lse, "lse", 1)

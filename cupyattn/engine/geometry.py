@@ -1,0 +1,202 @@
+"""The geometry of a batch: what plan() is told besides lengths, checked and derived once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ..array import Device
+from ..core import dtypes, parse
+from ..core.device import NO_GPU
+from ..core.parse import BOOLS, zeros_and_ones
+from ..core.spec import AttentionSpec
+from ..errors import PlanError, UnsupportedError
+from ..launch.attention.batch import BatchLauncher
+from .spec import Given, make_spec
+
+_MAX_GEOMETRIES = 4096
+_UNKNOWN: tuple[None, list[int]] = None, []
+_BACKENDS = (
+    *("auto", "fa2", "fa3", "cudnn", "cutlass", "cute-dsl", "trtllm-gen", "trtllm-native", "xqa"),
+)
+
+
+class PlanOptions(NamedTuple):
+    """What a plan fixes besides lengths, as given: the key of the cache of geometries.
+
+    mask_form: None without a mask; "runs" for intervals of keys (mask.py), and "ranges" for
+            those that do without causality
+    """
+
+    device: Device
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int | None
+    page_size: int  # 0: ragged keys
+    q_data_type: object
+    kv_data_type: object
+    mask_form: str | None
+    given: Given
+
+    def changed(self, **changes: Any) -> PlanOptions:
+        """With those changed that are not None, here or in `given`."""
+        new = {name: x for name, x in changes.items() if x is not None}
+        own = {name: new.pop(name) for name in self._fields if name in new}
+        return self._replace(**own, given=self.given._replace(**new))
+
+
+class Variant(NamedTuple):
+    """What a run decides about the kernel; see AttentionProblem. A run may bring a mask, or scales
+    of keys."""
+
+    aligned: bool
+    prescale_logits: bool
+    has_mask: bool = False
+    key_scales: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Geometry:
+    """What plans with the same options share.
+
+    kv_axis  the axis of a cache along which its size may change: pages, or rows of ragged keys
+    default_variant  for arrays on 16-byte boundaries without scales by head
+    """
+
+    given: PlanOptions
+    spec: AttentionSpec
+    kv_axis: int
+    launchers: dict[Variant, BatchLauncher] = field(default_factory=dict)
+    default_variant: Variant = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.default_variant = Variant(True, self.spec.sm_scale <= 0.0)
+
+    def launcher(self, variant: Variant) -> BatchLauncher:
+        found = self.launchers.get(variant)
+        if found is None:
+            aligned, prescale_logits, has_mask, key_scales = variant
+            spec, index = self.spec, self.given.device.index
+            if self.given.device.kind == "cpu":
+                spec, index = spec.as_on_gpu(), NO_GPU.index
+            if has_mask:
+                spec = spec.with_row_mask()
+            problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
+            problem = replace(problem, key_scales=key_scales)
+            found = BatchLauncher(spec, problem, index)
+            self.launchers[variant] = found
+        return found
+
+
+# By the options, one after another, with the places of those to which a bool would be equal.
+_geometries: dict[tuple[object, ...], tuple[Geometry, list[int]]] = {}
+
+
+def forget() -> None:
+    """Let launchers be made anew, which plan by the card that is used then."""
+    _geometries.clear()
+
+
+def find_geometry(options: PlanOptions) -> Geometry:
+    """The geometry of these options, checked when they are first seen."""
+    found = find_known(options)
+    if found is None:
+        found = _make(options)
+        if options.given.is_constant:
+            if len(_geometries) >= _MAX_GEOMETRIES:
+                _geometries.clear()
+            key = *options, *options.given
+            _geometries[key] = found, zeros_and_ones(key)
+    return found
+
+
+def find_known(options: PlanOptions) -> Geometry | None:
+    """The geometry of these options if they have been seen."""
+    key = *options, *options.given
+    try:
+        found, places = _geometries.get(key, _UNKNOWN)
+    except TypeError:  # an option without a hash
+        return None
+    for place in places:
+        if type(key[place]) in BOOLS:
+            return None
+    return found
+
+
+def _make(options: PlanOptions) -> Geometry:
+    parse.kv_layout(options.given.kv_layout)
+    heads = count(options.num_qo_heads, "num_qo_heads")
+    kv_heads = count(options.num_kv_heads, "num_kv_heads")
+    dim_qk = count(options.head_dim_qk, "head_dim_qk")
+    dim_vo = dim_qk if options.head_dim_vo is None else count(options.head_dim_vo, "head_dim_vo")
+    q, kv = options.q_data_type, options.kv_data_type
+    dtype_q = dtypes.float16 if q is None else dtypes.parse(q, "q_data_type")
+    spec = make_spec(
+        options.given,
+        (heads, kv_heads, dim_qk, dim_vo),
+        dtype_q,
+        dtype_q if kv is None else dtypes.parse(kv, "kv_data_type"),
+        page_size=options.page_size,
+        mask_form=options.mask_form,
+    )
+    spec.problem().check_supported(on_cpu=options.device.kind == "cpu")
+    kv_axis = 1 if not spec.page_size and spec.kv_layout == "HND" else 0
+    return Geometry(options, spec, kv_axis)
+
+
+def count(value: Any, name: str) -> int:
+    """A positive integer."""
+    return value if type(value) is int and 0 < value < 1 << 31 else parse.require_int(value, name)
+
+
+def split_size(fixed_split_size: Any, disable_split_kv: Any, unit: int) -> tuple[int, bool]:
+    """(keys of a split or 0, whether keys may be split); a fixed size counts units of keys.
+
+    disable_split_kv wins over a fixed size.
+    """
+    if fixed_split_size is None and disable_split_kv is False:
+        return 0, True
+    may_split = not parse.flag(disable_split_kv, "disable_split_kv")
+    pages = -1
+    if fixed_split_size is not None:
+        pages = parse.require_int(fixed_split_size, "fixed_split_size", -1)
+    if pages == -1:
+        return 0, may_split
+    keys = count(pages, "fixed_split_size") * unit
+    return (keys, True) if may_split else (0, False)
+
+
+# FlashInfer's variants come as source. Two of them ask for what an expression cannot say alone.
+REFUSED_SOURCE = (
+    "CUDA source of the caller's own is not taken; write its LogitsTransform and LogitsMask as "
+    "logits_transform and mask_fn of plan() (a variant without a softmax: docs/logits.md)"
+)
+
+
+def backend(value: object, jit_args: object) -> None:
+    """Check arguments that choose among FlashInfer's kernels, and nothing here."""
+    parse.choice(value, _BACKENDS, "backend")
+    if jit_args is not None:
+        raise UnsupportedError(f"jit_args: {REFUSED_SOURCE}; pass None")
+
+
+def refuse(what: str, **arguments: Any) -> None:
+    """UnsupportedError naming the first of `arguments` that is given."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(f"{name}: {what}; pass None")
+
+
+def require_frozen(before: PlanOptions, now: PlanOptions) -> None:
+    """PlanError naming what differs between the plans of a wrapper in graph mode."""
+    names = (*PlanOptions._fields[:-1], *Given._fields)
+    for name, old, new in zip(
+        names, (*before[:-1], *before.given), (*now[:-1], *now.given), strict=True
+    ):
+        if old != new:
+            name = "custom_mask" if name == "mask_form" else name
+            raise PlanError(
+                f"{name}: the first plan of this wrapper said {old!r} and this one says {new!r}, "
+                "but a captured graph keeps it; use a separate wrapper for each"
+            )

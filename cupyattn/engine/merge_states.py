@@ -1,0 +1,329 @@
+"""The calls behind cascade.py's merge functions: checks, then a launch, or an answer on the CPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import array, reference
+from ..array import ArrayView
+from ..array.match import (
+    Dims,
+    match,
+    match_array,
+    match_output,
+    require_contiguous_last,
+    require_dtype,
+    require_output,
+    require_same_dtype,
+)
+from ..core import dtypes, parse
+from ..errors import ArgumentError, UnsupportedError
+from ..launch.driver.enqueue import cuda
+from ..launch.ops.merge_states import MAX_COUNT, Merge, States, prepare
+from .call_cache import Argument, CallCache
+from .workspace import int32_on_device
+
+_FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+_OUT_DTYPES = (*_FLOATS, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call, in the order that the kernel has their addresses."""
+
+    v_a: Any
+    v_b: Any
+    s_a: Any
+    s_b: Any
+    out: Any = None
+    lse: Any = None
+    indptr: Any = None
+    mask: Any = None
+    out_scale: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What calls of one signature share: the launch, and shapes of its outputs."""
+
+    merge: Merge
+    out_shape: tuple[int, int, int]
+    lse_shape: tuple[int, int]
+
+
+def _call_cache(*outputs: str) -> CallCache[_Checked]:
+    return CallCache(*(Argument(name, is_output=name in outputs) for name in Arrays._fields))
+
+
+# By whether the call is in place.
+_CALLS = _call_cache("out", "lse"), _call_cache("v_a", "s_a")
+_OUT, _LSE, _OUT_SCALE = 4, 5, 8
+
+
+class Form(NamedTuple):
+    """A function: its arguments' names, and their dimensions before those of a head.
+
+    An fp8 `out` holds the answer divided by output_scale: `out_scale`, or a number.
+    """
+
+    names: Arrays
+    dims: str
+    is_in_place: bool = False
+
+
+_SCALE = "output_scale"
+PAIR = Form(Arrays("v_a", "v_b", "s_a", "s_b", "out", "lse", out_scale=_SCALE), "n")
+IN_PLACE = Form(Arrays("v", "v_other", "s", "s_other", mask="mask"), "n", is_in_place=True)
+STATES = Form(Arrays("v", None, "s", None, "out", "lse", out_scale=_SCALE), "n m")
+SEGMENTS = Form(Arrays("v", None, "s", None, "out", "lse", "indptr", None, _SCALE), "num_states")
+
+
+def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any, output_scale: Any = None) -> Any:
+    """(v, s) of a call with these `Arrays`, as far as they are given; in place two Nones, but for
+    JAX arrays (v, s) again, since they cannot be written. output_scale: see Form."""
+    if hasattr(output_scale, "shape"):
+        given += (None,) * (_OUT_SCALE - len(given)) + (output_scale,)
+        output_scale = None
+    answer = _run_cached(form, given, lse_base_on_e, output_scale)
+    if answer is not None:
+        return answer
+
+    # --- 1. Validate ---
+    if form.is_in_place:
+        written = [array.view(given[place], form.names[place]) for place in (0, 2)]
+        if "jax" in (written[0].framework, written[1].framework):
+            return _run_on_copies(form, given, written, lse_base_on_e)
+    base_on_e = parse.flag(lse_base_on_e, "lse_base_on_e")
+    views = Arrays(
+        *(
+            None if x is None and name not in _REQUIRED else array.view(x, name)
+            for x, name in zip(Arrays(*given), form.names, strict=True)
+        )
+    )
+    n, dims = _check_inputs(form, views)
+    scale = _check_scale(views, output_scale)
+    _check_outputs(form, views, (n, dims["H"], dims["D"]))
+    _check_size(form, views, (n, dims["H"], dims["D"]))
+
+    # --- 2. Answer on the CPU ---
+    if views.v_a.device.kind == "cpu":
+        return _run_reference(form, views, base_on_e, scale)
+
+    # --- 3. Launch on the caller's stream ---
+    key = form.dims, base_on_e, output_scale
+    return _run_on_gpu(form, given, views, (n, dims["H"], dims["D"]), key, scale)
+
+
+def _run_on_copies(
+    form: Form, given: tuple[Any, ...], written: list[ArrayView], lse_base_on_e: Any
+) -> tuple[Any, ...]:
+    """What a call in place makes of v and s whose JAX arrays are copied first."""
+    v, s = (array.writable_copy(x) if x.framework == "jax" else x.owner for x in written)
+    run(form, (v, given[1], s, *given[3:]), lse_base_on_e)
+    return tuple(array.deliver(x, like) for x, like in zip((v, s), written, strict=True))
+
+
+def _run_cached(form: Form, given: tuple[Any, ...], base_on_e: Any, output_scale: Any) -> Any:
+    """(v, s) of a call that is in the cache, in place two Nones; else None."""
+    answer = _CALLS[form.is_in_place].lookup(given, (form.dims, base_on_e, output_scale))
+    if answer is None:
+        return None
+    found, addresses = answer
+    call = found.call
+    if call.outputs and call.overlaps(addresses, found.sizes):
+        return None
+    checked, out, lse = call.checked, None, None
+    if form.is_in_place:
+        addresses[_OUT], addresses[_LSE] = addresses[0], addresses[2]
+    else:
+        if len(given) > _OUT:
+            out = given[_OUT]
+        if len(given) > _LSE:
+            lse = given[_LSE]
+        if out is None:
+            out = call.make_out(checked.out_shape)
+            addresses[_OUT] = call.address(out)
+        if lse is None:
+            lse = call.make_lse(checked.lse_shape)
+            addresses[_LSE] = call.address(lse)
+    checked.merge.enqueue(call.current_stream(), *addresses)
+    return out, lse
+
+
+_REQUIRED = (
+    *("v_a", "v_b", "s_a", "s_b", "v", "s", "v_other", "s_other", "indptr"),
+    *("prefix_output", "suffix_output"),
+)
+
+
+def _check_inputs(form: Form, views: Arrays) -> tuple[int, Dims]:
+    """The number of rows n, and the other extents."""
+    names, dims = form.names, Dims()
+    for v, name in ((views.v_a, names.v_a), (views.v_b, names.v_b)):
+        if v is not None:
+            match_array(v, f"{form.dims} H D", _FLOATS, name, dims)
+    for s, name in ((views.s_a, names.s_a), (views.s_b, names.s_b)):
+        if s is not None:
+            match(s, f"{form.dims} H", dims, name)
+            # In place a cast s would be updated in place of the caller's.
+            require_dtype(s, dtypes.float32 if form.is_in_place else _FLOATS, name)
+    for a, b in (("v_a", "v_b"), ("s_a", "s_b")):
+        first, second = getattr(views, a), getattr(views, b)
+        if second is not None:
+            require_same_dtype(second, getattr(names, b), first, getattr(names, a))
+    if dims["D"] == 0:
+        raise ArgumentError(f"{names.v_a}: the head dim is 0; wanted 1 or more")
+    inputs = {x: v for x, v in zip(names, views, strict=True) if x is not None}
+    device = array.same_device(**inputs)
+    if views.mask is not None:
+        match_array(views.mask, "n", (dtypes.bool_, dtypes.uint8), "mask", dims)
+    if views.indptr is None:
+        return dims["n"], dims
+    match_array(views.indptr, "offsets", (dtypes.int32, dtypes.int64), "indptr", dims)
+    if dims["offsets"] > MAX_COUNT:
+        raise UnsupportedError(f"indptr: holds {dims['offsets']} offsets; at most {MAX_COUNT}")
+    if device.kind == "cpu" or cuda().is_debugging:
+        offsets = array.to_host(views.indptr).astype(np.int64)
+        if (np.diff(offsets, prepend=0, append=dims["num_states"]) < 0).any():
+            raise ArgumentError(
+                "indptr: wanted offsets that never fall, within the "
+                f"{dims['num_states']} states of v"
+            )
+    if dims["offsets"] == 0:
+        raise ArgumentError("indptr: has no offsets; wanted n + 1 of them for n rows")
+    return dims["offsets"] - 1, dims
+
+
+def _check_outputs(form: Form, views: Arrays, shape: tuple[int, int, int]) -> None:
+    names = form.names
+    others = {x: v for x, v in zip(names, views, strict=True) if x is not None}
+    if form.is_in_place:
+        for name in (names.v_a, names.s_a):
+            require_output(others.pop(name), name, **others)
+        return
+    out, lse = others.pop(names.out), others.pop(names.lse)
+    match_output(lse, shape[:2], dtypes.float32, names.lse, **others)
+    if out is not None:
+        require_contiguous_last(out, names.out)
+        match_output(out, shape, _OUT_DTYPES, names.out, **others, **{names.lse: lse})
+
+
+def _check_scale(views: Arrays, output_scale: Any) -> float:
+    """The number that an fp8 `out` is divided by, besides the one in an array."""
+    if output_scale is None and views.out_scale is None:
+        return 1.0
+    if views.out is None or not views.out.dtype.is_fp8:
+        raise ArgumentError(
+            f"{_SCALE}: belongs to an fp8 out, and out is "
+            f"{'None' if views.out is None else views.out.dtype}; leave it out, or pass such an out"
+        )
+    if views.out_scale is None:
+        return parse.positive(output_scale, _SCALE, 1.0)
+    require_dtype(views.out_scale, dtypes.float32, _SCALE)
+    if math.prod(views.out_scale.shape) != 1:
+        raise ArgumentError(
+            f"{_SCALE}: shape is {list(views.out_scale.shape)}; wanted a number, or an array of "
+            "one element"
+        )
+    return 1.0
+
+
+def _check_size(form: Form, views: Arrays, shape: tuple[int, int, int]) -> None:
+    per_row = 0 if views.v_b is not None or views.indptr is not None else views.v_a.shape[1]
+    if max(shape[0] * shape[1], per_row, shape[2]) > MAX_COUNT:
+        raise UnsupportedError(
+            f"{form.names.v_a}: {shape[0]} x {shape[1]} rows of {shape[2]} elements and {per_row} "
+            f"states; a call takes up to {MAX_COUNT} of each; merge parts of the rows"
+        )
+
+
+def _run_on_gpu(
+    form: Form,
+    given: tuple[Any, ...],
+    views: Arrays,
+    shape: tuple[int, int, int],
+    key: tuple[str, bool, Any],
+    scale: float,
+) -> Any:
+    v_a, v_b, s_a, s_b, vout, vlse, indptr, mask, out_scale = views
+    if form.is_in_place:
+        vout, vlse = v_a, s_a
+    num_states = 2 if v_b is not None else v_a.shape[1 if indptr is None else 0]
+    if indptr is not None:
+        indptr = int32_on_device(indptr, "indptr")
+    out = array.empty(shape, v_a.dtype, v_a) if vout is None else vout.owner
+    lse = array.empty(shape[:2], dtypes.float32, v_a) if vlse is None else vlse.owner
+    if 0 not in shape:
+        vout = array.view(out, "out") if vout is None else vout
+        vlse = array.view(lse, "lse") if vlse is None else vlse
+        states = [_states(form, v, s) for v, s in ((v_a, s_a), (v_b, s_b)) if v is not None]
+        second = None if v_b is None else states[1]
+        options = {"has_offsets": indptr is not None, "base_on_e": key[1]}
+        merge = prepare(
+            states[0], second, vout, vlse, num_states, **options, out_factor=1.0 / scale
+        )
+        placed = Arrays(v_a, v_b, s_a, s_b, vout, vlse, indptr, mask, out_scale)
+        used = [x for x in placed if x is not None]
+        array.acquire(v_a, *used)
+        pointers = [0 if x is None else x.ptr for x in placed]
+        merge.enqueue(array.current_stream(v_a), *pointers)
+        array.release(v_a, *used)
+        if indptr is views.indptr and (indptr is None or not cuda().is_debugging):
+            checked = _Checked(merge, shape, shape[:2])
+            _CALLS[form.is_in_place].insert(given, key, checked, v_a, vout.dtype, shape, shape[:2])
+    if form.is_in_place:
+        return None, None
+    return tuple(
+        x if view is not None else array.deliver(x, v_a)
+        for x, view in ((out, views.out), (lse, views.lse))
+    )
+
+
+def _states(form: Form, v: ArrayView, s: ArrayView) -> States:
+    """The arrays of one or many states, with strides of (row, state, head)."""
+
+    def three(x: ArrayView) -> tuple[int, int, int]:
+        if form is STATES:
+            return x.strides[0], x.strides[1], x.strides[2]
+        if form is SEGMENTS:
+            return 0, x.strides[0], x.strides[1]
+        return x.strides[0], 0, x.strides[1]
+
+    return States(v, s, three(v), three(s))
+
+
+def _run_reference(form: Form, views: Arrays, base_on_e: bool, scale: float) -> Any:
+    unit = math.log2(math.e) if base_on_e else 1.0
+    v_a, v_b, s_a, s_b, *_, indptr, mask, out_scale = (
+        None if x is None else array.as_numpy(x) for x in views
+    )
+    if out_scale is not None:
+        scale = float(out_scale.reshape(-1)[0])
+    assert v_a is not None and s_a is not None
+    s_a = s_a.astype(np.float64) * unit
+    if v_b is not None:
+        assert s_b is not None
+        v, s = reference.merge_state(v_a, s_a, v_b, s_b.astype(np.float64) * unit)
+    elif indptr is None:
+        v, s = reference.merge_states(v_a, s_a)
+    else:
+        v, s = reference.variable_length_merge_states(v_a, s_a, indptr)
+    answers = []
+    targets = (views.v_a, views.s_a) if form.is_in_place else (views.out, views.lse)
+    for value, target, dtype in ((v, targets[0], v_a.dtype), (s / unit, targets[1], np.float32)):
+        if target is not None and target.dtype.is_fp8:
+            rounded = reference.to_fp8(value, scale, target.dtype.numpy)
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                rounded = value.astype(dtype if target is None else target.dtype.numpy)
+        if target is None:
+            answers.append(array.from_numpy(rounded, views.v_a))
+        else:
+            written = array.as_numpy(target)
+            rows = slice(None) if mask is None else mask.astype(bool)
+            written[rows] = rounded[rows]
+            answers.append(target.owner)
+    return (None, None) if form.is_in_place else tuple(answers)

@@ -1,0 +1,271 @@
+"""Calls without a plan that passed their checks: what later ones of equal signature launch.
+
+Lengths are no part of a signature: a server's step has another number of rows, requests and pages
+than all before it. A call of other lengths gets launches of its own, without the checks that only
+dtypes, strides and options decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .. import array
+from ..errors import CupyAttnError
+from ..launch.driver import scratch
+from .arrays import Arrays
+from .call_cache import Argument, CallCache, Found, Scalars, after_launch
+from .check_planless import Call, Extents, LengthForm
+from .prepared import Prepared, is_bool_mask, of_lengths, plan_of
+
+_MAX_LENGTHS = 256
+
+
+class Counts(NamedTuple):
+    """How many of what there are: `place` of Arrays has `extra` more than there are requests."""
+
+    place: int
+    extra: int
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """How launches for other lengths follow from those of the first call of a signature.
+
+    form          what its lengths are made of
+    first         what it launched
+    requests      where the number of requests is to be seen
+    per_request   arrays that have one entry for each request, or one more
+    fixed         arrays of the first extent that they had in the first call
+    tokens        rows of q for each entry of its first axis
+    """
+
+    form: LengthForm
+    first: Prepared
+    requests: Counts
+    per_request: list[Counts]
+    fixed: list[tuple[int, int]]
+    tokens: int
+    pads_lse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What calls of one signature share.
+
+    scale_places  of the arrays in whose place of scale_q, scale_k and scale_v they have effect
+    v_offset      bytes from v, or from the tensor that holds k too, to the first value
+    shared        (place, address, owner) of arrays that the first call made, which all such calls
+                  read where their callers give none
+    derivation    None where calls of other lengths need the full checks
+    by_lengths    what calls of some lengths launch, see _key_of
+    allocate      makes a workspace where the call gives none
+    """
+
+    scale_places: tuple[int | None, ...]
+    v_offset: int
+    shared: tuple[tuple[int, int, object], ...]
+    derivation: Derivation | None
+    row_shape: tuple[int, ...]
+    return_lse: bool
+    allocate: scratch.Allocate
+    by_lengths: dict[tuple[Any, ...], Prepared] = field(default_factory=dict)
+
+
+class Repeat(NamedTuple):
+    """What a layout of keys says of a call that was launched; fields as in Checked."""
+
+    scale_places: tuple[int | None, ...]
+    v_offset: int = 0
+    shared: tuple[tuple[int, int, object], ...] = ()
+    derivation: Derivation | None = None
+
+
+# Places of Arrays that belong to requests.
+_PER_REQUEST = (
+    *("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "o_offsets", "v_offsets", "kv_begin"),
+)
+_LENGTH_AXES = {"q": 0, "k": 0, "v": 0, "out": 0} | dict.fromkeys(_PER_REQUEST, 0)
+_LENGTH_AXES |= {"scale_q": 0, "scale_k": 0, "scale_v": 0, "alibi_slopes": 0}
+CALLS: CallCache[Checked] = CallCache(
+    *(
+        Argument(
+            name,
+            _LENGTH_AXES.get(name),
+            is_output=name in ("workspace", "out", "lse", "max_logits"),
+            is_free=name in ("block_tables", "lse"),
+        )
+        for name in Arrays._fields
+    )
+)
+_Q, _K, _V, _WORKSPACE, _TABLE, _OUT, _LSE = map(
+    Arrays._fields.index,
+    ("q", "k", "v", "workspace", "block_tables", "out", "lse"),
+)
+
+
+def _key_of(found: Found[Checked]) -> tuple[Any, ...]:
+    """Lengths, and shapes and strides of the page table and the LSE."""
+    free = [
+        None
+        if place >= len(found.shapes) or found.shapes[place] is None
+        else (tuple(found.shapes[place]), found.strides(place))
+        for place in (_TABLE, _LSE)
+    ]
+    return (*found.lengths, *free)
+
+
+def prepared_for(found: Found[Checked]) -> Prepared | None:
+    """What calls of these lengths launch; None if they need the full checks."""
+    checked = found.call.checked
+    key = *_, table, lse = _key_of(found)
+    prepared, derivation = checked.by_lengths.get(key), checked.derivation
+    if prepared is not None or derivation is None:
+        return prepared
+    extents = _extents_of(derivation, found.lengths, table)
+    if extents is None:
+        return None
+    first, pads_lse = derivation.first, derivation.pads_lse
+    count = extents.num_requests if pads_lse else found.lengths[_Q]
+    lse_shape, lse_strides = (count, *first.lse_shape[1:]), None
+    if lse is not None:
+        shape, lse_strides = lse
+        if shape != lse_shape or not _is_apart(shape, lse_strides):
+            return None
+    elif checked.return_lse:
+        lse_strides = tuple(math.prod(lse_shape[axis + 1 :]) for axis in range(len(lse_shape)))
+    try:
+        plan = plan_of(first.launcher, derivation.form.lengths(extents))
+    except CupyAttnError:  # which the full checks raise
+        return None
+    prepared = of_lengths(
+        first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, pads_lse
+    )
+    if 0 < found.sizes[_WORKSPACE] < prepared.num_bytes:
+        return None
+    if len(checked.by_lengths) >= _MAX_LENGTHS:
+        checked.by_lengths.clear()
+    checked.by_lengths[key] = prepared
+    return prepared
+
+
+def _extents_of(
+    derivation: Derivation, lengths: Sequence[int], table: tuple[Any, Any] | None
+) -> Extents | None:
+    """The extents of a call whose arrays fit each other, else None."""
+    place, extra = derivation.requests
+    count, num_rows = lengths[place] - extra, lengths[_Q]
+    num_keys = lengths[_K]
+    if count <= 0 or num_rows <= 0 or num_keys <= 0:
+        return None
+    if any(lengths[place] != count + extra for place, extra in derivation.per_request):
+        return None
+    if any(lengths[place] != length for place, length in derivation.fixed):
+        return None
+    if lengths[_V] not in (0, num_keys) or lengths[_OUT] not in (0, num_rows):
+        return None
+    num_rows *= derivation.tokens
+    if table is None:
+        return Extents(count, num_rows, num_keys, None)
+    (rows, width), (step, entry) = table
+    if width <= 0 or entry != 1 or step < 0 or step * rows > 2**31 - 1:
+        return None
+    return Extents(count, num_rows, num_keys, (rows, width, step))
+
+
+def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory, as far as that is plain to see."""
+    reach = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1:
+            if stride < reach:
+                return False
+            reach = stride * extent
+    return 0 not in shape
+
+
+@after_launch
+def insert(arrays: Arrays, key: Scalars, call: Any, prepared: Prepared, repeat: Repeat) -> None:
+    """Cache a call that was launched."""
+    checked = Checked(
+        *repeat,
+        row_shape=call.out_shape[1:],
+        return_lse=call.return_lse,
+        allocate=scratch.allocator(call.rows),
+    )
+    known = CALLS.lookup(arrays, key)
+    if known is not None:
+        checked.by_lengths.update(known[0].call.checked.by_lengths)
+    dtype_o = call.geometry.spec.dtype_o
+    found = CALLS.insert(arrays, key, checked, call.rows, dtype_o, call.out_shape, call.lse_shape)
+    if found is not None:
+        found.prepared = checked.by_lengths[_key_of(found)] = prepared
+
+
+def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
+    """How a call of separate heads is launched again; None if what was made for it has no address
+    to keep."""
+    table = call.block_tables
+    if not call.scales.is_constant or is_bool_mask(call):
+        return None
+    if table is not None and table.ptr != array.view(arrays.block_tables, "block_tables").ptr:
+        return None
+    derivation = None
+    if _is_derivable(call, arrays):
+        per_request, fixed = _places_of_requests(call, arrays)
+        requests = Counts(_TABLE, 0)
+        if table is None or call.form.has_table_offsets:
+            name = "kv_offsets" if arrays.kv_lens is None else "kv_lens"
+            requests = next(x for x in per_request if x.place == Arrays._fields.index(name))
+        tokens = math.prod(arrays.q.shape[1:-2])
+        of_requests = requests, per_request, fixed, tokens
+        derivation = Derivation(call.form, prepared, *of_requests, pads_lse=call.pads_lse)
+    return Repeat(
+        v_offset=call.keys.v.ptr - array.view(arrays.k if arrays.v is None else arrays.v, "v").ptr,
+        scale_places=tuple(
+            None if name is None else Arrays._fields.index(name) for name in call.scales.names
+        ),
+        derivation=derivation,
+    )
+
+
+def _places_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[tuple[int, int]]]:
+    """Places whose first extents follow from the number of requests, and such that do not."""
+    count = call.extents.num_requests
+    per_request: list[Counts] = []
+    fixed: list[tuple[int, int]] = []
+    for place, (name, x) in enumerate(zip(Arrays._fields, arrays, strict=True)):
+        if x is None or name not in _LENGTH_AXES or name in ("q", "k", "v", "out"):
+            continue
+        v = array.view(x, name)
+        if name in _PER_REQUEST:
+            per_request.append(Counts(place, math.prod(v.shape) - count))
+        elif len(v.shape) == 2 and v.shape[0] == count:
+            per_request.append(Counts(place, 0))
+        elif v.shape:
+            fixed.append((place, v.shape[0]))
+    return per_request, fixed
+
+
+def _is_derivable(call: Call, arrays: Arrays) -> bool:
+    """Whether arrays of other lengths and equal signature are used as these are."""
+    if call.mask is not None or call.value_tables is not call.block_tables:
+        return False
+    for x, used in ((arrays.q, call.q), (arrays.out, call.out)):
+        if x is not None and used is not None:
+            v = array.view(x, "q")
+            inner = math.prod(v.shape[1:-2])
+            if v.strides[0] != used.strides[0] * inner:
+                return False
+    if arrays.lse is not None and len(arrays.lse.shape) != (3 if call.pads_lse else 2):
+        return False
+    for name in _PER_REQUEST:
+        x, used = getattr(arrays, name), getattr(call.indices, name)
+        if x is None:
+            continue
+        v = array.view(x, name)
+        if math.prod(v.shape) != v.shape[0] or v.strides[0] != used.strides[0]:
+            return False
+    return True

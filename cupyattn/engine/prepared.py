@@ -1,0 +1,377 @@
+"""What a call without a plan launches, made once for all calls of a signature and lengths."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..array import ArrayView
+from ..array.match import are_rows_aligned
+from ..core import dtypes
+from ..launch.attention import pad_lse, plan_batch
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.bound_run import BoundRun
+from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
+from ..launch.attention.pad_lse import Padding
+from ..launch.attention.plan_batch import DevicePlan, Lengths
+from ..launch.driver import params
+from . import row_mask
+from .arrays import Arrays
+from .check_planless import Call
+from .geometry import Variant
+from .latent_rows import Second
+from .row_mask import NO_BITS, MaskBits
+
+_MAX_BOUND = 256
+_MAX_REQUESTS = 2**31 - 1
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """What launches of calls with equal signature and lengths share; nobody changes it.
+
+    plan       None for lists of one length, which need none
+    partials   where partial states begin, in bytes into the workspace
+    padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
+    num_bytes  of the workspace
+    num_keys   rows that k and v hold, or pages
+    lse_shape  of an LSE that the call makes
+    num_rows   rows that q holds; 0 where heads are latent
+    lse_scale, lse_form  see BatchLauncher.bind
+    mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
+               workspace, where they are packed first
+    steps      params.STEPS of slopes and scales
+    slopes     extents of slopes that an expression reads; empty for others
+    second     how launches are told of the second parts of latent rows
+    bound      what a workspace and a page table at these addresses make of the launches
+    """
+
+    launcher: BatchLauncher
+    plan: DevicePlan | None
+    schedule: BatchSchedule
+    partials: int
+    padding: Padding | None
+    lse_rows: int
+    num_bytes: int
+    strides: bytes
+    num_keys: int
+    sm_scale: float
+    output_scale: float
+    has_scales: bool
+    lse_shape: tuple[int, ...]
+    num_rows: int = 0
+    lse_scale: float = 1.0
+    lse_form: int = 0
+    mask: MaskBits = NO_BITS
+    scales_by_head: tuple[bool, ...] = (False, False, False)
+    steps: bytes = params.NO_STEPS
+    slopes: tuple[int, ...] = ()
+    second: Second | None = None
+    bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none.
+
+        addresses: in the order of Arrays, v's at its first page.
+        """
+        # fmt: off
+        (
+            q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
+            _, _, sinks, scale_q, scale_k, scale_v, mask, kv_begin, slopes, q_rope, k_rope,
+            max_logits,
+        ) = addresses
+        # fmt: on
+        bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
+        planned, attention = bound
+        if not kv_lens:
+            kv_lens = kv_offsets  # lengths are the steps of offsets
+        plan, device = self.plan, attention.device_index
+        scales: tuple[int, ...] = (0, 0, 0)
+        optional = params.NO_OPTIONAL
+        indices = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
+        rows = lse if self.padding is None else workspace + self.lse_rows
+        read = params.NO_LOGITS_ARRAYS
+        if self.slopes:
+            read, slopes = params.pack_logits_arrays([(slopes, self.slopes)]), 0
+        if self.has_scales and plan is not None:
+            given = scale_q, scale_k, scale_v
+            # The planner writes a scale that is one number to the workspace, once for each head.
+            by_head = self.scales_by_head
+            scales = tuple(0 if x else at for at, x in zip(given, by_head, strict=True))
+            used = (
+                at if x or not at else workspace + place
+                for at, x, place in zip(given, by_head, plan.scales, strict=True)
+            )
+            optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes, self.steps, read)
+        elif rows or sinks or mask or slopes or read:
+            optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0, slopes, self.steps, read)
+        if plan is not None:
+            plan_batch.launch(plan, planned, indices, scales, device, stream)
+        if self.second is None:
+            attention.launch(q, k, v, out, optional, stream)
+        else:
+            list_lens = kv_lens if plan is None else 0
+            second = self.second.pack(q, q_rope, k, k_rope, max_logits, list_lens)
+            attention.launch(q, k, k, out, optional, stream, second)
+        if self.padding is not None:
+            pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
+
+    def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
+        attention = self.launcher.bind(
+            self.schedule,
+            workspace,
+            workspace + self.partials,
+            self.strides,
+            self.num_keys,
+            block_tables,
+            self.mask.num_bytes,
+            self.mask.row_bytes,
+            self.output_scale,
+            self.sm_scale,
+            num_rows=self.num_rows,
+            lse_scale=self.lse_scale,
+            lse_form=self.lse_form,
+        )
+        if len(self.bound) >= _MAX_BOUND:
+            self.bound.clear()
+        planned = b"" if self.plan is None else plan_batch.bind(self.plan, workspace)
+        found = self.bound[workspace, block_tables] = planned, attention
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class InParts(Prepared):
+    """Of more requests than a block plans: one launch after the other, in the same workspace.
+
+    parts  for each of them bytes to add to the addresses of all arrays, and what it launches
+    """
+
+    parts: tuple[tuple[tuple[int, ...], Prepared], ...] = ()
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        for shifts, part in self.parts:
+            of_part = [x and x + shift for x, shift in zip(addresses, shifts, strict=True)]
+            part.launch(of_part, stream)
+
+
+def prepare(call: Call, have: int | None = None) -> Prepared:
+    """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
+
+    def of_plan(most_bytes: int) -> tuple[Prepared, int]:
+        prepared = _prepare(call, most_bytes)
+        assert prepared.plan is not None
+        # Besides the plan a workspace holds what is packed or padded.
+        return prepared, prepared.num_bytes - prepared.plan.num_bytes
+
+    return prepare_within(of_plan, have)
+
+
+def prepare_within(of_plan: Callable[[int], tuple[Prepared, int]], have: int | None) -> Prepared:
+    """The launches that a workspace of so many bytes has room for, if any have.
+
+    of_plan: of the bytes that a plan may take, makes launches, and says what they need besides
+    """
+    prepared, besides = of_plan(ANY_BATCH_BYTES)
+    if have is None or prepared.num_bytes <= have:
+        return prepared
+    fewer, _ = of_plan(max(0, have - besides))
+    return fewer if fewer.num_bytes <= have else prepared
+
+
+def _prepare(call: Call, most_bytes: int) -> Prepared:
+    vq, keys, vout, vlse = call.q, call.keys, call.out, call.lse
+    assert vout is not None
+    strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
+    strides.append((keys.strides, keys.k.dtype))
+    is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
+    scales = call.scales
+    is_scaled = not (scales.views[0] is scales.views[1] is None)
+    # Kernels whose rows have scales know requests' scales of values too.
+    prescale_logits = is_scaled or scales.logits <= 0.0 or any(scales.steps)
+    variant = Variant(is_aligned, prescale_logits, call.mask is not None)
+    launcher = call.geometry.launcher(variant)
+    count = call.lengths.num_requests
+    size = _requests_of_a_part(call, launcher)
+    lengths, lse_shape, num_rows = call.lengths, call.lse_shape, vq.shape[0]
+    if size < count:
+        lengths, lse_shape, num_rows = _part(call, size)
+    plan = plan_of(launcher, lengths, most_bytes)
+    lse_strides = None if vlse is None else vlse.strides
+    packed = params.STRIDES.pack(
+        *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], 0, 0, *keys.strides[4:]
+    )
+    prepared = Prepared(
+        launcher,
+        plan,
+        plan.schedule,
+        plan.partials,
+        padding=None,
+        lse_rows=0,
+        num_bytes=plan.num_bytes,
+        strides=packed,
+        num_keys=keys.size,
+        sm_scale=scales.logits,
+        output_scale=scales.output,
+        has_scales=is_scaled or scales.views[2] is not None,
+        lse_shape=lse_shape,
+        num_rows=num_rows,
+        mask=_mask_bits(call, num_rows),
+        scales_by_head=scales.by_head,
+        steps=params.STEPS.pack(_slope_step(call), *scales.steps),
+        slopes=_slope_extents(call),
+    )
+    prepared = of_lengths(
+        prepared, plan, num_rows, keys.size, lse_shape, lse_strides, call.pads_lse
+    )
+    if size < count:
+        prepared = _in_parts(call, prepared, size, lse_strides, most_bytes)
+    if not is_bool_mask(call):
+        return prepared
+    # Bits of all rows lie behind what launches share.
+    num_bytes = prepared.num_bytes
+    mask = _mask_bits(call, vq.shape[0])._replace(address=num_bytes)
+    return replace(prepared, mask=mask, num_bytes=num_bytes + mask.num_bytes)
+
+
+def _mask_bits(call: Call, num_rows: int) -> MaskBits:
+    """How bits of so many rows of q lie, from the first on."""
+    if call.mask is None:
+        return NO_BITS
+    row_bytes = row_mask.num_packed_bytes(1, call.mask_bits)
+    if not is_bool_mask(call):
+        row_bytes = row_mask.bits_of(call.mask, call.q.shape[0]).row_bytes
+    return MaskBits(0, row_bytes, num_rows * row_bytes)
+
+
+def _requests_of_a_part(call: Call, launcher: BatchLauncher) -> int:
+    """How many requests are planned at once: all where they are few, or cannot be taken apart."""
+    count, indices = call.lengths.num_requests, call.indices
+    if indices.qo_offsets is None and call.lengths.qo_len <= 0:
+        return count
+    num_parts = -(-count // plan_batch.most_requests(launcher.device_index))
+    sharers = call.lengths.sharers
+    size = -(-count // num_parts) if count else 0
+    return size if size == count else max(size // sharers, 1) * sharers
+
+
+def _part(call: Call, count: int) -> tuple[Lengths, tuple[int, ...], int]:
+    """The lengths of so many of the requests, the shape of their LSE, and the rows of q that they
+    are among."""
+    num_rows = call.q.shape[0]
+    if call.indices.qo_offsets is None:
+        num_rows = count * call.lengths.qo_len
+    lengths = call.lengths._replace(num_requests=count, num_rows=num_rows)
+    return lengths, (count if call.pads_lse else num_rows, *call.lse_shape[1:]), num_rows
+
+
+def _in_parts(
+    call: Call,
+    first: Prepared,
+    size: int,
+    lse_strides: Sequence[int] | None,
+    most_bytes: int,
+) -> Prepared:
+    """What a call launches whose first `size` requests launch `first`."""
+    count, steps = call.lengths.num_requests, _steps(call)
+    parts = []
+    for begin in range(0, count, size):
+        lengths, lse_shape, num_rows = _part(call, min(size, count - begin))
+        part = first
+        if lengths.num_requests < size:
+            plan = plan_of(first.launcher, lengths, most_bytes)
+            rest = num_rows, first.num_keys, lse_shape, lse_strides, call.pads_lse
+            part = of_lengths(replace(first, mask=_mask_bits(call, num_rows)), plan, *rest)
+        parts.append((tuple(begin // sharers * step for step, sharers in steps), part))
+    known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
+    known |= {"num_bytes": max(part.num_bytes for _, part in parts), "lse_shape": call.lse_shape}
+    known["num_rows"] = call.q.shape[0]
+    return InParts(**known, parts=tuple(parts))
+
+
+def _steps(call: Call) -> tuple[tuple[int, int], ...]:
+    """(bytes, requests that they are for) of each of Arrays; 0 bytes for what all share."""
+    indices, lengths, vout, vlse = call.indices, call.lengths, call.out, call.lse
+    assert vout is not None
+    tokens = 0 if indices.qo_offsets is not None else lengths.qo_len
+
+    def step(v: ArrayView | None, count: int = 1) -> int:
+        return 0 if v is None else count * v.strides[0] * v.dtype.itemsize
+
+    table = call.block_tables if not call.has_table_offsets else None
+    at = {
+        "q": step(call.q, tokens),
+        "block_tables": step(table),
+        "out": step(vout, tokens),
+        "lse": step(vlse, 1 if call.pads_lse else tokens),
+        "mask": _mask_bits(call, tokens).num_bytes,
+    }
+    for name in ("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "kv_begin"):
+        at[name] = step(getattr(indices, name))
+    owned = {"alibi_slopes": 4 * _slope_step(call)}
+    owned |= zip(("scale_q", "scale_k", "scale_v"), (4 * x for x in call.scales.steps), strict=True)
+    found = {name: (x, 1) for name, x in at.items()}
+    found |= {name: (x, lengths.sharers) for name, x in owned.items()}
+    return tuple(found.get(name, (0, 1)) for name in Arrays._fields)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(
+    launcher: BatchLauncher, lengths: Lengths, most_bytes: int = ANY_BATCH_BYTES
+) -> DevicePlan:
+    return plan_batch.prepare(launcher, lengths, most_bytes)
+
+
+def of_lengths(
+    first: Prepared,
+    plan: DevicePlan,
+    num_rows: int,
+    num_keys: int,
+    lse_shape: tuple[int, ...],
+    lse_strides: Sequence[int] | None,
+    pads_lse: bool,
+) -> Prepared:
+    """What calls like `first` launch over so many rows and keys, with an LSE of these strides, or
+    without one if None."""
+    launcher, strides, num_bytes = first.launcher, first.strides, plan.num_bytes
+    padding, lse_rows = None, 0
+    if lse_strides is not None:
+        of_rows = lse_strides[-2], lse_strides[-1]
+        if pads_lse:
+            num_heads = launcher.spec.num_qo_heads
+            padding = pad_lse.prepare(lse_shape, lse_strides, launcher.device_index)
+            of_rows, lse_rows = (num_heads, 1), num_bytes
+            num_bytes += 4 * num_rows * num_heads
+        *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(strides)
+        strides = params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page)
+    known = {f.name: getattr(first, f.name) for f in fields(Prepared) if f.name != "bound"}
+    changed = {
+        "plan": plan,
+        "schedule": plan.schedule,
+        "partials": plan.partials,
+        "padding": padding,
+        "lse_rows": lse_rows,
+        "num_bytes": num_bytes,
+        "strides": strides,
+        "num_keys": num_keys,
+        "lse_shape": lse_shape,
+        "num_rows": num_rows,
+    }
+    return Prepared(**known | changed)
+
+
+def _slope_step(call: Call) -> int:
+    return 0 if call.alibi_slopes is None else call.alibi_slopes.strides[0]
+
+
+def _slope_extents(call: Call) -> tuple[int, ...]:
+    """Of slopes as an expression reads them: the plan counts requests, so any number will do."""
+    if call.alibi_slopes is None or call.geometry.spec.logits is None:
+        return ()
+    num_heads = call.alibi_slopes.shape[1]
+    return (_MAX_REQUESTS, num_heads) if _slope_step(call) else (num_heads,)
+
+
+def is_bool_mask(call: Any) -> bool:
+    return call.mask is not None and call.mask.dtype is dtypes.bool_

@@ -1,0 +1,271 @@
+"""Attention calls without a plan: lengths, offsets and page tables stay in device memory.
+
+A call is checked by what the host can see: shapes, dtypes, strides. A block on the device then
+reads the lengths and writes the work list (launch/attention/plan_batch.py) before the kernels,
+which are those of the wrappers. The host copies nothing and waits for nothing, so that a graph can
+capture a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_output
+from ..core import dtypes
+from ..errors import WorkspaceError
+from ..launch.driver import scratch
+from ..launch.driver.enqueue import cuda
+from . import planless_reference as reference
+from . import row_mask
+from .arrays import Arrays
+from .call_cache import Found, Scalars, after_launch
+from .check_planless import Call, Options, check
+from .planless_cache import CALLS, Checked, Repeat, insert, prepared_for, repeat_of
+from .prepared import Prepared, is_bool_mask, prepare
+from .views import merge_leading
+from .workspace import num_bytes, view_workspace
+
+_Q, _K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
+    Arrays._fields.index,
+    ("q", "k", "v", "workspace", "out", "lse", "scale_q"),
+)
+
+
+class Layout(NamedTuple):
+    """What calls over a layout of keys, heads of their own or latent rows, do each in their way.
+
+    prepare      of a checked call, and the bytes of its workspace: what is launched
+    views        its arrays as launches take them, by role
+    repeat       how such calls are launched again; None if they need the full checks
+    answer_on_cpu, check_values   the reference, and its look at what only the device knows
+    """
+
+    prepare: Callable[[Any, int | None], Prepared]
+    views: Callable[[Any], Arrays]
+    repeat: Callable[[Any, Arrays, Prepared], Repeat | None]
+    answer_on_cpu: Callable[[Any, Arrays, Callable[[], None] | None], Any]
+    check_values: Callable[[Any], None]
+
+
+class DoorOptions(Protocol):
+    """The options of a function as its caller gave them, by name and hashable.
+
+    With the shapes, strides and dtypes of the arrays they decide all that is checked.
+    """
+
+    def resolve(self, arrays: Arrays) -> Options:
+        """What the checks go by. Raises ArgumentError and UnsupportedError."""
+        ...
+
+
+def run(arrays: Arrays, given: DoorOptions, append: Callable[[], None] | None = None) -> Any:
+    """The answer of a call: out, or (out, lse) if `return_lse`.
+
+    append: what writes new keys and values to k and v, once everything is checked.
+    """
+    answer = run_cached(arrays, given, append)
+    if answer is not None:
+        return answer
+
+    call = check(arrays, given.resolve(arrays))
+    return serve(SEPARATE_HEADS, call, arrays, given, append)
+
+
+def serve(
+    layout: Layout,
+    call: Any,
+    arrays: Arrays,
+    key: Scalars,
+    append: Callable[[], None] | None = None,
+) -> Any:
+    """The answer of a checked call, which `run_cached` will find by `key` from now on."""
+    vq = call.rows
+    vworkspace = _view_workspace(arrays.workspace, call)
+    have = None if vworkspace is None else num_bytes(vworkspace)
+
+    # --- 1. Answer on the CPU ---
+    if vq.device.kind == "cpu":
+        if have is not None and vq.shape[0]:
+            _require_size(have, layout.prepare(_with_outputs(call), have).num_bytes)
+        return layout.answer_on_cpu(call, arrays, append)
+
+    # --- 2. Make what is not given ---
+    out, lse = arrays.out, arrays.lse
+    if out is None:
+        out = array.empty(call.out_shape, call.geometry.spec.dtype_o, vq)
+        call.out = merge_leading(array.view(out, "out"), "out", 2)
+    if lse is None and call.return_lse:
+        lse = array.empty(call.lse_shape, dtypes.float32, vq)
+        call.lse = call.view_lse(lse)
+    prepared = None
+    if call.launches:
+        if cuda().is_debugging:
+            layout.check_values(call)
+        prepared = layout.prepare(call, have)
+        if have is not None:
+            _require_size(have, prepared.num_bytes)
+
+    # --- 3. Launch on the caller's stream ---
+    if append is not None:  # nothing is refused from here on
+        append()
+    if prepared is not None:
+        _launch(layout, call, prepared, vworkspace)
+        if not cuda().is_debugging:
+            repeat = layout.repeat(call, arrays, prepared)
+            if repeat is not None:
+                insert(arrays, key, call, prepared, repeat)
+    out = array.deliver(out, vq)
+    return (out, array.deliver(lse, vq)) if call.return_lse else out
+
+
+def run_cached(arrays: Arrays, given: Scalars, append: Callable[[], None] | None = None) -> Any:
+    """The answer of `run` if such a call is in the cache, else None."""
+    answer = CALLS.lookup(arrays, given)
+    return None if answer is None else _launch_cached(*answer, arrays, append)
+
+
+@after_launch
+def remember(arrays: Arrays, given: Scalars, read: Arrays, options: DoorOptions) -> None:
+    """Let `run_cached` find, by what a caller gave, the call that it finds by what kernels read.
+
+    read: views of the arrays, which begin where theirs do, and what all calls of these shapes share
+    """
+    CALLS.alias(arrays, given, read, options)
+
+
+def _launch_cached(
+    found: Found[Checked],
+    addresses: list[int],
+    arrays: Arrays,
+    append: Callable[[], None] | None,
+) -> Any:
+    """The answer of a call that was found; None if its arrays do not fit each other."""
+    call = found.call
+    if call.outputs and not found.is_apart(addresses, _K):
+        return None
+    checked = call.checked
+    prepared = found.prepared
+    if prepared is None:
+        prepared = found.prepared = prepared_for(found)
+        if prepared is None:
+            return None
+    out, lse = arrays.out, arrays.lse
+    if out is None:
+        if call.make_like is None:
+            out = call.make_out((found.lengths[_Q], *checked.row_shape))
+        else:
+            out = call.make_like(arrays.q)
+        addresses[_OUT] = call.address(out)
+    if lse is None and checked.return_lse:
+        lse = call.make_lse(prepared.lse_shape)
+        addresses[_LSE] = call.address(lse)
+    addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
+    for place, address, _ in checked.shared:
+        addresses[place] = addresses[place] or address
+    if prepared.has_scales:
+        places = checked.scale_places
+        scales = [0 if place is None else addresses[place] for place in places]
+        addresses[_SCALE_Q : _SCALE_Q + len(scales)] = scales
+    owner: object = None
+    stream = call.current_stream()
+    if not addresses[_WORKSPACE]:
+        addresses[_WORKSPACE], owner = scratch.workspace(
+            prepared.num_bytes, prepared.launcher.device_index, stream, checked.allocate
+        )
+    if append is not None:
+        append()
+    prepared.launch(addresses, stream)
+    del owner  # memory for one call may go once everything is enqueued
+    return (out, lse) if checked.return_lse else out
+
+
+def _view_workspace(x: Any, call: Any) -> ArrayView | None:
+    """The workspace, checked. A JAX array, which cannot be written, counts as none."""
+    if x is None or array.view(x, "workspace_buffer").framework == "jax":
+        return None
+    v = view_workspace(x, "workspace_buffer")
+    inputs = call.inputs
+    array.same_device(**inputs, workspace_buffer=v)
+    require_output(v, "workspace_buffer", **inputs, **{call.names.out: call.out, "lse": call.lse})
+    return v
+
+
+def _require_size(have: int, need: int) -> None:
+    if have < need:
+        raise WorkspaceError(
+            f"workspace_buffer: this call needs {need} bytes and it has {have}; pass a larger one"
+        )
+
+
+def _with_outputs(call: Any) -> Any:
+    """On the CPU: the call as it would be launched, with memory for outputs that are not given."""
+    out, lse = call.out, call.lse
+    if out is None:
+        shape = (call.rows.shape[0], *call.out_shape[-2:])
+        out = array.view(np.empty(shape, call.geometry.spec.dtype_o.numpy), "out")
+    if lse is None and call.return_lse:
+        lse = call.view_lse(np.empty(call.lse_shape, np.float32))
+    return replace(call, out=out, lse=lse)
+
+
+def _launch(layout: Layout, call: Any, prepared: Prepared, vworkspace: ArrayView | None) -> None:
+    vq = call.rows
+    stream = array.current_stream(vq)
+    owner: object = None
+    if vworkspace is None:
+        workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
+    else:
+        workspace = vworkspace.ptr
+    views = layout.views(call)
+    used = [v for v in (*views, vworkspace) if v is not None and v is not vq]
+    array.acquire(vq, *used)
+    addresses = Arrays(*(0 if x is None else x.ptr for x in views))
+    mask = addresses.mask
+    if is_bool_mask(call):
+        mask = workspace + prepared.mask.address
+        row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
+    prepared.launch(addresses._replace(workspace=workspace, mask=mask), stream)
+    array.release(vq, vq, *used)
+    del owner  # memory for one call may go once everything is enqueued
+
+
+# --- heads of their own ---
+
+
+def _views(call: Call) -> Arrays:
+    indices = call.indices
+    scale_q, scale_k, scale_v = call.scales.views
+    return Arrays(
+        q=call.q,
+        k=call.keys.k,
+        v=call.keys.v,
+        block_tables=call.block_tables,
+        kv_lens=indices.kv_lens,
+        out=call.out,
+        lse=call.lse,
+        qo_lens=indices.qo_lens,
+        qo_offsets=indices.qo_offsets,
+        kv_offsets=indices.kv_offsets,
+        sinks=call.sinks,
+        scale_q=scale_q,
+        scale_k=scale_k,
+        scale_v=scale_v,
+        mask=call.mask,
+        kv_begin=indices.kv_begin,
+        alibi_slopes=call.alibi_slopes,
+    )
+
+
+SEPARATE_HEADS = Layout(
+    prepare=prepare,
+    views=_views,
+    repeat=repeat_of,
+    answer_on_cpu=reference.answer,
+    check_values=reference.check_values,
+)

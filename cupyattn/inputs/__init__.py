@@ -1,1 +1,0 @@
-"""What a call is given, read and checked once."""

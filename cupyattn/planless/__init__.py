@@ -1,1 +1,0 @@
-"""Attention of a batch whose lengths stay on the device."""

@@ -1,1 +1,0 @@
-"""Partial states (V, LSE) and their merges."""
