@@ -127,11 +127,13 @@ class Launch(NamedTuple):
 
 @dataclass
 class Card(emulated.EmulatedGpu):
-    """A card of CARDS. `made` are the launches since `begin`. is_cupy: outputs are CuPy's."""
+    """A card of CARDS. `made` are the launches since `begin`, `loaded` the kernels that were asked
+    for. is_cupy: outputs are CuPy's."""
 
     card: str = "h100"
     is_cupy: bool = False
     made: list[Launch] = field(default_factory=list)
+    loaded: dict[tuple[str, jit.Config], None] = field(default_factory=dict)
     names: dict[int, tuple[int, str]] = field(default_factory=dict)
     behind: dict[int, int] = field(default_factory=dict)
     written: dict[int, int] = field(default_factory=dict)
@@ -146,7 +148,7 @@ class Card(emulated.EmulatedGpu):
         scratch._counters.clear()
         scratch._kept = scratch._Kept()
         self.forget()
-        for known in (self.made, self.names, self.behind, self.written, self.kept):
+        for known in (self.made, self.loaded, self.names, self.behind, self.written, self.kept):
             known.clear()  # type: ignore[attr-defined]
         self.num_scratch = 0
 
@@ -229,6 +231,7 @@ class Card(emulated.EmulatedGpu):
 
     def load(self, name: str, config: jit.Config, index: int, arch: str) -> SimpleNamespace:
         kernel = Kernel(name, config.text)
+        self.loaded[name, config] = None
         return SimpleNamespace(function=kernel, set_shared_memory=lambda num_bytes: None)
 
     def launch(self, kernel: Any, *rest: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,9 @@ def specs() -> list[AttentionSpec]:
     fake_batch.forget()
     with pytest.MonkeyPatch.context() as patch:
         replace(patch, make_spec, recorder)
-        for case in gpu_cases.ALONE.values():
-            precompile.record(case, "sm_90a")
+        precompile.instances(
+            [partial(precompile.single, x) for x in gpu_cases.ALONE.values()], "sm_90a"
+        )
         logits_calls.Single("everything", 3, 5).run()
         for cases in (batch_cases, item_cases):
             for seed in range(40):

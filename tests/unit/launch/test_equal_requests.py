@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers.precompile import Recorder
+from golden.cards import plugged_in
 
 from cupyattn.core import dtypes
 from cupyattn.core.spec import AttentionSpec
@@ -61,9 +61,9 @@ def _compare(got: BatchSchedule, wanted: BatchSchedule, what: object) -> None:
 @pytest.mark.parametrize("qo_len", [1, 2, 5, 70, 300])
 def test_plans_are_a_planners_own(name: str, qo_len: int) -> None:
     rng = np.random.default_rng(qo_len)
-    recorder, spec = Recorder("sm_90a"), SPECS[name]
+    spec = SPECS[name]
     splittings = Splitting(), Splitting(tokens=256), Splitting(may_split=False)
-    with recorder.plugged_in():
+    with plugged_in("h100"):
         remembers = BatchLauncher(spec, spec.problem(), 0)
         for count in (1, 2, 7, 40):
             for kv_len in (qo_len, 300, 301, 303, 300, 320, 4096, 4097, 4100):
@@ -91,7 +91,7 @@ def _capacities(count: int, qo_len: int) -> list[Capacity]:
 def test_plans_of_graphs_are_a_planners_own(name: str, qo_len: int) -> None:
     rng = np.random.default_rng(qo_len)
     spec, splittings = SPECS[name], (Splitting(), Splitting(may_split=False))
-    with Recorder("sm_90a").plugged_in():
+    with plugged_in("h100"):
         remembers = BatchLauncher(spec, spec.problem(), 0)
         for count in (1, 7, 40):
             for kv_len in (300, 301, 300, 320, 4097):
@@ -111,7 +111,7 @@ def test_plans_of_graphs_are_a_planners_own(name: str, qo_len: int) -> None:
 def test_they_are_planned_once(name: str, capacity: Capacity | None) -> None:
     rng = np.random.default_rng(0)
     spec = SPECS[name]
-    with Recorder("sm_90a").plugged_in():
+    with plugged_in("h100"):
         launcher = BatchLauncher(spec, spec.problem(), 0)
         with (
             mock.patch.object(
