@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import jax_calls, model_families, torch_calls
+from helpers import framework_calls, model_families
+from helpers.framework_calls import EAGER, JAX, TORCH, Arrays
 
 import cupyattn
 
@@ -170,27 +171,26 @@ def tensors(torch: Any) -> Any:
     import cupyattn.integrations.torch  # noqa: F401
 
     torch._dynamo.reset()
-    return torch_calls.Tensors(torch, "cuda", "float16")
+    return Arrays(torch, "float16", "cuda")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", torch_calls.CALLS)
+@pytest.mark.parametrize("name", TORCH)
 def test_calls_in_a_compiled_graph(name: str, backend: str, tensors: Any) -> None:
-    _check_compiled(lambda q: torch_calls.CALLS[name](tensors, q), tensors, backend)
+    _check_compiled(lambda q: TORCH[name](EAGER, tensors, q), tensors, backend)
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
 def test_runs_in_a_compiled_graph(kind: str, tensors: Any) -> None:
     from cupyattn.integrations.torch import RUNS_SINCE
 
-    if tuple(map(int, tensors.torch.__version__.split(".")[:2])) < RUNS_SINCE:
+    if tuple(map(int, tensors.xp.__version__.split(".")[:2])) < RUNS_SINCE:
         pytest.skip("this torch keeps no wrapper beside a graph")
-    run = torch_calls.wrapper(tensors, kind)
-    _check_compiled(lambda q: run(tensors, q), tensors, "inductor")
+    _check_compiled(framework_calls.wrapper(tensors, kind), tensors, "inductor")
 
 
 def _check_compiled(function: Any, x: Any, backend: str) -> None:
-    torch = x.torch
+    torch = x.xp
 
     def whole(q: Any) -> Any:
         made = function(q * 2)
@@ -203,7 +203,7 @@ def _check_compiled(function: Any, x: Any, backend: str) -> None:
 
 def test_reduce_overhead_captures_a_call(tensors: Any) -> None:
     """Inductor's own CUDA graphs; the third call on replays one."""
-    torch, x = tensors.torch, tensors
+    torch, x = tensors.xp, tensors
 
     def step(q: Any, lens: Any) -> Any:
         return (
@@ -227,23 +227,17 @@ def _jax_on_gpu() -> Any:
     return jax
 
 
-@pytest.mark.parametrize("name", jax_calls.CALLS)
+@pytest.mark.parametrize("name", JAX)
 def test_calls_inside_jit(name: str) -> None:
     jax = _jax_on_gpu()
-    jax_calls.check(jax, name, jax_calls.Arrays(jax, "bfloat16"))
-
-
-@pytest.mark.parametrize("name", jax_calls.OTHERS)
-def test_other_calls_inside_jit(name: str) -> None:
-    jax = _jax_on_gpu()
-    jax_calls.check_other(jax, name, jax_calls.Arrays(jax, "bfloat16"))
+    framework_calls.check_jit(jax, name, Arrays(jax, "bfloat16"))
 
 
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("donates", [False, True])
 def test_appending_inside_jit(is_pair: bool, donates: bool) -> None:
     jax = _jax_on_gpu()
-    jax_calls.check_append(jax, jax_calls.Arrays(jax, "float16"), is_pair, donates=donates)
+    framework_calls.check_append(jax, Arrays(jax, "float16"), is_pair, donates=donates)
 
 
 def test_as_jax_nn() -> None:
@@ -251,7 +245,7 @@ def test_as_jax_nn() -> None:
     jax = _jax_on_gpu()
     import cupyattn.integrations.jax as door
 
-    x = jax_calls.Arrays(jax, "float16")
+    x = Arrays(jax, "float16")
     for named in (
         {"is_causal": True},
         {"is_causal": True, "local_window_size": (2, 1)},
@@ -275,7 +269,7 @@ def test_attention_of_flax() -> None:
     jax = _jax_on_gpu()
     import cupyattn.integrations.jax as door
 
-    x = jax_calls.Arrays(jax, "bfloat16")
+    x = Arrays(jax, "bfloat16")
     k, v = (jax.numpy.repeat(y, 2, axis=2) for y in (x.k, x.v))
     mask = x.mask.astype("float32")
     got = jax.jit(lambda q: door.attention_fn(q, k, v, mask=mask, deterministic=True))(x.q)
@@ -289,7 +283,7 @@ def test_float32_is_refused_while_jax_traces() -> None:
     jax = _jax_on_gpu()
     import cupyattn.integrations.jax as door
 
-    x = jax_calls.Arrays(jax, "float32")
+    x = Arrays(jax, "float32")
     with pytest.raises(cupyattn.UnsupportedError, match=r"^query: float32 has no kernel on a GPU"):
         jax.jit(door.dot_product_attention).lower(x.q, x.k, x.v)
 
@@ -360,7 +354,7 @@ def test_a_loop_on_xlas_stream() -> None:
     jax = _jax_on_gpu()
     import cupyattn.integrations.jax as door
 
-    x = jax_calls.Arrays(jax, "float16")
+    x = Arrays(jax, "float16")
 
     def step(q: Any, _: Any) -> Any:
         out = door.dot_product_attention(q, x.k, x.v, is_causal=True)
@@ -448,7 +442,7 @@ def test_an_error_inside_jit() -> None:
     jax = _jax_on_gpu()
     import cupyattn.integrations.jax as door
 
-    x = jax_calls.Arrays(jax, "float16")
+    x = Arrays(jax, "float16")
     with pytest.raises(Exception, match=r"ArgumentError: key: shape is"):
         jax.block_until_ready(jax.jit(lambda q: door.dot_product_attention(q, x.k[:1], x.v))(x.q))
 

@@ -10,8 +10,8 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.ffi")
 
-from helpers import jax_calls  # noqa: E402
-from helpers.jax_calls import Arrays  # noqa: E402
+from helpers import framework_calls  # noqa: E402
+from helpers.framework_calls import HK, Arrays  # noqa: E402
 
 import cupyattn  # noqa: E402
 import cupyattn.integrations.jax as door  # noqa: E402
@@ -24,20 +24,15 @@ def x(request: pytest.FixtureRequest) -> Arrays:
     return Arrays(jax, request.param)
 
 
-@pytest.mark.parametrize("name", jax_calls.CALLS)
+@pytest.mark.parametrize("name", framework_calls.JAX)
 def test_a_compiled_call_answers_as_an_eager_one(name: str, x: Arrays) -> None:
-    jax_calls.check(jax, name, x)
-
-
-@pytest.mark.parametrize("name", jax_calls.OTHERS)
-def test_latent_attention_and_merges(name: str, x: Arrays) -> None:
-    jax_calls.check_other(jax, name, x)
+    framework_calls.check_jit(jax, name, x)
 
 
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("donates", [False, True])
 def test_appending(is_pair: bool, donates: bool, x: Arrays) -> None:
-    jax_calls.check_append(jax, x, is_pair, donates=donates)
+    framework_calls.check_append(jax, x, is_pair, donates=donates)
 
 
 def test_arrays_outside_of_jit(x: Arrays) -> None:
@@ -51,7 +46,7 @@ def test_a_decoding_loop_in_scan(x: Arrays) -> None:
 
     def step(carry: Any, token: Any) -> Any:
         pages, lens = carry
-        new = token[:, : jax_calls.HK]
+        new = token[:, :HK]
         pages = door.append_paged_kv_cache(new, new, index[:2], lens, pages, index, x.indptr, x.few)
         out = door.dot_product_attention(
             token[:, None], *pages, block_table=x.table, kv_lens=lens + 1
@@ -63,7 +58,7 @@ def test_a_decoding_loop_in_scan(x: Arrays) -> None:
     np.testing.assert_array_equal(lens, x.few + 3)
     carry: Any = (tuple(np.array(y) for y in x.pages), np.array(x.few))
     for at, token in enumerate(np.asarray(tokens)):
-        new, lens = token[:, : jax_calls.HK], carry[1]
+        new, lens = token[:, :HK], carry[1]
         cupyattn.append_paged_kv_cache(
             new, new, np.array(index[:2]), lens, carry[0], *map(np.array, (index, x.indptr, x.few))
         )

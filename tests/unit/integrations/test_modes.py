@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import jax_calls, torch_calls
+from helpers import framework_calls
+from helpers.framework_calls import EAGER, HK, PAGE, TORCH, Arrays, D, H
 
 import cupyattn
 from cupyattn.engine import index_arrays
@@ -44,10 +45,7 @@ def _export(torch: Any, call: Callable[[], Any]) -> None:
 TORCH_MODES = {
     "fake": _fake, "inference": _inference, "vmap": _vmap, "compile": _compile, "make_fx": _export,
 }  # fmt: skip
-TORCH_CALLS = torch_calls.CALLS | {
-    f.__name__: f
-    for f in (torch_calls.latent, torch_calls.merged, torch_calls.stored, torch_calls.appended)
-}
+JAX_CALLS = framework_calls.DOT_PRODUCT | framework_calls.OF_JAX
 
 
 @pytest.fixture
@@ -61,12 +59,12 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", TORCH_MODES)
-@pytest.mark.parametrize("name", TORCH_CALLS)
+@pytest.mark.parametrize("name", TORCH)
 def test_torch(name: str, mode: str, torch: Any) -> None:
-    x = torch_calls.Tensors(torch, "cpu", "float32")
+    x = Arrays(torch, "float32")
 
     def call() -> Any:
-        return TORCH_CALLS[name](x, x.q)
+        return TORCH[name](EAGER, x, x.q)
 
     try:
         TORCH_MODES[mode](torch, call)
@@ -80,12 +78,11 @@ def test_torch(name: str, mode: str, torch: Any) -> None:
 
 
 def test_a_wrapper_that_was_planned_in_inference_mode(torch: Any) -> None:
-    x = torch_calls.Tensors(torch, "cpu", "float32")
+    x = Arrays(torch, "float32")
     wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
 
     def call() -> Any:
-        wrapper.plan(x.indptr, x.table.flatten(), x.few, torch_calls.H, torch_calls.HK,
-                     torch_calls.D, torch_calls.PAGE, q_data_type=torch.float32)  # fmt: skip
+        wrapper.plan(x.indptr, x.table.flatten(), x.few, H, HK, D, PAGE, q_data_type=torch.float32)
         return wrapper.run(x.q[:, 0], x.pair)
 
     with torch.inference_mode():
@@ -103,13 +100,13 @@ JAX_MODES: dict[str, Callable[[Any, Any, Callable[[], Any]], Any]] = {
 
 
 @pytest.mark.parametrize("mode", JAX_MODES)
-@pytest.mark.parametrize("name", jax_calls.CALLS)
+@pytest.mark.parametrize("name", JAX_CALLS)
 def test_jax(name: str, mode: str) -> None:
     jax = pytest.importorskip("jax")
-    x = jax_calls.Arrays(jax, "float32")
+    x = Arrays(jax, "float32")
 
     def call() -> Any:
-        return jax_calls.CALLS[name](cupyattn.dot_product_attention, x, x.q)
+        return JAX_CALLS[name](EAGER, x, x.q)
 
     try:
         JAX_MODES[mode](jax, x.q, call)

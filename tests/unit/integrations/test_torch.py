@@ -15,16 +15,16 @@ from cupyattn import flash_attn, flash_attn_interface
 
 torch = pytest.importorskip("torch")
 
-from helpers import torch_calls  # noqa: E402
-from helpers.torch_calls import CALLS, HK, B, D, H, S, T, Tensors  # noqa: E402
+from helpers import framework_calls  # noqa: E402
+from helpers.framework_calls import EAGER, HK, TORCH, Arrays, B, D, H, S, T  # noqa: E402
 
 import cupyattn.integrations.torch as door  # noqa: E402
 from cupyattn.errors import ArgumentError, UnsupportedError  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def x() -> Tensors:
-    return Tensors(torch, "cpu", "float32")
+def x() -> Arrays:
+    return Arrays(torch, "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -47,18 +47,17 @@ def check(function: Callable[[Any], Any], q: Any, backend: str, **named: Any) ->
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_are_in_one_graph(name: str, backend: str, x: Tensors) -> None:
-    check(lambda q: CALLS[name](x, q), x.q, backend)
+@pytest.mark.parametrize("name", TORCH)
+def test_calls_are_in_one_graph(name: str, backend: str, x: Arrays) -> None:
+    check(lambda q: TORCH[name](EAGER, x, q), x.q, backend)
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
-def test_runs_of_a_planned_wrapper_are_in_one_graph(kind: str, x: Tensors) -> None:
-    run = torch_calls.wrapper(x, kind)
-    check(lambda q: run(x, q), x.q, "aot_eager")
+def test_runs_of_a_planned_wrapper_are_in_one_graph(kind: str, x: Arrays) -> None:
+    check(framework_calls.wrapper(x, kind), x.q, "aot_eager")
 
 
-def test_a_graph_knows_its_wrapper(x: Tensors) -> None:
+def test_a_graph_knows_its_wrapper(x: Arrays) -> None:
     def run(wrapper: Any, q: Any) -> Any:
         return wrapper.run(q[:, 0], x.pair) * 2
 
@@ -74,7 +73,7 @@ def test_a_graph_knows_its_wrapper(x: Tensors) -> None:
     assert not torch.equal(*answers)
 
 
-def test_dynamic_shapes_are_compiled_once(x: Tensors) -> None:
+def test_dynamic_shapes_are_compiled_once(x: Arrays) -> None:
     def function(q: Any, k: Any) -> Any:
         return cupyattn.dot_product_attention(q * 2, k, k, is_causal=True) + 1
 
@@ -85,7 +84,7 @@ def test_dynamic_shapes_are_compiled_once(x: Tensors) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_fake_tensors(x: Tensors) -> None:
+def test_fake_tensors(x: Arrays) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     ops = torch.ops.cupyattn
@@ -159,7 +158,7 @@ EXPORTED = {
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_public_calls_are_exported_as_operators(x: Tensors, name: str) -> None:
+def test_public_calls_are_exported_as_operators(x: Arrays, name: str) -> None:
     """With strict=False, torch's default, Python runs the public call itself, on fake tensors."""
     x.offsets = torch.tensor([0, T // 2, T], dtype=torch.int32)
 
@@ -175,7 +174,7 @@ def test_public_calls_are_exported_as_operators(x: Tensors, name: str) -> None:
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_what_cannot_be_exported_says_why(x: Tensors) -> None:
+def test_what_cannot_be_exported_says_why(x: Arrays) -> None:
     class Module(torch.nn.Module):  # type: ignore[misc]
         def forward(self, q: Any) -> Any:
             return flash_attn.flash_attn_func(q, x.k, x.v, softmax_scale="large")
@@ -205,14 +204,14 @@ NAMES = [f"{call.name}.{form or 'default'}" for call in door.CALLS for form in c
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("dot", "flash"))])
-def test_operators_keep_to_their_schemas(name: str, x: Tensors) -> None:
+def test_operators_keep_to_their_schemas(name: str, x: Arrays) -> None:
     """What they say they write and return is what they do, with real and fake tensors."""
     call, _, form = name.partition(".")
     operator = getattr(getattr(torch.ops.cupyattn, call), form)
     keys = x.k, x.v
     args: tuple[Any, ...] = x.q, *keys
     if call == "flash_attn_varlen_func":
-        args = x.rows, *x.flat, x.cu_q, x.cu_k, T, S
+        args = framework_calls.rows(x.q), *x.flat, x.cu_q, x.cu_k, T, S
     if "kvcache" in call:
         new = (x.new, x.new) if form.startswith("append") else (None, None)
         args = x.q, *(y.clone() for y in keys), *new, x.few
@@ -225,14 +224,14 @@ def test_operators_keep_to_their_schemas(name: str, x: Tensors) -> None:
     torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_appending_is_checked_too(x: Tensors) -> None:
+def test_appending_is_checked_too(x: Arrays) -> None:
     ints = x.table.flatten()
     args = x.new[:, 0], x.new[:, 0], ints[:2], x.few, [x.pair.clone()], ints, x.indptr, x.few
     torch.library.opcheck(torch.ops.cupyattn.append_paged_kv_cache.default, args,
                           test_utils=("test_schema", "test_faketensor"))  # fmt: skip
 
 
-def test_merges_and_stores_are_checked_too(x: Tensors) -> None:
+def test_merges_and_stores_are_checked_too(x: Arrays) -> None:
     ops, v, s = torch.ops.cupyattn, x.q[0], x.q[0, ..., 0].clone()
     keys, values = (pages.clone() for pages in x.pages)
     for operator, args in (
@@ -247,7 +246,7 @@ def test_merges_and_stores_are_checked_too(x: Tensors) -> None:
         compiled(q)
 
 
-def test_grad_is_refused_with_a_sentence(x: Tensors) -> None:
+def test_grad_is_refused_with_a_sentence(x: Arrays) -> None:
     q = x.q.clone().requires_grad_()
 
     def function(q: Any) -> Any:
@@ -262,7 +261,7 @@ def test_grad_is_refused_with_a_sentence(x: Tensors) -> None:
         assert torch.equal(compiled(q), function(q))
 
 
-def test_what_a_graph_cannot_have_is_named(x: Tensors) -> None:
+def test_what_a_graph_cannot_have_is_named(x: Arrays) -> None:
     def function(q: Any) -> Any:
         return flash_attn.flash_attn_func(q, x.k, x.v, dropout_p=0.5)
 
@@ -277,7 +276,7 @@ def test_what_a_graph_cannot_have_is_named(x: Tensors) -> None:
         compiled(x.q)
 
 
-def test_errors_of_a_call_come_through(x: Tensors) -> None:
+def test_errors_of_a_call_come_through(x: Arrays) -> None:
     compiled = torch.compile(
         lambda q, k: cupyattn.dot_product_attention(q, k, k), backend="eager", fullgraph=True
     )
@@ -338,7 +337,7 @@ def test_a_compiled_block_of_llama(backend: str) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_python_calls_of_an_operator_are_few(x: Tensors) -> None:
+def test_python_calls_of_an_operator_are_few(x: Arrays) -> None:
     """Its cost over the direct call, in Python functions entered; time is measured on a GPU."""
     q = x.q[0, 0]
     operator, counts = torch.ops.cupyattn.single_decode_with_kv_cache.default, []
