@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..launch.tiles.row_classes import DECODE, FEW, LARGE, SMALL, VERIFY
+from ..launch.tiles.row_classes import DECODE, LARGE, ONE_AN_SM, PERSISTENT, SMALL, VERIFY
 from ..schedule.balance import ROUNDED, Work
 from ..schedule.batch import TileWork
 from ..schedule.makespan import TileTimes, best_split
@@ -29,6 +29,8 @@ from ..schedule.sm_partition import (
 )
 from ..schedule.tile_shape import DecodeKinds, FewRows, TileShape, decode_time
 
+# The name of a launch for each row class that comes.
+BY_ROW_CLASS = "by row class"
 Parts = list[tuple[str, TileWork]]
 # What the time of tiles of prefill_sm90 counts beside that of blocks of decode for few rows of a
 # class: estimates of the latter are too low for 17 to 32 rows (by rows of an H100).
@@ -104,9 +106,9 @@ class Offer(Protocol):
 class Candidate:
     """One way to serve a batch.
 
-    name   of the tiles that serve all ("short"), "large + others" where launches for fewer rows
-           follow, "by rows" for a launch a row class, or the blocks of decode ("decode x8" are
-           clusters of eight)
+    name   of the tiles that serve all ("q64_oneshot"), "persistent + others" where launches for
+           fewer rows follow, BY_ROW_CLASS for a launch a row class, or the blocks of decode
+           ("decode cluster8")
     parts  the launches: of which row class or tiles, and what they do
     slots  blocks of the first launch that run at a time; 0: as many as it has, -1: by rows
     shape  of the only launch, where its kernel has blocks of several shapes
@@ -206,7 +208,7 @@ def _rates(shape: TileShape, num_kv_heads: int) -> _Rates:
         launch=ROUNDED * times.launch,
         pair=share * times.key_tile / (shape.tile_q * shape.tile_kv),
         tile=share * times.item,
-        alone=times.alone,
+        alone=times.single_block_factor,
         most_alone=shape.num_sms // num_kv_heads,
     )
 
@@ -256,7 +258,7 @@ def _forms(offer: Offer, batch: Batch) -> list[_Form]:
         # Tiles of prefill gain nothing here, and would be one more kernel for an engine to compile.
         return [_known(x) for x in _of_few_rows(offer, batch)]
     found = _forms_of_tiles(batch, offer.timed_shapes())
-    if not others and rows in FEW:
+    if not others and rows in ONE_AN_SM:
         margin = MARGIN[rows]
         found = [form._replace(bound=margin * form.bound, margin=margin) for form in found]
         return found + [_known(x) for x in _of_few_rows(offer, batch)]
@@ -282,7 +284,7 @@ def _forms_of_tiles(batch: Batch, shapes: Mapping[str, TileShape]) -> list[_Form
         is_alone = num_tiles + streams.keys.size <= most_alone
         least = launch + (busy + few) * (alone_share if is_alone else 1.0)
         found.append(_Form(max(least, streams.least_together(shape)), alone, name, shape))
-        if name != LARGE and (shape.is_persistent or shape.most_keys):
+        if name != PERSISTENT and (shape.is_persistent or shape.most_keys):
             continue  # behind other blocks that take items launches wait as long, and longer
         least = launch + (busy if num_tiles > most_alone else alone_share * busy)
         num_blocks = 0 if shape.is_persistent else num_tiles * heads  # which leave SMs to others
@@ -343,7 +345,7 @@ def _by_rows(offer: Offer, batch: Batch) -> Candidate:
         time = split_time(works.of(shape), batch.num_kv_heads, shape, offer.portable_times(rows))
     elif batch.streams is not None and batch.many is None:
         time = batch.streams.time()
-    return Candidate("by rows", batch.parts, -1, None, time)
+    return Candidate(BY_ROW_CLASS, batch.parts, -1, None, time)
 
 
 def split_time(
@@ -393,7 +395,7 @@ def name_of_blocks(rows: str, kernel_rows: str, shape: TileShape) -> str:
     if kernel_rows == SMALL:
         return SMALL
     if shape.cluster > 1:
-        return f"{rows} x{shape.cluster}"
+        return f"{rows} cluster{shape.cluster}"
     if shape.decode is not None:
-        return f"{rows} alone"
-    return rows if shape.is_fused else f"{rows} merged apart"
+        return f"{rows} one_an_sm"
+    return rows if shape.is_fused else f"{rows} merge_launch"

@@ -22,7 +22,7 @@ from ..errors import ArgumentError
 from ..schedule.makespan import TileTimes
 from ..schedule.sm_partition import BesideTimes
 from ..schedule.tile_shape import DecodeKinds, DecodeTimes
-from . import tuned
+from . import old_names, tuned
 
 # What may change logits besides a scale and a cap (tile_times.option_names).
 OPTIONS = "rope_llama", "alibi", "mask", "rows"
@@ -281,10 +281,12 @@ def _card(data: dict[str, Any]) -> Card:
 
 
 def _tile(row: dict[str, Any]) -> tuple[TileKey, TimedTile]:
+    row = {old_names.FIELDS.get(name, name): value for name, value in row.items()}
     names = [name for name in TileTimes._fields if name in row]
     times = TileTimes(**{name: float(row[name]) for name in names})
     head_dim_qk, head_dim_vo = map(int, row["dims"])
-    key = TileKey(row["kernel"], row["tile"], row["keys"], head_dim_qk, head_dim_vo)
+    tile = old_names.tile(row["tile"], row["keys"], (head_dim_qk, head_dim_vo))
+    key = TileKey(row["kernel"], tile, row["keys"], head_dim_qk, head_dim_vo)
     return key, TimedTile(times, int(row["area"]), _pair(row["capped"]))
 
 

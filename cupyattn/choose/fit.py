@@ -14,12 +14,13 @@ import numpy as np
 
 from ..core.problem import AttentionProblem
 from ..launch.tiles import prefill_sm90
-from ..launch.tiles.row_classes import FEW, LARGE, MOST_ROWS, SMALL, VERIFY
+from ..launch.tiles.row_classes import LARGE, MOST_ROWS, ONE_AN_SM, PERSISTENT, SMALL, VERIFY
 from ..schedule.makespan import TileTimes
 from ..schedule.sm_partition import BesideTimes
 from ..schedule.tile_shape import DecodeKinds, DecodeTimes, FewRows, TileShape, decode_time
 from . import least_squares, tile_times
 from .candidates import (
+    BY_ROW_CLASS,
     Batch,
     Candidate,
     Keys,
@@ -34,12 +35,12 @@ from .card import Card, TileKey, TimedTile
 # A tile has times of its own for such head dims from so many samples on.
 _LEAST_SAMPLES = 12
 # What the fit of a tile changes.
-_TILE_FIELDS = "launch", "item", "key_tile", "alone", "own_keys"
+_TILE_FIELDS = "launch", "item", "key_tile", "single_block_factor", "mha_factor"
 # Rows say nothing of these: a partition is chosen by them, and no other is timed beside it.
 _NOT_TOLD = ("stream_rate",)
 # What blocks take at least that have an SM each, where others have none: memory is all theirs.
 _LEAST_OF_LONE = 0.8
-_SHARES = {"alone": (0.3, 1.0), "own_keys": (1.0, 2.0)}
+_SHARES = {"single_block_factor": (0.3, 1.0), "mha_factor": (1.0, 2.0)}
 
 
 class Sample(NamedTuple):
@@ -91,8 +92,8 @@ def _of_tiles(samples: Iterable[Sample]) -> list[_OfTile]:
             continue
         shapes = sample.offer.timed_shapes()
         us = dict(sample.us)
-        if [*us] == ["by rows"] and sample.batch.parts[0][0] == LARGE:
-            us = {LARGE: us["by rows"]}
+        if [*us] == [BY_ROW_CLASS] and sample.batch.parts[0][0] == LARGE:
+            us = {PERSISTENT: us[BY_ROW_CLASS]}
         for name in us.keys() & shapes.keys():
             tile = prefill_sm90.find(sample.problem, sample.page_size, name)
             assert isinstance(tile, prefill_sm90.Tile)
@@ -162,7 +163,7 @@ def _fit_tile(card: Card, own: TileKey, group: list[_OfTile], one: _OfTile) -> T
     fields = [
         name
         for name in _TILE_FIELDS
-        if name != "own_keys" or any(x.sample.batch.group_size == 1 for x in group)
+        if name != "mha_factor" or any(x.sample.batch.group_size == 1 for x in group)
     ]
 
     is_lone = one.tile.shape.min_blocks == 1
@@ -170,7 +171,8 @@ def _fit_tile(card: Card, own: TileKey, group: list[_OfTile], one: _OfTile) -> T
     def times_of(x: np.ndarray) -> TimedTile:
         values = {name: _within(name, float(v)) for name, v in zip(fields, x, strict=True)}
         if is_lone:
-            values["alone"] = max(values["alone"], _LEAST_OF_LONE)
+            factor = values["single_block_factor"]
+            values["single_block_factor"] = max(factor, _LEAST_OF_LONE)
         return timed._replace(times=timed.times._replace(**values))
 
     def told(x: np.ndarray) -> np.ndarray:
@@ -222,7 +224,7 @@ def _fit_portable(card: Card, samples: Sequence[Sample]) -> Card:
     groups: dict[TileKey, list[tuple[Sample, float]]] = defaultdict(list)
     for sample in samples:
         (rows, _), *others = sample.batch.parts
-        us = sample.us.get(SMALL if rows == VERIFY else "by rows")
+        us = sample.us.get(SMALL if rows == VERIFY else BY_ROW_CLASS)
         rows = SMALL if rows == VERIFY else rows
         if others or us is None or sample.offer.portable_times(rows) is None:
             continue
@@ -245,7 +247,7 @@ def _fit_portable_tile(card: Card, own: TileKey, group: list[tuple[Sample, float
     shape = sample.offer.shape(own.tile)
     key = own if own in card.tiles else tile_times.nearest_portable(card, sample.problem, own.tile)
     assert key is not None
-    timed, fields = card.tiles[key], ("launch", "item", "key_tile", "alone")
+    timed, fields = card.tiles[key], ("launch", "item", "key_tile", "single_block_factor")
     area = shape.tile_q * shape.tile_kv
     size = area * (own.head_dim_qk + own.head_dim_vo)
     scale = size / (timed.area * (key.head_dim_qk + key.head_dim_vo))
@@ -294,7 +296,7 @@ def _of_decode(
     groups: dict[str, list[tuple[_Told, float]]] = defaultdict(list)
     for sample in samples:
         (rows, works), *others = sample.batch.parts
-        if others or rows not in FEW or sample.problem.dtype_kv.is_fp8 != is_fp8:
+        if others or rows not in ONE_AN_SM or sample.problem.dtype_kv.is_fp8 != is_fp8:
             continue
         batch = sample.batch
         keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)

@@ -6,7 +6,7 @@ from ..core.device import DeviceProps
 from ..core.problem import AttentionProblem
 from ..launch.tiles import prefill_sm90
 from ..launch.tiles.config import Target, TileConfig, min_blocks
-from ..launch.tiles.row_classes import LARGE, LARGE_TILES
+from ..launch.tiles.row_classes import LARGE_TILES, PERSISTENT
 from ..schedule.makespan import TileTimes
 from ..schedule.tile_shape import TileShape
 from .card import Card, TileKey, TimedTile, card_of
@@ -40,7 +40,7 @@ def large_tiles(
             times = times_of(card, problem, page_size, name)
             if times is not None:
                 found[name] = prefill_sm90.tiles(problem, name, target), times
-    return found if LARGE in found else {}
+    return found if PERSISTENT in found else {}
 
 
 def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -> TileTimes | None:

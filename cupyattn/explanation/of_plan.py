@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..choose.candidates import BY_ROW_CLASS
 from ..choose.card import Card, card_of
 from ..core import parse
 from ..core.device import NO_GPU, DeviceProps, device_props
@@ -186,7 +187,7 @@ def _candidates(
         return [], []
     taken, notes = schedule.candidate, []
     if any(not isinstance(part.rows, str) for part in schedule.parts):
-        taken, notes = "by rows", ["one launch has blocks for many rows and for few"]
+        taken, notes = BY_ROW_CLASS, ["one launch has blocks for many rows and for few"]
     found = [
         Choice(x.name, x.time if x.time < math.inf else None, x.name == taken)
         for x in launcher.candidates(requests)

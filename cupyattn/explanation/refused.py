@@ -8,7 +8,7 @@ from ..core.device import DeviceProps, overlaps_launches
 from ..core.problem import AttentionProblem
 from ..launch.tiles import prefill_sm90, wide_sm90
 from ..launch.tiles.config import Target
-from ..launch.tiles.row_classes import DECODE, LARGE, LARGE_TILES, row_class
+from ..launch.tiles.row_classes import DECODE, LARGE, LARGE_TILES, PERSISTENT, row_class
 from ..schedule.batch import BatchRequests
 from .record import Refusal
 
@@ -28,7 +28,7 @@ def refusals(
     by_reason: dict[str, list[str]] = {}
     for name in LARGE_TILES:
         reason = prefill_sm90.refusal(problem, name, target)
-        if reason is None and offered is not None and name not in (LARGE, *offered):
+        if reason is None and offered is not None and name not in (PERSISTENT, *offered):
             reason = "nobody timed it with such keys and options"
         if reason is not None:
             by_reason.setdefault(reason, []).append(name)
@@ -51,7 +51,7 @@ def refused_clusters(
     is_decode = (
         requests.qo_len.size > 0 and row_class(requests.qo_range()[1] * group_size) == DECODE
     )
-    if problem.is_wide or not is_decode or any(" x" in name for name in offered):
+    if problem.is_wide or not is_decode or any(" cluster" in name for name in offered):
         return []
     if not overlaps_launches(props.arch):
         return [Refusal("decode in clusters", f"{props.arch} has none")]

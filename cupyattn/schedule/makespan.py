@@ -33,31 +33,31 @@ class TileTimes(NamedTuple):
     launch    from the launch to the first item, and from the last to the end
     item      an item besides its key tiles
     key_tile  with all slots busy
-    alone     the share of key_tile and item where no other block is on the SM
+    single_block_factor  the share of key_tile and item where no other block is on the SM
     merge     the launch that merges states
     state     writing and reading one of them
     read      what memory takes at least for the keys and values of a key tile
     row       the same for a row of Q and of the output
-    own_keys  the factor of item and key_tile where each query head has keys of its own, which
-              few blocks share
+    mha_factor  times as long item and key_tile take where each query head has a KV head of its
+              own, whose keys few blocks share
     """
 
     launch: float
     item: float
     key_tile: float
-    alone: float = 1.0
+    single_block_factor: float = 1.0
     merge: float = 3.5
     state: float = 0.0
     read: float = 0.0
     row: float = 0.0
-    own_keys: float = 1.0
+    mha_factor: float = 1.0
 
     def of_group(self, group_size: int) -> TileTimes:
         """The times where so many query heads share a KV head."""
-        if group_size > 1 or self.own_keys == 1.0:
+        if group_size > 1 or self.mha_factor == 1.0:
             return self
-        item, key_tile = self.own_keys * self.item, self.own_keys * self.key_tile
-        return self._replace(item=item, key_tile=key_tile, own_keys=1.0)
+        item, key_tile = self.mha_factor * self.item, self.mha_factor * self.key_tile
+        return self._replace(item=item, key_tile=key_tile, mha_factor=1.0)
 
     def busy(self, work: Work, num_kv_heads: int) -> float:
         """What all items take, one after another."""
@@ -70,7 +70,7 @@ class TileTimes(NamedTuple):
         """
         busy = (total * self.key_tile + num_tiles * self.item) * num_kv_heads / slots.blocks
         if num_tiles * num_kv_heads <= slots.num_sms:
-            busy *= self.alone
+            busy *= self.single_block_factor
         return ROUNDED * (self.launch + busy)
 
 
@@ -134,7 +134,7 @@ def _items_time(
 ) -> float:
     """launch_time without the launch itself, of sizes that are sorted, the largest first."""
     num_items = sizes.size * num_kv_heads
-    share = times.alone if num_items <= slots.num_sms else 1.0
+    share = times.single_block_factor if num_items <= slots.num_sms else 1.0
     if 0 < num_items <= slots.blocks and (not reading or sizes[0] == sizes[-1]):
         # One wave, whose longest ends last. Blocks that are alike wait alike for memory.
         return max(share * (times.key_tile * float(sizes[0]) + times.item), reading)
@@ -178,7 +178,7 @@ def _best_split(
     """best_split; `most` is the limit."""
     soonest = times.least(work.total, work.num_tiles, num_kv_heads, slots)
     # Whole tiles take as long as the longest, and parts a merge.
-    share = times.alone if work.num_tiles * num_kv_heads <= slots.num_sms else 1.0
+    share = times.single_block_factor if work.num_tiles * num_kv_heads <= slots.num_sms else 1.0
     longest = times.launch + share * (times.item + times.key_tile * work.longest)
     if min(max(soonest, longest), soonest + times.merge) >= most:
         return Split(0, math.inf)
@@ -212,7 +212,7 @@ def _unsplit_time(
         busy = max(times.busy(work, num_kv_heads) / slots.blocks, reading)
         longest, shortest = (times.item + times.key_tile * x for x in (work.longest, work.shortest))
         return max(longest, busy + 0.5 * shortest)
-    key = num_kv_heads, slots, times.item, times.key_tile, times.alone, reading
+    key = num_kv_heads, slots, times.item, times.key_tile, times.single_block_factor, reading
     found = work.unsplit.get(key)
     if found is None:
         sizes = work.descending()
@@ -233,7 +233,7 @@ def _parts_time(
     num_items = split.num_parts * num_kv_heads
     longest = times.item + times.key_tile * split.longest
     busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
-    share = times.alone if num_items <= slots.num_sms else 1.0
+    share = times.single_block_factor if num_items <= slots.num_sms else 1.0
     is_one_wave = num_items <= slots.blocks
     if is_one_wave and (split.lengths.size == 1 or reading * num_items <= share * busy):
         return times.launch + max(share * longest, reading)  # the longest ends last

@@ -154,7 +154,7 @@ def _bad_values(**facts: object) -> None:
 
 def _bad_values_of_large_tiles(**facts: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_prefill_sm90.force_tiles("large", patch)
+        test_prefill_sm90.force_tiles("persistent", patch)
         _bad_values(**facts)
 
 
@@ -167,7 +167,7 @@ def _capped_of_large_tiles(**facts: object) -> None:
         {"outliers": 5.0},
     )
     with pytest.MonkeyPatch.context() as patch:
-        test_prefill_sm90.force_tiles("large", patch)
+        test_prefill_sm90.force_tiles("persistent", patch)
         _single(*({"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **x} for x in changes))(
             **facts
         )
@@ -177,27 +177,27 @@ def _lean(**facts: object) -> None:
     """Keys come by two rounds of the ring, a partial tile leaves warps without rows, and a hidden
     value is not finite."""
     with pytest.MonkeyPatch.context() as patch:
-        test_prefill_sm90.force_tiles("lean", patch)
+        test_prefill_sm90.force_tiles("lean32", patch)
         case = replace(_PREFILL, causal=True, qo_len=60, kv_len=400, **_WIDE, **_BFLOAT16)
         run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
 
 
 def _small_boxes(**facts: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_prefill_sm90.force_tiles("twin", patch)
+        test_prefill_sm90.force_tiles("q64_persistent", patch)
         test_prefill_sm90.check_small_boxes(**facts)
 
 
 def _lean_beside(**facts: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_prefill_sm90.force_tiles("lean", patch)
+        test_prefill_sm90.force_tiles("lean80", patch)
         test_prefill_sm90.check_beside_other_requests(True, **facts)
 
 
 def _persistent_lean(**facts: object) -> None:
     """Several items a block, each with a store of O."""
     with pytest.MonkeyPatch.context() as patch:
-        test_prefill_sm90.force_tiles("queue", patch)
+        test_prefill_sm90.force_tiles("lean_persistent", patch)
         case = replace(_PREFILL, causal=True, qo_len=300, kv_len=320, **_WIDE, **_BFLOAT16)
         run.single(case, num_sms=1, **facts).check()
 

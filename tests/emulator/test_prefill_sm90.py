@@ -19,7 +19,7 @@ import cupyattn
 from cupyattn.choose.tile_times import large_tiles
 from cupyattn.launch.attention import kernels as launch_kernels
 from cupyattn.launch.attention import merge_splits
-from cupyattn.launch.tiles import row_classes
+from cupyattn.launch.tiles import prefill_sm90
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.schedule.makespan import TileTimes
 
@@ -119,7 +119,7 @@ def test_warps_wait_at_one_place_whatever_their_logits(dim: int) -> None:
 def check_parted_warps(dim: int, **facts: object) -> None:
     """In tiles without overlap of softmax and products, and with it."""
     case = replace(BASE, head_dim_qk=dim, head_dim_vo=dim, kv_len=600, logits_soft_cap=30.0)
-    for name, dtype in product(("large", "short"), ("bfloat16", "float16")):
+    for name, dtype in product(("persistent", "q64_oneshot"), ("bfloat16", "float16")):
         case = replace(case, dtype=dtype, kv_dtype=dtype)
         with pytest.MonkeyPatch.context() as patch:
             force_tiles(name, patch)
@@ -209,19 +209,21 @@ def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "large_tiles", only)
 
 
+OF_128 = [name for name, *key in prefill_sm90._NAMED if key == ["ragged", 128, 128]]
+
+
 # With no keys, one tile of them, and many; rows of a part of a tile, of a warpgroup and of none.
 # Each of three tiles once in the ordinary suite, with another group each.
-@pytest.mark.parametrize(
-    ("group", "name"), one_of(4, product((1, 4, 7), row_classes.LARGE_TILES[1:]), is_several=True)
-)
+@pytest.mark.parametrize(("group", "name"), one_of(4, product((1, 4, 7), OF_128), is_several=True))
 def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128, group=group, return_lse=group == 4)
-    lean = {"lean": 128, "flat": 128, "queue": 160}
-    threads = {"broad": 384, "tall": 512, "middle": 384, **lean}.get(name, 256)
+    lean = {"lean32": 128, "lean64": 128, "lean_persistent": 160}
+    threads = {"q192": 512, "q128": 384, "q64": 256}
+    num_threads = lean.get(name) or threads[name.partition("_")[0]]
     for qo_len, kv_len in ((300 // group + 1, 400 // group + 9), (80, 0), (70, 50)):
         answer = check(replace(case, qo_len=qo_len, kv_len=kv_len))
-        assert answer.launches[0].block[0] == threads
+        assert answer.launches[0].block[0] == num_threads
     check(replace(case, causal=False, window_left=60, has_sinks=True))
 
 
@@ -230,22 +232,38 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
     one_of(
         2,
         [
-            *((name, (64, 64)) for name in ("tall", "short", "lean", "flat", "queue")),
-            *(("middle", (96, 96)), ("lean", (96, 96))),
-            *((name, (192, 128)) for name in ("twin", "short", "flat")),
-            *(("short", (256, 256)), ("flat", (256, 256))),
-            *((name, (72, 72)) for name in ("middle", "short", "lean", "flat")),
-            *((name, (112, 104)) for name in ("broad", "twin", "tall", "queue", "lean")),
-            *(("twin", (176, 80)), ("flat", (176, 40)), ("flat", (200, 208))),
-            *(("short", (160, 136)), ("short", (232, 112))),
             *(
-                ("broad", (72, 80)),
-                ("tall", (96, 88)),
-                ("tall", (160, 152)),
-                ("middle", (136, 160)),
+                (name, (64, 64))
+                for name in ("q192_oneshot", "q64_oneshot", "lean80", "lean64", "lean_persistent")
             ),
-            *(("broad", (184, 192)), ("middle", (192, 176)), ("broad", (256, 120))),
-            ("middle", (248, 128)),
+            *(("q128_oneshot", (96, 96)), ("lean32", (96, 96))),
+            *((name, (192, 128)) for name in ("q64_persistent", "q64_oneshot", "lean64")),
+            *(("q64_oneshot", (256, 256)), ("lean64", (256, 256))),
+            *((name, (72, 72)) for name in ("q128_oneshot", "q64_oneshot", "lean32", "lean64")),
+            *(
+                (name, (112, 104))
+                for name in (
+                    "q128_persistent",
+                    "q64_persistent",
+                    "q192_oneshot",
+                    "lean_persistent",
+                    "lean32",
+                )
+            ),
+            *(("q64_persistent", (176, 80)), ("lean64", (176, 40)), ("lean64", (200, 208))),
+            *(("q64_oneshot", (160, 136)), ("q64_oneshot", (232, 112))),
+            *(
+                ("q192_persistent", (72, 80)),
+                ("q192_oneshot", (96, 88)),
+                ("q192_oneshot", (160, 152)),
+                ("q128_oneshot", (136, 160)),
+            ),
+            *(
+                ("q128_persistent", (184, 192)),
+                ("q128_oneshot", (192, 176)),
+                ("q128_persistent", (256, 120)),
+            ),
+            ("q128_oneshot", (248, 128)),
         ],
         is_several=True,
     ),
@@ -256,7 +274,9 @@ def test_other_tiles_of_other_dims(
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True)
     check(case)
-    if name in ("middle", "short", "lean", "flat") and (dims[0] <= 128 or dims[1] > 192):
+    if name in ("q128_oneshot", "q64_oneshot", "lean32", "lean80", "lean64") and (
+        dims[0] <= 128 or dims[1] > 192
+    ):
         for dtype in ("bfloat16", "float16"):
             check(replace(case, logits_soft_cap=5.0, dtype=dtype, kv_dtype=dtype))
 
@@ -265,21 +285,24 @@ def test_other_tiles_of_other_dims(
     ("name", "kind"),
     slow_unless(
         (
-            ("middle", "ragged"),
-            ("short", "paged"),
-            ("twin", "paged"),
-            ("broad", "ragged"),
-            ("lean", "ragged"),
-            ("lean", "paged"),
-            ("queue", "ragged"),
-            ("queue", "paged"),
-            ("flat", "ragged"),
+            ("q128_oneshot", "ragged"),
+            ("q64_oneshot", "paged"),
+            ("q64_persistent", "paged"),
+            ("q128_persistent", "ragged"),
+            ("lean32", "ragged"),
+            ("lean32", "paged"),
+            ("lean_persistent", "ragged"),
+            ("lean_persistent", "paged"),
+            ("lean64", "ragged"),
         ).__contains__,
         [
-            *product(("twin", "middle", "short", "lean", "queue"), test_batch.KINDS),
-            ("broad", "ragged"),
-            ("tall", "ragged"),
-            ("flat", "ragged"),
+            *product(
+                ("q64_persistent", "q128_oneshot", "q64_oneshot", "lean32", "lean_persistent"),
+                test_batch.KINDS,
+            ),
+            ("q128_persistent", "ragged"),
+            ("q192_oneshot", "ragged"),
+            ("lean64", "ragged"),
         ],
         is_several=True,
     ),
@@ -300,8 +323,8 @@ def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.Monkey
     one_of(
         3,
         [
-            *((name, 128) for name in ("middle", "short", "lean", "queue")),
-            *(("short", 64), ("lean", 64), ("short", 256)),
+            *((name, 128) for name in ("q128_oneshot", "q64_oneshot", "lean32", "lean_persistent")),
+            *(("q64_oneshot", 64), ("lean64", 64), ("q64_oneshot", 256)),
         ],
         is_several=True,
     ),
@@ -318,7 +341,7 @@ def test_other_tiles_of_capped_pages(name: str, dim: int, monkeypatch: pytest.Mo
 
 def test_many_lean_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warp copies where there are more blocks than two on each SM."""
-    force_tiles("lean", monkeypatch)
+    force_tiles("lean80", monkeypatch)
     answer = check(replace(CAUSAL, group=1, num_kv_heads=90, qo_len=129, kv_len=129))
     assert answer.launches[0].grid == (90, 3, 1)
 
@@ -326,7 +349,7 @@ def test_many_lean_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # Tokens of three heads do not fill a small box of Q; one block has several items at a time.
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_small_boxes(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    force_tiles("twin", monkeypatch)
+    force_tiles("q64_persistent", monkeypatch)
     check_small_boxes(group)
 
 
@@ -342,7 +365,7 @@ def check_small_boxes(group: int = 1, **facts: object) -> None:
 
 # A box of Q may bring rows of the next request, whose logits decide nothing of those beside them.
 @pytest.mark.parametrize("is_capped", [False, True])
-@pytest.mark.parametrize("name", ["large", "short", "lean", "flat"])
+@pytest.mark.parametrize("name", ["persistent", "q64_oneshot", "lean80", "lean64"])
 def test_rows_do_not_depend_on_other_requests(
     name: str, is_capped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +389,7 @@ def check_beside_other_requests(is_capped: bool, **facts: object) -> None:
     assert not np.array_equal(answers[0][20:], answers[1][20:])
 
 
-@pytest.mark.parametrize("name", row_classes.LARGE_TILES[1:])
+@pytest.mark.parametrize("name", OF_128)
 def test_hidden_values_of_other_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128)
@@ -511,7 +534,7 @@ def check_a_large_key(*, cap: float = 30.0, size: float = 40.0, **facts: object)
 def test_splits(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp merges a row, or where there are few a block."""
     monkeypatch.setattr(merge_splits, "_FEW_ROWS", few_rows)
-    force_tiles("tall", monkeypatch)
+    force_tiles("q192_oneshot", monkeypatch)
     answer = check(replace(BASE, kv_len=3000, group=1), num_sms=20)
     launch = answer.launches[-1]
     assert launch.name == "merge_splits" and launch.grid[0] == (192 if few_rows else 48)

@@ -72,8 +72,8 @@ def test_random_splits(first: int) -> None:
 
 
 WAYS = {
-    1: ("decode", "decode alone", "decode x4", "decode x8"),
-    6: ("verify merged apart", "verify x4", "verify x8", "small", "short"),
+    1: ("decode", "decode one_an_sm", "decode cluster4", "decode cluster8"),
+    6: ("verify merge_launch", "verify cluster4", "verify cluster8", "small", "q64_oneshot"),
 }
 
 

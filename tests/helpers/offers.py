@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cupyattn.choose.candidates import Batch, Candidate, Parts, best_of
-from cupyattn.launch.tiles.row_classes import DECODE, LARGE
+from cupyattn.launch.tiles.row_classes import DECODE, LARGE, PERSISTENT
 from cupyattn.schedule.batch import TileWork
 from cupyattn.schedule.sm_partition import Streams
 from cupyattn.schedule.tile_shape import TileShape
@@ -20,4 +20,6 @@ def batch_of(works: TileWork, streams: Streams | None, num_kv_heads: int, group_
 
 def choose(batch: Batch, shapes: Sequence[TileShape]) -> Candidate:
     """The soonest of these tiles, by the names "large", "1", "2", ..."""
-    return best_of(batch, {str(index) if index else LARGE: x for index, x in enumerate(shapes)})
+    return best_of(
+        batch, {str(index) if index else PERSISTENT: x for index, x in enumerate(shapes)}
+    )

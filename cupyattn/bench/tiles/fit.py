@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...choose import card as cards
+from ...choose.candidates import BY_ROW_CLASS
 from ...choose.card import Card
 from ...choose.fit import Sample, fit_card
 from ...core.device import NO_GPU
@@ -83,7 +84,7 @@ def check(card: Card, rows: Sequence[Row], device_index: int = NO_GPU.index) -> 
                 if candidate.name in us and math.isfinite(candidate.time):
                     label = "+ others" if "+" in candidate.name else candidate.name
                     errors[kind, label].append(math.log(candidate.time / us[candidate.name]))
-            chosen = schedule.candidate or "by rows"
+            chosen = schedule.candidate or BY_ROW_CLASS
             if chosen in us:
                 regrets[kind].append(us[chosen] / min(us.values()))
     return Check(dict(errors), dict(regrets))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...choose import old_names
 from .case import TileCase
 
 # What a row says of its batch; all else of a TileCase has one value in all of them.
@@ -75,6 +76,8 @@ def read(path: Path) -> list[Row]:
             given = _DEFAULTS | data["case"]
             case = {name: given[name] for name in _FIELDS}
             requests = tuple(tuple(request) for request in case["requests"])
+            head_dims = case["head_dim_qk"], case["head_dim_vo"]
+            data["candidate"] = old_names.candidate(data["candidate"], case["api"], head_dims)
             found.append(Row(**{**data, "case": TileCase(**{**case, "requests": requests})}))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: this is no row of a candidate ({error})") from error

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from ...choose import candidates
-from ...choose.candidates import Batch, Candidate, Keys, Offer
+from ...choose.candidates import BY_ROW_CLASS, Batch, Candidate, Keys, Offer
 from ...core.device import NO_GPU, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
@@ -262,7 +262,7 @@ class BatchLauncher:
             return only
         batch = self.batch_of(requests)
         if splitting.is_given or not batch.parts:
-            return Candidate("by rows", batch.parts)
+            return Candidate(BY_ROW_CLASS, batch.parts)
         return candidates.best(self._kernels, batch)
 
     def _only_choice(self, requests: BatchRequests) -> Candidate | None:

@@ -23,8 +23,8 @@ from ..tiles.config import TileConfig
 from ..tiles.decode_sm80 import few_rows
 from ..tiles.row_classes import (
     DECODE,
-    FEW,
     MOST_ROWS,
+    ONE_AN_SM,
     ROW_CLASSES,
     SMALL,
     VERIFY,
@@ -43,8 +43,6 @@ MOST_PARTS = 16
 _PARTS_A_WARP = 4
 # Blocks that have an SM each must end within this share of the time of ordinary ones.
 _WORTHWHILE = 0.98
-# Tiles of prefill_sm90 for few rows; under a soft cap, over pages, where heads are no wider.
-_SHORT, _MOST_DIM_OF_CAPPED_FEW = "short", 128
 # Requests of each row class have more rows than this.
 _ROWS_BELOW = np.array([0, *MOST_ROWS.values()])
 # Every kernel looks up each key by itself where a page has fewer keys.
@@ -193,7 +191,7 @@ class Kernels:
     def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
         """The kernel for a row class, a tile of rows each request, and what a plan must know of its
         only kind of tiles: that by which requests of so many keys are done soonest."""
-        if rows not in FEW:
+        if rows not in ONE_AN_SM:
             return rows, self.shape(rows)
         few = keys.few_rows(self._num_kv_heads, most_rows, self.key_bytes)
         found = timed_blocks(self, rows, few, lambda shape: keys.work(shape.tile_kv))

@@ -7,6 +7,7 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+from ...choose.candidates import BY_ROW_CLASS
 from ...core import env
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
@@ -86,6 +87,6 @@ class ChoiceLog:
             found = (x.time for x in launcher.candidates(requests) if x.name == name)
             time = next(found, math.inf)
         else:
-            name = "by rows"
+            name = BY_ROW_CLASS
         about = f"{name}, {time:,.1f} us estimated" if time < math.inf else name
         self._say(batch_words(requests), about, "; ".join(launches))

@@ -13,7 +13,7 @@ from .common import (
     widened_keys,
 )
 from .config import Field, Target, TileConfig, struct_of
-from .row_classes import DECODE, FEW, VERIFY
+from .row_classes import DECODE, ONE_AN_SM, VERIFY
 
 # Tiles of 32 wider rows do not fit the registers of blocks that have an SM of their own.
 _MOST_DIM_OF_FEW_VERIFY = 128
@@ -31,9 +31,9 @@ def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
 def _refusal_of_rows(problem: AttentionProblem, rows: str) -> str | None:
     if problem.is_wide:
         return "its heads have up to 256 columns"
-    if rows not in (DECODE, VERIFY, *FEW.values()):
+    if rows not in (DECODE, VERIFY, *ONE_AN_SM.values()):
         return "it serves up to 32 rows"
-    if rows == FEW[VERIFY] and problem.head_dim_vo > _MOST_DIM_OF_FEW_VERIFY:
+    if rows == ONE_AN_SM[VERIFY] and problem.head_dim_vo > _MOST_DIM_OF_FEW_VERIFY:
         return "32 rows of such heads do not fit the registers of blocks that have an SM each"
     return None
 
@@ -41,8 +41,8 @@ def _refusal_of_rows(problem: AttentionProblem, rows: str) -> str | None:
 def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
     """The tiles for requests of a row class that it does not refuse."""
     most = target.max_shared_bytes
-    if rows in FEW.values():
-        return _of_few(problem, most, 2 if rows == FEW[VERIFY] else 1)
+    if rows in ONE_AN_SM.values():
+        return _of_few(problem, most, 2 if rows == ONE_AN_SM[VERIFY] else 1)
     found = of_verify(problem, most) if rows == VERIFY else of_decode(problem, most)
     assert found is not None, "refused"
     return found
@@ -50,7 +50,7 @@ def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
 
 def few_rows(problem: AttentionProblem, rows: str) -> str | None:
     """The class of the same rows where a batch has few blocks; None if there is none."""
-    name = FEW.get(rows)
+    name = ONE_AN_SM.get(rows)
     return name if name and _refusal_of_rows(problem, name) is None else None
 
 

@@ -17,7 +17,7 @@ from .common import (
     widened_keys,
 )
 from .config import Field, Target, TileConfig, struct_of
-from .row_classes import FEW, LARGE
+from .row_classes import LARGE, ONE_AN_SM
 
 _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _WORK_BYTES = 64
@@ -26,7 +26,7 @@ _RANGE_BYTES = (6 + 3 + 1) * 4
 
 def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
     """Why it does not serve requests of a row class; None if it does."""
-    if rows in FEW.values():
+    if rows in ONE_AN_SM.values():
         return "no blocks of it are for few requests of few rows"
     return "its heads have up to 256 columns" if problem.is_wide else None
 

@@ -18,16 +18,15 @@ from .config import (
     round_up,
     struct_of,
 )
-from .row_classes import LARGE, LARGE_TILES
+from .row_classes import LARGE, LARGE_TILES, PERSISTENT
 
 _ITEM_BYTES = 112
 # With what fills it up to a multiple of 8.
 _MASK_MAP_BYTES = 8 + 2 * 2048 // 8
 _ROW_BYTES = 20
 _ITEMS = 2
-_LEAN_TILES = ("queue", "lean", "flat")
 # The other tiles are slower under a cap than one of these wherever they were timed.
-_CAPPED_TILES = ("middle", "short", *_LEAN_TILES)
+_CAPPED_TILES = ("q128_oneshot", "q64_oneshot", "lean_persistent", "lean80", "lean32", "lean64")
 # Blocks for short items multiply more slowly than others, and win by what they do besides.
 MOST_KEYS_OF_SHORT_ITEMS = 1024
 
@@ -128,66 +127,97 @@ _PLAIN_160 = _THREE._replace(tile_kv=64, stages=3, query_slots=1)
 # brings where 128 would wait.
 _PLAIN = {(64, 80): _SLIM, (80, 96): _PLAIN_96, (128, 160): _PLAIN_160}
 
-_LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
-_TWIN = _LONE._replace(query_slots=2, persistent=True)
-_LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
-_FLAT = _LEAN._replace(tile_kv=64, stages=3, min_blocks=3)
-_QUEUE = _LEAN._replace(stages=5, query_slots=2, min_blocks=3, persistent=True)
-# Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
-# item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
-# are many and short, and so are those of `queue`, which are lean. (Those of head dim 256 have no
-# registers for overlap.)
-_OTHERS = {
-    ("broad", "ragged", 128, 128): _TWO,
-    ("twin", "ragged", 128, 128): _TWIN,
-    ("tall", "ragged", 128, 128): _THREE._replace(tile_kv=80, stages=3, persistent=False),
-    ("middle", "ragged", 128, 128): _TWO._replace(persistent=False),
-    ("short", "ragged", 128, 128): _LONE._replace(query_slots=2),
-    ("twin", "paged", 128, 128): _TWIN,
-    ("middle", "paged", 128, 128): _TWO._replace(persistent=False),
-    ("short", "paged", 128, 128): _LONE,
-    ("tall", "ragged", 64, 64): _THREE._replace(persistent=False),
-    ("short", "ragged", 64, 64): _LONE._replace(tile_kv=128),
-    ("lean", "ragged", 64, 64): _LEAN._replace(tile_kv=80),
-    ("flat", "ragged", 64, 64): _LEAN._replace(tile_kv=64),
-    ("lean", "ragged", 96, 96): _LEAN,
-    ("lean", "ragged", 128, 128): _LEAN,
-    ("lean", "paged", 64, 64): _LEAN._replace(tile_kv=64),
-    ("lean", "paged", 128, 128): _LEAN,
-    ("queue", "ragged", 128, 128): _QUEUE,
-    ("queue", "paged", 128, 128): _QUEUE,
-    ("queue", "ragged", 64, 64): _QUEUE._replace(tile_kv=80),
-    ("twin", "ragged", 192, 128): _TWIN._replace(query_slots=1, items=3, box_rows=16),
-    ("short", "ragged", 192, 128): _LONE,
-    ("flat", "ragged", 192, 128): _FLAT._replace(stages=2),
-    ("short", "ragged", 192, 192): _LONE._replace(tile_kv=48),
-    ("short", "ragged", 256, 128): _LONE._replace(tile_kv=48),
-    ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
-    ("flat", "ragged", 96, 96): _FLAT,
-    ("flat", "ragged", 128, 128): _FLAT,
-    ("broad", "ragged", 80, 80): _PLAIN_96,
-    ("tall", "ragged", 80, 80): _SLIM._replace(persistent=False),
-    ("middle", "ragged", 80, 80): _TWO._replace(query_slots=1, persistent=False),
-    ("short", "ragged", 80, 80): _LONE,
-    ("lean", "ragged", 80, 80): _LEAN,
-    ("flat", "ragged", 80, 80): _FLAT,
-    ("tall", "ragged", 96, 96): _PLAIN_96._replace(persistent=False),
-    ("tall", "ragged", 160, 160): _PLAIN_160._replace(persistent=False),
-    ("middle", "ragged", 160, 160): _TALL._replace(persistent=False),
-    ("short", "ragged", 160, 160): _LONE._replace(tile_kv=48),
-    ("broad", "ragged", 192, 192): _TALL._replace(tile_kv=64, stages=3),
-    ("middle", "ragged", 192, 192): _TALL._replace(persistent=False),
-    ("broad", "ragged", 256, 128): _DEEP._replace(tile_kv=80),
-    ("middle", "ragged", 256, 128): _DEEP._replace(persistent=False),
-    ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
-    ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
-    ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
-    ("short", "ragged", 96, 96): _LONE,
-    ("short", "ragged", 256, 256): _LONE._replace(
-        registers=(96, 240), overlaps=False, min_blocks=1
+_Q64 = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
+_Q64_PERSISTENT = _Q64._replace(query_slots=2, persistent=True)
+_LEAN32 = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
+_LEAN64 = _LEAN32._replace(tile_kv=64, stages=3, min_blocks=3)
+_LEAN_PERSISTENT = _LEAN32._replace(stages=5, query_slots=2, min_blocks=3, persistent=True)
+# Registers are too few for overlap, and for two blocks an SM.
+_Q64_OF_256 = _Q64._replace(registers=(96, 240), overlaps=False, min_blocks=1)
+
+
+def _oneshot(shape: _Shape) -> _Shape:
+    """Blocks of one item each, for work lists of few waves."""
+    return shape._replace(persistent=False)
+
+
+# Alternative tiles of the problems that most prompts are, by the kind of keys and the head dims. A
+# plan picks one a launch, by name (_name). Persistent ones are for items that are many and short.
+_ALTERNATIVES: dict[tuple[str, int, int], tuple[_Shape, ...]] = {
+    ("ragged", 64, 64): (
+        _oneshot(_THREE),
+        _Q64._replace(tile_kv=128),
+        _LEAN_PERSISTENT._replace(tile_kv=80),
+        _LEAN32._replace(tile_kv=80),
+        _LEAN32._replace(tile_kv=64),
     ),
-    ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
+    ("ragged", 80, 80): (
+        _PLAIN_96,
+        _oneshot(_SLIM),
+        _oneshot(_TWO._replace(query_slots=1)),
+        _Q64,
+        _LEAN32,
+        _LEAN64,
+    ),
+    ("ragged", 96, 96): (
+        _oneshot(_PLAIN_96),
+        _oneshot(_TWO._replace(query_slots=1)),
+        _Q64,
+        _LEAN32,
+        _LEAN64,
+    ),
+    ("ragged", 128, 128): (
+        _TWO,
+        _Q64_PERSISTENT,
+        _oneshot(_THREE._replace(tile_kv=80, stages=3)),
+        _oneshot(_TWO),
+        _Q64._replace(query_slots=2),
+        _LEAN_PERSISTENT,
+        _LEAN32,
+        _LEAN64,
+    ),
+    ("ragged", 160, 160): (_oneshot(_PLAIN_160), _oneshot(_TALL), _Q64._replace(tile_kv=48)),
+    ("ragged", 192, 128): (
+        _Q64_PERSISTENT._replace(query_slots=1, items=3, box_rows=16),
+        _Q64,
+        _LEAN64._replace(stages=2),
+    ),
+    ("ragged", 192, 192): (
+        _TALL._replace(tile_kv=64, stages=3),
+        _oneshot(_TALL),
+        _Q64._replace(tile_kv=48),
+    ),
+    ("ragged", 256, 128): (
+        _DEEP._replace(tile_kv=80),
+        _oneshot(_DEEP),
+        _Q64._replace(tile_kv=48),
+    ),
+    ("ragged", 256, 256): (_Q64_OF_256, _LEAN32._replace(tile_kv=64, stages=2, min_blocks=2)),
+    ("paged", 64, 64): (
+        _oneshot(_THREE),
+        _Q64._replace(tile_kv=128),
+        _LEAN32._replace(tile_kv=64),
+    ),
+    ("paged", 128, 128): (
+        _Q64_PERSISTENT,
+        _oneshot(_TWO),
+        _Q64,
+        _LEAN_PERSISTENT,
+        _LEAN32,
+    ),
+    ("paged", 256, 256): (_Q64_OF_256,),
 }
+
+
+def _name(shape: _Shape) -> str:
+    """What a tile is: q<its rows of Q>_<persistent blocks, or of one item each>; lean blocks of one
+    item are lean<keys of a tile>."""
+    if shape.lean:
+        return "lean_persistent" if shape.persistent else f"lean{shape.tile_kv}"
+    return f"q{64 * shape.consumers}_{'persistent' if shape.persistent else 'oneshot'}"
+
+
+_NAMED = {(_name(x), *key): x for key, shapes in _ALTERNATIVES.items() for x in shapes}
 
 
 class Tile(NamedTuple):
@@ -218,8 +248,8 @@ class Tile(NamedTuple):
 
 
 def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
-    """Why a tile, one of row_classes.LARGE_TILES, does not serve a problem; None if it does."""
-    if rows not in LARGE_TILES:
+    """Why a tile, LARGE or one of LARGE_TILES, does not serve a problem; None if it does."""
+    if rows not in (LARGE, *LARGE_TILES):
         return "its tiles are for more rows"
     if problem.is_wide:
         return "its heads have up to 256 columns"
@@ -236,12 +266,12 @@ def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
     return make(problem, tile.shape)
 
 
-def find(problem: AttentionProblem, page_size: int, name: str = LARGE) -> Tile | str:
+def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> Tile | str:
     """The tile of this name for a problem, or a sentence that says why there is none."""
     if not problem.aligned:
         return "tensor maps need rows that begin on 16-byte boundaries"
-    if name == LARGE:
-        return _find_large(problem, page_size)
+    if name in (LARGE, PERSISTENT):
+        return _find_persistent(problem, page_size)
     return _find_other(problem, page_size, name)
 
 
@@ -250,19 +280,19 @@ def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | 
     dims, keys = tile_dims(problem), _kind(problem).removesuffix(" capped")
     if keys == "ragged" and not problem.soft_cap:
         dims, _ = _plain_shape(problem, dims, None)
-    shape = _OTHERS.get((name, keys, *dims))
+    shape = _NAMED.get((name, keys, *dims))
     if shape is None:
         return f"it has no tile for {keys} keys of such head dims"
     if not _is_plain(problem):
         return "its tile is compiled for plain logits of 16-bit keys, or under a cap"
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return "no box of a tensor map fits the pages"
-    if name == "queue" and not problem.dtype_o.is_float16:
+    if name == "lean_persistent" and not problem.dtype_o.is_float16:
         return "it would spill with float32 outputs"  # as under a cap at head dim 64
-    # Capped tiles of 192 columns were not timed, and `flat` would spill.
-    is_capped_queue = name == "queue" and dims[0] == 64
+    # Capped tiles of 192 columns were not timed, and lean ones would spill.
+    would_spill = name == "lean_persistent" and dims[0] == 64
     is_deep = dims[0] >= 192 and dims != (256, 256)
-    if problem.soft_cap and (name not in _CAPPED_TILES or is_deep or is_capped_queue):
+    if problem.soft_cap and (name not in _CAPPED_TILES or is_deep or would_spill):
         return "another tile is faster under a cap"
     return Tile(name, keys, dims, shape)
 
@@ -280,7 +310,7 @@ def _is_plain(problem: AttentionProblem) -> bool:
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
 
 
-def _find_large(problem: AttentionProblem, page_size: int) -> Tile | str:
+def _find_persistent(problem: AttentionProblem, page_size: int) -> Tile | str:
     """The tile of long launches, which serves all options."""
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     is_wide, is_fp8 = tile_dims(problem)[1] > 192, problem.dtype_kv.is_fp8
@@ -300,7 +330,7 @@ def _find_large(problem: AttentionProblem, page_size: int) -> Tile | str:
         shape = _shape(problem, keys)
     if shape is None:
         return f"it has no tile for {keys} keys of such head dims with these options"
-    return Tile(LARGE, keys.removesuffix(" capped"), dims, shape)
+    return Tile(PERSISTENT, keys.removesuffix(" capped"), dims, shape)
 
 
 def _plain_shape(

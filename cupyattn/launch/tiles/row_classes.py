@@ -5,11 +5,25 @@ from __future__ import annotations
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
-# Tiles of the last class: the one for long launches, and others for work lists that fill the card
+# Tiles of prefill_sm90 for the last class: PERSISTENT serves all options, with 192 rows or 128, as
+# these leave registers; a problem may have others (prefill_sm90), for work lists that fill the card
 # badly with it.
-LARGE_TILES = (LARGE, "broad", "twin", "tall", "middle", "short", "queue", "lean", "flat")
+PERSISTENT = "persistent"
+LARGE_TILES = (
+    PERSISTENT,
+    "q192_persistent",
+    "q128_persistent",
+    "q64_persistent",
+    "q192_oneshot",
+    "q128_oneshot",
+    "q64_oneshot",
+    "lean_persistent",
+    "lean80",
+    "lean32",
+    "lean64",
+)
 # The classes of such rows in batches of so few blocks that each may have an SM of its own.
-FEW = {DECODE: "few decode", VERIFY: "few verify"}
+ONE_AN_SM = {DECODE: "decode_one_an_sm", VERIFY: "verify_one_an_sm"}
 
 
 def row_class(rows: int) -> str:

@@ -14,6 +14,7 @@ from cupyattn.bench.inputs import Arrays, as_bits
 from cupyattn.bench.tiles import measure, plans, rows
 from cupyattn.bench.tiles.draw import PROBLEMS, draw_cases
 from cupyattn.bench.tiles.rows import Row
+from cupyattn.choose import old_names
 from cupyattn.choose.card import FOLDER, read
 from cupyattn.core import dtypes
 
@@ -79,13 +80,45 @@ def test_arrays_of_both_frameworks_hold_what_they_are_told(framework: str) -> No
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     case = draw_cases(3, 1)[0]
     made = [Row("a card", 1980.0, "c0ffee", case, x, 12.5, told, True)
-            for x, told in (("short", 11.0), ("by rows", None))]  # fmt: skip
+            for x, told in (("q64_oneshot", 11.0), ("by row class", None))]  # fmt: skip
     path = tmp_path / "rows.jsonl"
     rows.write(made, path)
     assert rows.read(path) == made
     path.write_text(path.read_text("utf-8") + '{"card": 1}\n', "utf-8")
     with pytest.raises(ValueError, match=r"rows\.jsonl:3: this is no row"):
         rows.read(path)
+
+
+def test_old_rows_have_todays_names(tmp_path: Path) -> None:
+    """As many names as candidates, and all that a plan offers such a batch."""
+    path = tmp_path / "rows.jsonl"
+    case = next(
+        x for x in draw_cases(3, 400) if (x.api, x.kind, x.head_dim_qk) == ("ragged", "short", 64)
+    )
+    then = ["large", "tall", "short", "queue", "lean", "flat"]
+    rows.write([Row("a card", 1980.0, "c0ffee", case, x, 12.5, None, True) for x in then], path)
+    found = plans.plan_of(case)
+    assert found is not None and not case.logits_soft_cap
+    today = {x.name for x in found.launcher.candidates(found.requests)}
+    assert {row.candidate for row in rows.read(path)} == today
+
+
+@pytest.mark.parametrize(
+    ("then", "today"),
+    [
+        ("by rows", "by row class"),
+        ("decode", "decode"),
+        ("decode alone", "decode one_an_sm"),
+        ("verify x8", "verify cluster8"),
+        ("decode merged apart", "decode merge_launch"),
+        ("middle + others", "q128_oneshot + others"),
+        ("small", "small"),
+        ("lean64", "lean64"),
+    ],
+)
+def test_old_names_of_candidates(then: str, today: str) -> None:
+    assert old_names.candidate(then, "paged", (128, 128)) == today
+    assert old_names.candidate(today, "paged", (128, 128)) == today
 
 
 ROWS = Path(__file__).parents[3] / "benchmarks/results/2026-11-27-h100-tiles/rows-3.jsonl.gz"

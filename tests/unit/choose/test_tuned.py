@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn.choose import card, tuned
+from cupyattn.choose import card, old_names, tuned
 from cupyattn.choose.card import Card
 from cupyattn.choose.fit import text_of
 from cupyattn.core.device import NO_GPU, DeviceProps
@@ -63,6 +63,27 @@ def test_a_tuned_card_goes_before_those_of_the_package(folder: Path) -> None:
     # A second one replaces it.
     tuned.write(PROPS.name, text_of(dataclasses.replace(own(), state_rate=54320.0)))
     assert found().card.state_rate == 54320.0 and [*folder.iterdir()] == [path]
+
+
+def test_a_card_of_old_names_is_read_by_todays(folder: Path) -> None:
+    """What `cupyattn tune` wrote before tiles were named by what they are."""
+    data = json.loads(text_of(own()))
+    old = {today: then for then, today in old_names._TILES.items()} | {
+        "q192_persistent": "broad",
+        "lean80": "lean",
+    }
+    is_lean64 = ("lean64", "paged", [64, 64])
+    for row in data["tiles"]:
+        if (row["tile"], row["keys"], row["dims"]) == is_lean64:
+            row["tile"] = "lean"
+        row["tile"] = old.get(row["tile"], row["tile"])
+        for then, today in old_names.FIELDS.items():
+            row[then] = row.pop(today)
+    tuned.write(PROPS.name, json.dumps(data))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        known = found().card
+    assert known.tiles == card.read(text_of(own()), "own").tiles
 
 
 def test_a_measured_card_of_the_package_gives_way_too() -> None:

@@ -104,10 +104,10 @@ def test_what_blocks_read_is_what_rows_see() -> None:
 
 
 def test_blocks_of_a_cluster_share_an_item() -> None:
-    with candidates.only("decode x4"):
+    with candidates.only("decode cluster4"):
         found = cupyattn.explain(paged([(1, 4096)] * 2))
     (launch,) = found.launches
-    assert found.taken is not None and found.taken.name == f"decode x{launch.cluster}"
+    assert found.taken is not None and found.taken.name == f"decode cluster{launch.cluster}"
     assert launch.blocks == launch.items * launch.cluster == 2 * 8 * launch.cluster
     tiles = 4096 // (launch.tile_keys[0] * launch.cluster)
     assert launch.key_tiles == (tiles, tiles) and launch.read_bytes == found.key_bytes

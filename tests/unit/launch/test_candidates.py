@@ -14,7 +14,14 @@ from cupyattn.schedule.batch import BatchRequests
 from .test_mixed_launches import planned
 
 Lengths = list[tuple[int, int]]
-PROMPTS = ["large", "twin", "middle", "short", "queue", "lean"]
+PROMPTS = [
+    "persistent",
+    "q64_persistent",
+    "q128_oneshot",
+    "q64_oneshot",
+    "lean_persistent",
+    "lean32",
+]
 
 
 def requests_of(lengths: Lengths) -> BatchRequests:
@@ -34,14 +41,19 @@ def names(lengths: Lengths, heads: tuple[int, int] = (32, 8)) -> list[str]:
 
 def test_what_serves_prompts_decodes_and_both() -> None:
     assert names([(700, 900)]) == PROMPTS
-    assert names([(1, 900)] * 2) == ["decode", "decode alone", "decode x8", "decode x4"]
+    assert names([(1, 900)] * 2) == [
+        "decode",
+        "decode one_an_sm",
+        "decode cluster8",
+        "decode cluster4",
+    ]
     assert names([(1, 900)] * 64) == ["decode"]
-    assert names([(1, 900)] * 64, (64, 4)) == ["decode merged apart"]
-    assert names([(16, 900)] * 2) == [*PROMPTS, "by rows"]
+    assert names([(1, 900)] * 64, (64, 4)) == ["decode merge_launch"]
+    assert names([(16, 900)] * 2) == [*PROMPTS, "by row class"]
     assert "small" in names([(8, 900)] * 40)
     both = names([(700, 900), (1, 900)])
     # Only tiles for long launches, and blocks of one item, have launches behind them.
-    behind = [f"{x} + others" for x in ("large", "middle", "short")]
+    behind = [f"{x} + others" for x in ("persistent", "q128_oneshot", "q64_oneshot")]
     assert sorted(both) == sorted([*PROMPTS, *behind])
 
 
@@ -68,4 +80,4 @@ def test_a_plan_takes_the_candidate_that_is_asked_for(lengths: Lengths) -> None:
 
 def test_candidates_of_timed_kernels_say_when_they_are_done() -> None:
     for candidate in launcher_of().candidates(requests_of([(700, 900), (1, 900)])):
-        assert (candidate.time < math.inf) == (candidate.name != "by rows")
+        assert (candidate.time < math.inf) == (candidate.name != "by row class")

@@ -69,7 +69,8 @@ def test_levels_of_a_cascade(caplog: pytest.LogCaptureFixture) -> None:
     )
     (line,) = caplog.messages
     assert (
-        "; 65 requests: 1 x 64 rows over 8,192 keys; 64 x 1 row over 64 keys -> by rows: " in line
+        "; 65 requests: 1 x 64 rows over 8,192 keys; 64 x 1 row over 64 keys -> by row class: "
+        in line
     )
     assert line.endswith("; a merge")
     assert line.startswith("cupyattn: float16, 16 query heads over 8 key heads, head dim 256")

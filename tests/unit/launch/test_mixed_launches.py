@@ -107,7 +107,7 @@ def test_capped_rows_over_pages() -> None:
     """Measured with 256 columns: 20.4 us by prefill_sm80, and 23.4 by the large tiles."""
     launcher, schedule = planned([(6, 7600)], (8, 1), head_dim=256, logits_soft_cap=50.0)
     times = {x.name: x.time for x in launcher.candidates(schedule.requests)}
-    assert times["by rows"] < times["large"] and schedule.candidate != "large"
+    assert times["by row class"] < times["persistent"] and schedule.candidate != "persistent"
 
 
 def test_one_launch_serves_chunks_and_a_few_decodes_over_gathered_pages() -> None:
@@ -245,7 +245,7 @@ def test_a_plan_of_a_captured_graph_has_the_same_kernel_for_drafts() -> None:
         name, shape = launcher.choose(Keys.equal(num_requests, longest), 4, Splitting())
         assert (name, shape.cluster, shape.is_fused) == ("small", 1, True)
     keys = Keys.equal(1, UNKNOWN_LENGTH)
-    assert launcher.choose(keys, 2, Splitting())[0] == "few decode"
+    assert launcher.choose(keys, 2, Splitting())[0] == "decode_one_an_sm"
 
 
 def test_a_given_split_merges_a_request_alike_in_every_batch(

@@ -83,7 +83,8 @@ def test_the_cpu_refuses_what_a_gpu_refuses_but_for_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "rows", "blocks"), [(128, LARGE, 1), (128, DECODE, 2), (64, LARGE, 1), (64, "short", 2)]
+    ("dim", "rows", "blocks"),
+    [(128, LARGE, 1), (128, DECODE, 2), (64, LARGE, 1), (64, "q64_oneshot", 2)],
 )
 def test_as_many_blocks_run_on_no_gpu_as_fit_an_sm(dim: int, rows: str, blocks: int) -> None:
     """Shared memory bounds them, and registers where a kernel deals them out to its warps."""

@@ -10,7 +10,7 @@ from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.tiles import select
 from cupyattn.launch.tiles.config import Target
-from cupyattn.launch.tiles.row_classes import FEW, LARGE_TILES, ROW_CLASSES
+from cupyattn.launch.tiles.row_classes import LARGE_TILES, ONE_AN_SM, ROW_CLASSES
 
 KIND = dtypes.bfloat16
 PROBLEMS = {
@@ -32,7 +32,7 @@ TARGETS = {
 @pytest.mark.parametrize(("name", "arch"), [*product(PROBLEMS, TARGETS)])
 def test_a_kernel_says_why_not_or_has_tiles(name: str, arch: str) -> None:
     problem, target = PROBLEMS[name], TARGETS[arch]
-    for rows in (*ROW_CLASSES, *FEW.values(), *LARGE_TILES[1:]):
+    for rows in (*ROW_CLASSES, *ONE_AN_SM.values(), *LARGE_TILES[1:]):
         served = []
         for kernel in select.KERNELS:
             reason = kernel.refusal(problem, rows, target)
@@ -44,7 +44,7 @@ def test_a_kernel_says_why_not_or_has_tiles(name: str, arch: str) -> None:
             else:
                 assert " " in reason and not reason.endswith(".")
         if not served:
-            assert rows in FEW.values()
+            assert rows in ONE_AN_SM.values()
             continue
         chosen = select.tile_config(problem, rows, target.max_shared_bytes, True, arch, 16)
         assert served[0] == chosen

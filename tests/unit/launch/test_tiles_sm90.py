@@ -21,7 +21,7 @@ CARD = card_of(NO_GPU)
 
 
 def tiles_of(problem: AttentionProblem, page_size: int) -> TileConfig | None:
-    asked = problem, "large", Target(HOPPER, MAX_SHARED, page_size)
+    asked = problem, "persistent", Target(HOPPER, MAX_SHARED, page_size)
     return prefill_sm90.tiles(*asked) if prefill_sm90.refusal(*asked) is None else None
 
 
@@ -91,8 +91,8 @@ def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
         # A key tile of fewer columns takes less time, not in proportion to them. (Of 112 columns
         # tiles have times of their own.)
         timed = (112, 112) if dims == (128, 128) else dims
-        times = times_of(CARD, problem, 0, "large")
-        of_dims = times_of(CARD, AttentionProblem(kind, kind, kind, *timed), 0, "large")
+        times = times_of(CARD, problem, 0, "persistent")
+        of_dims = times_of(CARD, AttentionProblem(kind, kind, kind, *timed), 0, "persistent")
         assert times and of_dims
         ratio = times.key_tile / of_dims.key_tile
         assert ratio == pytest.approx((1 + (qk + vo) / sum(timed)) / 2)
@@ -102,7 +102,7 @@ def test_times_of_pages_are_those_of_their_own_tiles() -> None:
     """Not those of ragged keys that were timed with fewer columns."""
     kind = dtypes.bfloat16
     own, wide = (
-        times_of(CARD, AttentionProblem(kind, kind, kind, dim, dim, paged=True), 16, "middle")
+        times_of(CARD, AttentionProblem(kind, kind, kind, dim, dim, paged=True), 16, "q128_oneshot")
         for dim in (112, 128)
     )
     assert own and wide
@@ -120,6 +120,6 @@ def test_plain_ragged_keys_have_tiles_of_their_own() -> None:
         problem = AttentionProblem(kind, kind, kind, *dims)
         tiles = tiles_of(problem, 0)
         assert tiles and (tiles.tile_q, tiles.tile_kv) == area
-        assert times_of(CARD, problem, 0, "large")
+        assert times_of(CARD, problem, 0, "persistent")
         masked = tiles_of(replace(problem, custom_mask=True), 0)
         assert masked and masked.tile_q == 128

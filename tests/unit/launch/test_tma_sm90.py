@@ -21,7 +21,9 @@ MANY_BLOCKS = 14 + 2 + 2
 
 
 @pytest.mark.parametrize("num_sms", [114, 132])
-@pytest.mark.parametrize(("name", "asks"), [("lean", True), ("queue", False), ("large", False)])
+@pytest.mark.parametrize(
+    ("name", "asks"), [("lean32", True), ("lean_persistent", False), ("persistent", False)]
+)
 def test_lean_blocks_are_many_by_the_card(
     num_sms: int, name: str, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

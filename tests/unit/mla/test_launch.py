@@ -244,7 +244,7 @@ def test_tiles_that_would_spill_are_refused() -> None:
     problem = AttentionProblem(bfloat16, bfloat16, bfloat16, 256, 256, paged=True)
     assert few_rows(problem, "verify") is None
     with pytest.raises(UnsupportedError):
-        tile_config(problem, "few verify", 232_448, is_batch=True, page_size=16)
+        tile_config(problem, "verify_one_an_sm", 232_448, is_batch=True, page_size=16)
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])

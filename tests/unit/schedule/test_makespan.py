@@ -101,7 +101,7 @@ def test_memory_idles_while_the_last_block_goes_on() -> None:
 
 
 def test_a_block_alone_on_its_sm_is_faster() -> None:
-    times = TileTimes(6.0, 2.0, 1.0, alone=0.5)
+    times = TileTimes(6.0, 2.0, 1.0, single_block_factor=0.5)
     sizes, slots = np.full(100, 8), Slots(264, 132)
     assert launch_time(sizes, 1, slots, times) == 6.0 + 0.5 * 10.0
     assert launch_time(sizes, 2, slots, times) == 6.0 + 10.0
@@ -154,7 +154,10 @@ def test_parts_are_as_many_as_they_may_be_or_not_many_fewer(sizes: list[int], mo
 
 def test_states_that_cost_more_than_key_tiles_are_fewer() -> None:
     """Parts for all 264 places are blocks of one key tile, which leave twice the states."""
-    times, slots = TileTimes(7.0, 3.0, 1.0, alone=0.7, merge=3.5, state=0.02), Slots(264, 132)
+    times, slots = (
+        TileTimes(7.0, 3.0, 1.0, single_block_factor=0.7, merge=3.5, state=0.02),
+        Slots(264, 132),
+    )
     assert best_split(even(1, 256), 1, slots, times).chunk == 2
     assert best_split(even(1, 256), 1, slots, times._replace(state=0.001)).chunk == 2
     assert best_split(even(1, 256), 1, slots, times._replace(state=0.1)).chunk == 4

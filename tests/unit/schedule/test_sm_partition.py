@@ -106,7 +106,7 @@ def test_capped_decodes_take_longer() -> None:
 def test_a_chunk_leaves_sms_to_many_decodes() -> None:
     """Measured on an H200: 562 us with 108 of 132 SMs, 630 to 686 with all."""
     found = choose([(2048, 8192)], [(1, 4096)] * 63)
-    assert found.name == "large + others"
+    assert found.name == "persistent + others"
     assert 96 <= found.slots <= 112
     assert found.time == pytest.approx(562, rel=0.08)
 
