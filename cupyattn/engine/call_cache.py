@@ -177,7 +177,7 @@ def _comparer_torch(
     if tensors_of is None or are_equal is None:
         return None
     places, twins, num_arrays = tensors_of.places, tensors_of.twins, len(arrays)
-    # Those that are not given most often are the last ones, whose addresses are left out.
+    # Those that are not given most often are the last ones: one look at the slice is all they cost.
     end = max([*places, *twins]) + 1
     absent = [place for place in range(end) if arrays[place] is None]
     fills = [(place, twins.get(place)) for place in range(end) if place not in places]
@@ -188,23 +188,18 @@ def _comparer_torch(
     if len(places) == 1:
         only = places[0]
         pick = lambda arrays: (arrays[only],)  # noqa: E731
-    rest = [*absent, *range(end, num_arrays)]
-    if len(rest) == 1:
-        rest *= 2  # of one place itemgetter makes no tuple
-    absent_of, nones = operator.itemgetter(*rest or [0]), (None,) * len(rest)
+    rest, no_addresses = (None,) * (num_arrays - end), [0] * (num_arrays - end)
     lowest, address_of = LOWEST_ADDRESS, sys.modules["torch"].Tensor.data_ptr
 
-    def has_as_many(arrays: Sequence[Any]) -> bool:
-        if len(arrays) < end or any(arrays[place] is not None for place in absent):
-            return False
-        return all(x is None for x in arrays[end:])
-
     def compare(arrays: Sequence[Any]) -> list[int] | None:
-        if len(arrays) == num_arrays:
-            if nones and absent_of(arrays) != nones:
+        if len(arrays) != num_arrays:
+            if len(arrays) < end or any(x is not None for x in arrays[end:]):
                 return None
-        elif not has_as_many(arrays):
+        elif arrays[end:] != rest:
             return None
+        for place in absent:
+            if arrays[place] is not None:
+                return None
         for place, first in same:
             if arrays[place] is not arrays[first]:
                 return None
@@ -221,6 +216,7 @@ def _comparer_torch(
             return None
         for place, twin in fills:
             addresses.insert(place, 0 if twin is None else addresses[twin])
+        addresses += no_addresses
         return addresses
 
     return compare
@@ -473,12 +469,10 @@ class CallCache(Generic[_Checked]):
             for place, x in enumerate(read)
             if x is not None and (place >= len(arrays) or arrays[place] is None)
         ]
-        absent = self._absent
 
         def compare_all(arrays: Sequence[Any]) -> list[int] | None:
             addresses = compare(arrays)
             if addresses is not None:
-                addresses += absent[len(addresses) :]
                 for place, address, _ in shared:
                     addresses[place] = address
             return addresses
@@ -517,7 +511,7 @@ class CallCache(Generic[_Checked]):
             return None
         if recording.current is not None:
             recording.keep((found, arrays))
-        if len(addresses) < len(self._absent):
+        if len(addresses) < len(self._absent):  # `arrays` ended early
             addresses += self._absent[len(addresses) :]
         return found, addresses
 

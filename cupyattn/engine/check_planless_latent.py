@@ -52,7 +52,7 @@ from .views import (
 )
 from .workspace import int32_on_device
 
-_KV_LENS, _SCALE_Q, _SCALE_V = map(Arrays._fields.index, ("kv_lens", "scale_q", "scale_v"))
+_KV_LENS = Arrays._fields.index("kv_lens")
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
 
@@ -471,7 +471,7 @@ def _repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
     table = array.view(arrays.block_tables, call.names.block_tables)
     if call.table.ptr != table.ptr:
         return None
-    repeat = Repeat(scale_places=(_SCALE_Q, None, _SCALE_V))
+    repeat = Repeat()
     if arrays.kv_lens is not None or call.kv_lens is None:
         return repeat
     if cuda().is_capturing(array.current_stream(call.rows)):

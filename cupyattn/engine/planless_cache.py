@@ -55,7 +55,6 @@ class Derivation:
 class Checked:
     """What calls of one signature share.
 
-    scale_places  of the arrays in whose place of scale_q, scale_k and scale_v they have effect
     v_offset      bytes from v, or from the tensor that holds k too, to the first value
     shared        (place, address, owner) of arrays that the first call made, which all such calls
                   read where their callers give none
@@ -64,7 +63,6 @@ class Checked:
     allocate      makes a workspace where the call gives none
     """
 
-    scale_places: tuple[int | None, ...]
     v_offset: int
     shared: tuple[tuple[int, int, object], ...]
     derivation: Derivation | None
@@ -77,7 +75,6 @@ class Checked:
 class Repeat(NamedTuple):
     """What a layout of keys says of a call that was launched; fields as in Checked."""
 
-    scale_places: tuple[int | None, ...]
     v_offset: int = 0
     shared: tuple[tuple[int, int, object], ...] = ()
     derivation: Derivation | None = None
@@ -118,11 +115,12 @@ def _key_of(found: Found[Checked]) -> tuple[Any, ...]:
 
 
 def prepared_for(found: Found[Checked]) -> Prepared | None:
-    """What calls of these lengths launch; None if they need the full checks."""
+    """What calls of these lengths launch, from now on; None if they need the full checks."""
     checked = found.call.checked
     key = *_, table, lse = _key_of(found)
     prepared, derivation = checked.by_lengths.get(key), checked.derivation
     if prepared is not None or derivation is None:
+        found.prepared = prepared
         return prepared
     extents = _extents_of(derivation, found.lengths, table)
     if extents is None:
@@ -147,7 +145,7 @@ def prepared_for(found: Found[Checked]) -> Prepared | None:
         return None
     if len(checked.by_lengths) >= _MAX_LENGTHS:
         checked.by_lengths.clear()
-    checked.by_lengths[key] = prepared
+    checked.by_lengths[key] = found.prepared = prepared
     return prepared
 
 
@@ -224,9 +222,6 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
         derivation = Derivation(call.form, prepared, *of_requests, pads_lse=call.pads_lse)
     return Repeat(
         v_offset=call.keys.v.ptr - array.view(arrays.k if arrays.v is None else arrays.v, "v").ptr,
-        scale_places=tuple(
-            None if name is None else Arrays._fields.index(name) for name in call.scales.names
-        ),
         derivation=derivation,
     )
 

@@ -24,6 +24,7 @@ from .geometry import Variant
 from .latent_rows import Second
 from .row_mask import NO_BITS, MaskBits
 
+SCALE_PLACES = tuple(map(Arrays._fields.index, ("scale_q", "scale_k", "scale_v")))
 _MAX_BOUND = 256
 _MAX_REQUESTS = 2**31 - 1
 
@@ -42,6 +43,7 @@ class Prepared:
     lse_scale, lse_form  see BatchLauncher.bind
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
                workspace, where they are packed first
+    scale_places  of the arrays that scale q, k and v; 0 for none
     steps      params.STEPS of slopes and scales
     slopes     extents of slopes that an expression reads; empty for others
     second     how launches are told of the second parts of latent rows
@@ -65,6 +67,7 @@ class Prepared:
     lse_scale: float = 1.0
     lse_form: int = 0
     mask: MaskBits = NO_BITS
+    scale_places: tuple[int, ...] = SCALE_PLACES
     scales_by_head: tuple[bool, ...] = (False, False, False)
     steps: bytes = params.NO_STEPS
     slopes: tuple[int, ...] = ()
@@ -79,8 +82,7 @@ class Prepared:
         # fmt: off
         (
             q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
-            _, _, sinks, scale_q, scale_k, scale_v, mask, kv_begin, slopes, q_rope, k_rope,
-            max_logits,
+            _, _, sinks, _, _, _, mask, kv_begin, slopes, q_rope, k_rope, max_logits,
         ) = addresses
         # fmt: on
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
@@ -88,18 +90,17 @@ class Prepared:
         if not kv_lens:
             kv_lens = kv_offsets  # lengths are the steps of offsets
         plan, device = self.plan, attention.device_index
-        scales: tuple[int, ...] = (0, 0, 0)
+        of_q = of_k = of_v = 0
         optional = params.NO_OPTIONAL
-        indices = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
         rows = lse if self.padding is None else workspace + self.lse_rows
         read = params.NO_LOGITS_ARRAYS
         if self.slopes:
             read, slopes = params.pack_logits_arrays([(slopes, self.slopes)]), 0
         if self.has_scales and plan is not None:
-            given = scale_q, scale_k, scale_v
+            given = [place and addresses[place] for place in self.scale_places]
             # The planner writes a scale that is one number to the workspace, once for each head.
             by_head = self.scales_by_head
-            scales = tuple(0 if x else at for at, x in zip(given, by_head, strict=True))
+            of_q, of_k, of_v = (0 if x else at for at, x in zip(given, by_head, strict=True))
             used = (
                 at if x or not at else workspace + place
                 for at, x, place in zip(given, by_head, plan.scales, strict=True)
@@ -108,7 +109,8 @@ class Prepared:
         elif rows or sinks or mask or slopes or read:
             optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0, slopes, self.steps, read)
         if plan is not None:
-            plan_batch.launch(plan, planned, indices, scales, device, stream)
+            indices = qo_lens, kv_lens, qo_offsets, kv_offsets, of_q, of_k, of_v, kv_begin
+            plan_batch.launch(plan, planned, indices, device, stream)
         if self.second is None:
             attention.launch(q, k, v, out, optional, stream)
         else:
@@ -116,7 +118,8 @@ class Prepared:
             second = self.second.pack(q, q_rope, k, k_rope, max_logits, list_lens)
             attention.launch(q, k, k, out, optional, stream, second)
         if self.padding is not None:
-            pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
+            offsets = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
+            pad_lse.launch(self.padding, planned, offsets, rows, lse, device, stream)
 
     def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
         attention = self.launcher.bind(
@@ -218,6 +221,7 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         lse_shape=lse_shape,
         num_rows=num_rows,
         mask=_mask_bits(call, num_rows),
+        scale_places=tuple((name and Arrays._fields.index(name)) or 0 for name in scales.names),
         scales_by_head=scales.by_head,
         steps=params.STEPS.pack(_slope_step(call), *scales.steps),
         slopes=_slope_extents(call),

@@ -24,16 +24,15 @@ from ..launch.driver.enqueue import cuda
 from . import planless_reference as reference
 from . import row_mask
 from .arrays import Arrays
-from .call_cache import Found, Scalars, after_launch
+from .call_cache import Scalars, after_launch
 from .check_planless import Call, Options, check
-from .planless_cache import CALLS, Checked, Repeat, insert, prepared_for, repeat_of
+from .planless_cache import CALLS, Repeat, insert, prepared_for, repeat_of
 from .prepared import Prepared, is_bool_mask, prepare
 from .views import merge_leading
 from .workspace import num_bytes, view_workspace
 
-_Q, _K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
-    Arrays._fields.index,
-    ("q", "k", "v", "workspace", "out", "lse", "scale_q"),
+_Q, _K, _V, _WORKSPACE, _OUT, _LSE = map(
+    Arrays._fields.index, ("q", "k", "v", "workspace", "out", "lse")
 )
 
 
@@ -126,35 +125,18 @@ def serve(
 
 def run_cached(arrays: Arrays, given: Scalars, append: Callable[[], None] | None = None) -> Any:
     """The answer of `run` if such a call is in the cache, else None."""
-    answer = CALLS.lookup(arrays, given)
-    return None if answer is None else _launch_cached(*answer, arrays, append)
-
-
-@after_launch
-def remember(arrays: Arrays, given: Scalars, read: Arrays, options: DoorOptions) -> None:
-    """Let `run_cached` find, by what a caller gave, the call that it finds by what kernels read.
-
-    read: views of the arrays, which begin where theirs do, and what all calls of these shapes share
-    """
-    CALLS.alias(arrays, given, read, options)
-
-
-def _launch_cached(
-    found: Found[Checked],
-    addresses: list[int],
-    arrays: Arrays,
-    append: Callable[[], None] | None,
-) -> Any:
-    """The answer of a call that was found; None if its arrays do not fit each other."""
-    call = found.call
-    if call.outputs and not found.is_apart(addresses, _K):
+    known = CALLS.lookup(arrays, given)
+    if known is None:
         return None
+    found, addresses = known
+    call = found.call
+    if call.outputs and found.apart.get(addresses[_K]) != addresses:
+        if not found.is_apart(addresses, _K):
+            return None  # its arrays do not fit each other
     checked = call.checked
-    prepared = found.prepared
+    prepared = found.prepared or prepared_for(found)
     if prepared is None:
-        prepared = found.prepared = prepared_for(found)
-        if prepared is None:
-            return None
+        return None
     out, lse = arrays.out, arrays.lse
     if out is None:
         if call.make_like is None:
@@ -168,10 +150,6 @@ def _launch_cached(
     addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
     for place, address, _ in checked.shared:
         addresses[place] = addresses[place] or address
-    if prepared.has_scales:
-        places = checked.scale_places
-        scales = [0 if place is None else addresses[place] for place in places]
-        addresses[_SCALE_Q : _SCALE_Q + len(scales)] = scales
     owner: object = None
     stream = call.current_stream()
     if not addresses[_WORKSPACE]:
@@ -183,6 +161,15 @@ def _launch_cached(
     prepared.launch(addresses, stream)
     del owner  # memory for one call may go once everything is enqueued
     return (out, lse) if checked.return_lse else out
+
+
+@after_launch
+def remember(arrays: Arrays, given: Scalars, read: Arrays, options: DoorOptions) -> None:
+    """Let `run_cached` find, by what a caller gave, the call that it finds by what kernels read.
+
+    read: views of the arrays, which begin where theirs do, and what all calls of these shapes share
+    """
+    CALLS.alias(arrays, given, read, options)
 
 
 def _view_workspace(x: Any, call: Any) -> ArrayView | None:
@@ -239,8 +226,8 @@ def _launch(layout: Layout, call: Any, prepared: Prepared, vworkspace: ArrayView
 
 
 def _views(call: Call) -> Arrays:
-    indices = call.indices
-    scale_q, scale_k, scale_v = call.scales.views
+    indices, scales = call.indices, call.scales
+    of_roles = {name: v for name, v in zip(scales.names, scales.views, strict=True) if name}
     return Arrays(
         q=call.q,
         k=call.keys.k,
@@ -253,12 +240,10 @@ def _views(call: Call) -> Arrays:
         qo_offsets=indices.qo_offsets,
         kv_offsets=indices.kv_offsets,
         sinks=call.sinks,
-        scale_q=scale_q,
-        scale_k=scale_k,
-        scale_v=scale_v,
         mask=call.mask,
         kv_begin=indices.kv_begin,
         alibi_slopes=call.alibi_slopes,
+        **of_roles,
     )
 
 

@@ -47,9 +47,9 @@ def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = N
                 emulated.register(x.ctypes.data, x.nbytes, x, False)
             pointers.append(0 if x is None else x.ctypes.data)
         planned = plan_batch.bind(prepared, address)
-        plan_batch.launch(
-            prepared, planned, tuple(pointers[:5]), tuple(pointers[5:]), 0, gpu.STREAM
-        )
+        *lengths, kv_begin = pointers[:5]
+        addresses = (*lengths, *pointers[5:], kv_begin)
+        plan_batch.launch(prepared, planned, addresses, 0, gpu.STREAM)
         return words
 
     return device_plans.make(batch, run)
@@ -308,7 +308,8 @@ def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
             pointers = tuple(0 if x is None else x.ctypes.data for x in scales)
             lengths = arrays[1].ctypes.data
             planned = plan_batch.bind(prepared, address)
-            plan_batch.launch(prepared, planned, (0, lengths, 0, 0, 0), pointers, 0, gpu.STREAM)
+            addresses = (0, lengths, 0, 0, *pointers, 0)
+            plan_batch.launch(prepared, planned, addresses, 0, gpu.STREAM)
             pairs = zip(prepared.scales, (6, 2, 2), strict=True)
             found.append([words[at // 4 :][:n] for at, n in pairs])
             return words

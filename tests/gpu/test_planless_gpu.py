@@ -45,7 +45,8 @@ def run_planner(prepared: plan_batch.DevicePlan, arrays: list[Any]) -> np.ndarra
     pointers = [0 if x is None else x.data.ptr for x in held]
     stream = cupy.cuda.get_current_stream().ptr
     planned = plan_batch.bind(prepared, words.data.ptr)
-    plan_batch.launch(prepared, planned, tuple(pointers), (0, 0, 0), 0, stream)  # type: ignore[arg-type]
+    *lengths, kv_begin = pointers
+    plan_batch.launch(prepared, planned, (*lengths, 0, 0, 0, kv_begin), 0, stream)
     return words.get()
 
 

@@ -308,14 +308,15 @@ def bind(plan: DevicePlan, workspace: int) -> bytes:
 def launch(
     plan: DevicePlan,
     planned: bytes,
-    indices: tuple[int, int, int, int, int],
-    scales: tuple[int, ...],
+    addresses: tuple[int, ...],
     device: int,
     stream: int,
 ) -> None:
-    """Enqueue the planner; `planned` is from `bind`. Lengths and offsets (as in `Lengths.formats`)
-    and scales of q, k and v are at these addresses, 0 for none."""
+    """Enqueue the planner; `planned` is from `bind`.
+
+    addresses: of qo_lens, kv_lens, qo_offsets and kv_offsets, of the scales of q, k and v, and of
+    kv_begin; 0 for none
+    """
     arguments = params.this_thread.launch_buffer
-    *lengths, kv_begin = indices
-    PARAMS.pack_into(arguments.buffer, arguments.offset, *lengths, *scales, kv_begin, planned)
+    PARAMS.pack_into(arguments.buffer, arguments.offset, *addresses, planned)
     enqueue(plan.planner, arguments, device, stream)
