@@ -36,7 +36,6 @@ def run_cases() -> None:
         device_plans,
         gpu_cases,
         merge_calls,
-        merge_cases,
         page_faults,
         planless_cases,
         slot_cases,
@@ -78,7 +77,7 @@ def run_cases() -> None:
             Append.prepare(page_faults.random_case(seed), np).run_and_check()
     for seed in range(40):
         with gpu.plugged_in(**facts):
-            run_and_check(merge_calls.Call(merge_cases.random_case(seed), np))
+            run_and_check(merge_calls.Call(merge_calls.random_case(seed), np))
     with gpu.plugged_in(**facts):
         table = np.array([0, 2, 2, 3], np.int32)
         lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)

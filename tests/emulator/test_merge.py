@@ -6,13 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import calls, merge_fp8
-from helpers.merge_calls import Call, check_bad_offsets
-from helpers.merge_cases import FORMS, MergeCase, random_case
+from helpers import calls
+from helpers.merge_calls import (
+    FORMS,
+    FP8,
+    Call,
+    MergeCase,
+    check_bad_offsets,
+    fp8_cases,
+    random_case,
+)
 from helpers.share import one_of
 
 import cupyattn
-from cupyattn.core import dtypes
 
 from . import gpu
 
@@ -62,11 +68,11 @@ def test_bad_lse_shows_in_its_row_alone(emulated: gpu.EmulatedGpu) -> None:
             assert is_nan[1, 1] and is_nan.sum() == 1
 
 
-@pytest.mark.parametrize("narrow", merge_fp8.FP8, ids=str)
+@pytest.mark.parametrize("narrow", FP8)
 @pytest.mark.parametrize("arch", [800, 900])
-def test_merges_into_fp8(emulated: gpu.EmulatedGpu, narrow: dtypes.DType, arch: int) -> None:
+def test_merges_into_fp8(emulated: gpu.EmulatedGpu, narrow: str, arch: int) -> None:
     emulated.arch = arch
     # Rows of whole 16 bytes, and rows that are not.
-    for head_dim, dtype in ((64, dtypes.float16), (40, dtypes.bfloat16), (33, dtypes.float32)):
-        merge_fp8.check_states(np.asarray, np.asarray, narrow, head_dim, dtype)
-    merge_fp8.check_vllm(np.asarray, lambda shape, of: np.zeros(shape, of.numpy), narrow)
+    for head_dim, dtype in ((64, "float16"), (40, "bfloat16"), (33, "float32")):
+        for case in fp8_cases(dtype, narrow, head_dim):
+            run_and_check(case, emulated)

@@ -18,7 +18,6 @@ from helpers import (
     item_cases,
     logits_calls,
     merge_calls,
-    merge_cases,
     mixed_calls,
     mla_calls,
     mla_cases,
@@ -184,7 +183,7 @@ def slots(seed: int, card: Card) -> Drawn:
 
 
 def merge(seed: int, card: Card) -> Drawn:
-    return _of(card, merge_calls.Call(merge_cases.random_case(seed), np))
+    return _of(card, merge_calls.Call(merge_calls.random_case(seed), np))
 
 
 def sparse(seed: int, card: Card) -> Drawn:

@@ -9,16 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import compare, merge_fp8
+from helpers import compare
 from helpers.calls import run_and_check
-from helpers.merge_calls import Call, check_bad_offsets
-from helpers.merge_cases import FORMS, WIDE, MergeCase, random_case
+from helpers.merge_calls import (
+    FORMS,
+    FP8,
+    WIDE,
+    Call,
+    MergeCase,
+    check_bad_offsets,
+    fp8_cases,
+    random_case,
+)
 from helpers.on_gpu import capture, try_random
 from helpers.poison import download, raw, upload
 
 import cupyattn
-from cupyattn.core import dtypes
-from cupyattn.core.dtypes import DType
 
 pytestmark = pytest.mark.gpu
 
@@ -215,20 +221,8 @@ def test_answers_made_inside_a_capture(torch: Any) -> None:
     call.check(*map(download, answer))
 
 
-@pytest.mark.parametrize("narrow", merge_fp8.FP8, ids=str)
-def test_merges_into_fp8(torch: Any, narrow: DType) -> None:
-    def put(x: np.ndarray) -> Any:
-        if x.dtype == dtypes.bfloat16.numpy:
-            return torch.as_tensor(x.view(np.uint16), device="cuda").view(torch.bfloat16)
-        return torch.as_tensor(x, device="cuda")
-
-    def put_fp8(x: np.ndarray) -> Any:
-        return put(x.view(np.uint8)).view(getattr(torch, narrow.name))
-
-    for head_dim, dtype in ((64, dtypes.float16), (40, dtypes.bfloat16), (33, dtypes.float32)):
-        merge_fp8.check_states(put, put_fp8, narrow, head_dim, dtype)
-
-    def empty(shape: tuple[int, ...], of: DType) -> Any:
-        return torch.zeros(shape, dtype=getattr(torch, of.name), device="cuda")
-
-    merge_fp8.check_vllm(put, empty, narrow)
+@pytest.mark.parametrize("narrow", FP8)
+def test_merges_into_fp8(torch: Any, narrow: str) -> None:
+    for head_dim, dtype in ((64, "float16"), (40, "bfloat16"), (33, "float32")):
+        for case in fp8_cases(dtype, narrow, head_dim):
+            run_and_check(Call(case, torch))

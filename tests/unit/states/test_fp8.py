@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from helpers import merge_fp8
+from helpers.calls import run_and_check
 from helpers.fake_gpu import Gpu, pointer
-from helpers.merge_fp8 import FP8
+from helpers.merge_calls import FP8, Call, fp8_cases
 
 import cupyattn
 from cupyattn.core import dtypes
@@ -17,20 +17,16 @@ from cupyattn.flash_attn import merge_attn_states
 from cupyattn.launch.driver import params
 
 
-@pytest.mark.parametrize("narrow", FP8, ids=str)
-@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16, dtypes.float32], ids=str)
-def test_answers_are_rounded_once_and_saturated(narrow: dtypes.DType, dtype: dtypes.DType) -> None:
-    merge_fp8.check_states(np.asarray, np.asarray, narrow, 40, dtype)
-
-
-@pytest.mark.parametrize("narrow", FP8, ids=str)
-def test_merge_attn_states_is_vllms(narrow: dtypes.DType) -> None:
-    merge_fp8.check_vllm(np.asarray, lambda shape, of: np.zeros(shape, of.numpy), narrow)
+@pytest.mark.parametrize("narrow", FP8)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_answers_are_rounded_once_and_saturated(narrow: str, dtype: str) -> None:
+    for case in fp8_cases(dtype, narrow, 40):
+        run_and_check(Call(case, np))
 
 
 def test_scales_that_do_not_fit() -> None:
     v, s = np.ones((4, 2, 8), np.float16), np.zeros((4, 2), np.float32)
-    narrow = np.zeros((4, 2, 8), FP8[0].numpy)
+    narrow = np.zeros((4, 2, 8), dtypes.parse(FP8[0]).numpy)
     for scale, out, words in (
         (0.5, None, "output_scale: belongs to an fp8 out, and out is None"),
         (0.5, np.zeros_like(v), "output_scale: belongs to an fp8 out, and out is float16"),

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.calls import run_and_check
-from helpers.merge_calls import Call
-from helpers.merge_cases import random_case
+from helpers.merge_calls import Call, random_case
 from hypothesis import given
 from hypothesis import strategies as st
 
