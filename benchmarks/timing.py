@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.bench.timing import FLUSH_BYTES, PREHEAT_SECONDS, ContextLost, Timing
+from cupyattn.bench.event_clock import FLUSH_BYTES, EventClock
+from cupyattn.bench.timing import PREHEAT_SECONDS, ContextLost, Timing
 from cupyattn.bench.timing import calls_a_visit as calls_a_visit
 from cupyattn.bench.timing import describe as describe
 from cupyattn.bench.timing import measure as measure
@@ -57,31 +58,24 @@ def _host_us(call: Callable[[], Any], wait: Callable[[], None]) -> float:
     return elapsed / HOST_CALLS * 1e6
 
 
-class Clock:
+class Clock(EventClock):
     """The stopwatch of one CUDA device, on torch's current stream."""
 
     def __init__(self) -> None:
         import torch
 
+        super().__init__()
         self._torch = torch
         self._scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def visit(self, call: Callable[[], Any], calls: int) -> list[tuple[Any, Any]]:
-        """Enqueue `calls` timed calls. The flush before each also hides the host's part of it."""
-        event = self._torch.cuda.Event
-        pairs = []
-        for _ in range(calls):
-            begin, end = event(enable_timing=True), event(enable_timing=True)
-            self._scratch.zero_()
-            begin.record()
-            call()
-            end.record()
-            pairs.append((begin, end))
-        return pairs
+    def _event(self) -> Any:
+        return self._torch.cuda.Event(enable_timing=True)
 
-    def read(self, visit: list[tuple[Any, Any]]) -> list[float]:
-        """µs of each call of a visit, after `wait`."""
-        return [begin.elapsed_time(end) * 1e3 for begin, end in visit]
+    def _flush(self) -> None:
+        self._scratch.zero_()
+
+    def _us_between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) * 1e3
 
     def wait(self) -> None:
         try:

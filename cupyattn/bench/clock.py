@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..core.cupy_module import cupy_module
-from .timing import FLUSH_BYTES, PREHEAT_SECONDS, ContextLost, describe
+from .event_clock import FLUSH_BYTES, EventClock
+from .timing import PREHEAT_SECONDS, ContextLost, describe
 
 _COPIED_BYTES = 1 << 30
 
 
-class Clock:
+class Clock(EventClock):
     """The stopwatch of the current device, on the default stream, which torch's calls use too."""
 
     def __init__(self) -> None:
         self._cupy = cupy_module()
-        self._stream = self._cupy.cuda.Stream.null
+        self._null = self._cupy.cuda.Stream.null
+        super().__init__(self._null)
         self._scratch = self._cupy.cuda.alloc(FLUSH_BYTES)
 
-    def visit(self, call: Callable[[], Any], calls: int) -> list[tuple[Any, Any]]:
-        """Enqueue `calls` timed calls. The flush before each also hides the host's part of it."""
-        event = self._cupy.cuda.Event
-        pairs = []
-        for _ in range(calls):
-            begin, end = event(), event()
-            self._scratch.memset_async(0, FLUSH_BYTES, self._stream)
-            begin.record(self._stream)
-            call()
-            end.record(self._stream)
-            pairs.append((begin, end))
-        return pairs
+    def _event(self) -> Any:
+        return self._cupy.cuda.Event()
 
-    def read(self, visit: list[tuple[Any, Any]]) -> list[float]:
-        """µs of each call of a visit, after `wait`."""
-        elapsed = self._cupy.cuda.get_elapsed_time
-        return [elapsed(begin, end) * 1e3 for begin, end in visit]
+    def _flush(self) -> None:
+        self._scratch.memset_async(0, FLUSH_BYTES, self._null)
+
+    def _us_between(self, begin: Any, end: Any) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e3
 
     def wait(self) -> None:
         try:
@@ -55,16 +47,16 @@ class Clock:
         stop = time.perf_counter() + seconds
         while time.perf_counter() < stop:
             for _ in range(10):
-                self._scratch.memset_async(0, FLUSH_BYTES, self._stream)
+                self._flush()
             self.wait()
 
     def copy_gbps(self) -> float:
         """GB/s, read and written, of a copy in the GPU's memory: what decode runs against."""
         source, target = (self._cupy.cuda.alloc(_COPIED_BYTES) for _ in range(2))
-        source.memset_async(1, _COPIED_BYTES, self._stream)
+        source.memset_async(1, _COPIED_BYTES, self._null)
 
         def copy() -> None:
-            target.copy_from_device_async(source, _COPIED_BYTES, self._stream)
+            target.copy_from_device_async(source, _COPIED_BYTES, self._null)
 
         self.preheat()
         visit = self.visit(copy, 10)

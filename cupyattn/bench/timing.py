@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-FLUSH_BYTES = 256 << 20  # four times the L2 of an H200
 PREHEAT_SECONDS = 0.2
 _VISIT_US = 2000.0
 _MAX_CALLS_A_VISIT = 5

@@ -223,7 +223,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 class Driver:
     """CuPy's part of the clock: events take the time of a counter, which each launch moves on."""
 
-    def __init__(self, us_of_a_copy: float = 500.0) -> None:
+    def __init__(self, us_of_a_copy: float = 500.0, us_of_a_flush: float = 90.0) -> None:
         self.log: list[str] = []
         self.now, self.is_lost = 0.0, False
         driver = self
@@ -236,7 +236,7 @@ class Driver:
         class Memory:
             def memset_async(self, value: int, size: int, stream: Any) -> None:
                 driver.log.append(f"flush {size >> 20}")
-                driver.now += 90.0
+                driver.now += us_of_a_flush
 
             def copy_from_device_async(self, source: Any, size: int, stream: Any) -> None:
                 driver.now += us_of_a_copy
@@ -266,8 +266,10 @@ def test_the_clock_flushes_before_each_call_and_times_the_call_alone(
         driver.log.append("call")
         driver.now += 40.0
 
+    watch.visit(call, 0)  # counts the flushes: three of 90 us hide 250 us of the host
+    driver.log.clear()
     visit = watch.visit(call, 2)
-    assert driver.log == ["flush 256", "event", "call", "event"] * 2
+    assert driver.log == [*["flush 256"] * 3, "event", "call", "event"] * 2
     watch.wait()
     assert watch.read(visit) == pytest.approx([40.0, 40.0])
     # 1 GiB is read and written in 500 µs.
@@ -276,6 +278,19 @@ def test_the_clock_flushes_before_each_call_and_times_the_call_alone(
     for ask in (watch.wait, watch.check_alive):
         with pytest.raises(ContextLost, match=r"illegal \| memory access"):
             ask()
+
+
+@pytest.mark.parametrize(("us", "count"), [(65.0, 4), (250.0, 1), (900.0, 1)])
+def test_flushes_hide_the_host_on_every_gpu(
+    us: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(us_of_a_flush=us)
+    monkeypatch.setattr(clock, "cupy_module", lambda: driver)
+    watch = clock.Clock()
+    watch.visit(lambda: None, 0)
+    driver.log.clear()
+    watch.visit(lambda: driver.log.append("call"), 1)
+    assert driver.log[: count + 1] == [*["flush 256"] * count, "event"]
 
 
 class Gpu(FakeClock):
