@@ -141,7 +141,11 @@ class Call(calls.Call):
             arrays = dict(zip(_NAMES[case.form], parts, strict=True))
         for place, (name, x) in enumerate(arrays.items()):
             kind = "packed" if case.strides == "unaligned" and place % 2 else case.strides
-            self.embed(name, x, poison.gaps(kind, x.shape, place, is_s=x.ndim == self.s.ndim - 1))
+            self.embed(
+                name,
+                x,
+                poison.gaps(kind, x.shape, place, is_s=x.ndim == self.s.ndim - case.is_pair),
+            )
         if self.indptr is not None:
             self.embed("indptr", self.indptr)
         if case.has_mask:
