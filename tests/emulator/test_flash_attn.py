@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import row_copies
-from helpers.flash_cases import FORMS, Case, dense
+from helpers.flash_cases import FORMS, Case
 from helpers.new_keys import random_new_keys
+from helpers.plain_answers import dense
 from helpers.share import one_of
 
 from cupyattn import array

@@ -1,4 +1,4 @@
-"""Seeded calls of flash_attn's functions with options crossed, on poisoned arrays, and a dense
+"""Seeded calls of flash_attn's functions with options crossed, on poisoned arrays, held to an
 oracle in float64 that shares nothing with the library."""
 
 from __future__ import annotations
@@ -14,54 +14,10 @@ import numpy as np
 from cupyattn import flash_attn
 
 from . import poison
+from .plain_answers import dense
 
 FORMS = "func", "varlen", "varlen pages", "varlen rows", "cache", "cache pages", "cache ragged"
 _NAN = float("nan")
-
-
-def dense(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    scale: float,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    chunk: int = 0,
-    softcap: float = 0.0,
-    slopes: np.ndarray | None = None,
-    sinks: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(out [sq, h, dv], lse [h, sq]) of one request, a head and a row at a time."""
-    (sq, heads, _), (sk, kv_heads, _) = q.shape, k.shape
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    out, lse = np.zeros((sq, heads, v.shape[2])), np.full((heads, sq), -np.inf)
-    for h in range(heads):
-        of_k, of_v = k[:, h * kv_heads // heads], v[:, h * kv_heads // heads]
-        for i in range(sq):
-            at = i + sk - sq
-            seen = [
-                j
-                for j in range(sk)
-                if (not causal or j <= at)
-                and (window[0] < 0 or j >= at - window[0])
-                and (window[1] < 0 or j <= at + window[1])
-                and (not chunk or math.floor(j / chunk) == math.floor(at / chunk))
-            ]
-            scores = of_k[seen] @ q[i, h] * scale
-            if softcap:
-                scores = softcap * np.tanh(scores / softcap)
-            if slopes is not None:
-                scores = scores - slopes[h] * np.abs(at - np.array(seen))
-            extra = [] if sinks is None else [float(sinks[h])]
-            terms = np.array([*scores, *extra])
-            if not len(terms):
-                continue
-            top = terms.max()
-            weights = np.exp(terms - top)
-            lse[h, i] = top + math.log(weights.sum())
-            out[i, h] = weights[: len(seen)] @ of_v[seen] / weights.sum()
-    return out, lse
 
 
 def turned(

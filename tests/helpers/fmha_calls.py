@@ -3,8 +3,8 @@ they should answer."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,28 +12,11 @@ import numpy as np
 import cupyattn
 
 from .batches import offsets
+from .plain_answers import LOG2_E, dense
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 Put = Callable[[np.ndarray], Any]
 LAYOUTS = ("CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND", "own pages")
-
-
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, chunk: int = 0) -> Any:
-    """(o, lse in natural log) of one request in float64, causal, within chunks of keys."""
-    rows, group = len(q), q.shape[1] // k.shape[1]
-    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
-    s = np.einsum("ihd,jhd->hij", q.astype(np.float64), k) * scale
-    at, key = np.arange(rows)[:, None] + len(k) - rows, np.arange(len(k))[None, :]
-    sees = key <= at
-    if chunk:
-        sees &= key >= at // chunk * chunk
-    s = np.where(sees, s, -np.inf)
-    most = s.max(axis=-1, keepdims=True, initial=-np.inf)
-    p = np.exp(s - np.where(np.isfinite(most), most, 0.0))
-    total = p.sum(axis=-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (np.log(total) + most)[..., 0].T
-    return np.einsum("hij,jhd->ihd", p / np.where(total > 0, total, 1.0), v), lse
 
 
 class Chunked:
@@ -107,15 +90,10 @@ class Chunked:
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse in base 2)."""
-        q_ends, k_ends = (offsets(x) for x in self.lens)
+        rows, keys = ([slice(*x) for x in pairwise(offsets(n))] for n in self.lens)
+        named = {"scale": DIM**-0.5, "causal": True, "chunk": self.chunk}
         parts = [
-            dense(
-                self.q[q_ends[b] : q_ends[b + 1]],
-                *self.keys[:, k_ends[b] : k_ends[b + 1]],
-                DIM**-0.5,
-                self.chunk,
-            )
-            for b in range(len(k_ends) - 1)
+            dense(self.q[r], *self.keys[:, k], **named) for r, k in zip(rows, keys, strict=True)
         ]
-        o, lse = (np.concatenate(x) for x in zip(*parts, strict=True))
-        return 0.5 * o, lse / math.log(2.0)
+        o = np.concatenate([out for out, _ in parts])
+        return 0.5 * o, np.concatenate([lse for _, lse in parts], axis=1).T * LOG2_E

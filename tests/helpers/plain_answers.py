@@ -38,6 +38,9 @@ class Logits(NamedTuple):
     rope_scale: float | None = None
     rope_theta: float | None = None
     logits_transform: str | None = None  # "1": every logit is 1
+    # flash_attn's: rows see the keys of their own chunk, and slopes of heads lower far keys.
+    attention_chunk: int = 0
+    alibi_slopes: np.ndarray | None = None
 
 
 def _turned(x: np.ndarray, position: int, how: Logits) -> np.ndarray:
@@ -56,10 +59,18 @@ def _slope(head: int, num_heads: int) -> float:
     return 2.0 ** (-4 * (2 * (head - power) + 1) / power)
 
 
-def _sees(how: Logits, position: int, key: int) -> bool:
-    is_near = how.window_left < 0 or key >= position - how.window_left
+def _seen(how: Logits, position: int, num_keys: int) -> np.ndarray:
+    """The keys that the row at a position sees."""
+    key = np.arange(num_keys)
+    seen = key == key
+    if how.window_left >= 0:
+        seen &= key >= position - how.window_left
     right = 0 if how.causal else how.window_right
-    return is_near and (right < 0 or key <= position + right)
+    if right >= 0:
+        seen &= key <= position + right
+    if how.attention_chunk:
+        seen &= key // how.attention_chunk == position // how.attention_chunk
+    return np.flatnonzero(seen)
 
 
 def attend(
@@ -92,14 +103,16 @@ def attend(
                 place = len(k) - (rows.stop - rows.start)
                 for i in range(rows.start, rows.stop):
                     position = i - rows.start + place
-                    seen = [j for j in range(len(k)) if _sees(own, position, j)]
+                    seen = _seen(own, position, len(k))
                     if mask is not None:
-                        seen = [j for j in seen if mask[i - rows.start, j]]
+                        seen = seen[mask[i - rows.start, seen].astype(bool)]
                     logits = _logits(q[i, h], k[seen, g], seen, position, scale, how)
                     if how.pos_encoding_mode == "ALIBI":
-                        logits = logits + _slope(h, heads) * (np.array(seen, float) - position)
+                        logits = logits + _slope(h, heads) * (seen - position)
                     if how.logits_soft_cap:
                         logits = how.logits_soft_cap * np.tanh(logits / how.logits_soft_cap)
+                    if how.alibi_slopes is not None:
+                        logits = logits - how.alibi_slopes[h] * abs(position - seen)
                     if how.logits_transform == "1":
                         logits = np.ones_like(logits)
                     o, lse = _softmax(logits, v[seen, g].astype(float), sink)
@@ -109,8 +122,28 @@ def attend(
     return found
 
 
+def dense(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    chunk: int = 0,
+    softcap: float = 0.0,
+    slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+) -> Pair:
+    """One request in flash_attn's words: (out [sq, h, dv], natural LSE [h, sq])."""
+    left, right = window
+    how = Logits(scale, causal, left, right, softcap, attention_chunk=chunk, alibi_slopes=slopes)
+    out, lse = attend(q, [Request(slice(0, len(q)), k, v)], how, sinks=sinks)
+    return out, lse.T / LOG2_E
+
+
 def _logits(
-    q: np.ndarray, k: np.ndarray, seen: list[int], position: int, scale: float, how: Logits
+    q: np.ndarray, k: np.ndarray, seen: np.ndarray, position: int, scale: float, how: Logits
 ) -> np.ndarray:
     q, k = q.astype(float), k.astype(float)
     if how.pos_encoding_mode == "ROPE_LLAMA":

@@ -1,5 +1,5 @@
-"""Seeded steps of a serving engine on poisoned pools, and a dense oracle in float64 that shares
-nothing with the library: rows, their paths, and what they see of them."""
+"""Seeded steps of a serving engine on poisoned pools, and their answers as rows, the paths of
+their keys, and what they see of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cupyattn import serving
 from cupyattn.serving import BackendConfig, BatchInfo, DraftInfo, ForwardMode, LayerSpec
 
 from . import poison
+from .plain_answers import dense
 
 KINDS = (
     *("decode", "draft chain", "draft beams", "verify chain", "verify tree"),
@@ -36,37 +37,11 @@ _ABSURD = 2_000_000_000
 
 
 def dense_row(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
-    chunk: int,
-    sinks: np.ndarray | None,
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, window: int, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [h, dv], lse [h]) of the row at the end of a path of keys k, v [n, hk, d]."""
-    heads, kv_heads = q.shape[0], k.shape[1]
-    last = len(k) - 1
-    seen = [
-        j
-        for j in range(len(k))
-        if (window < 0 or j >= last - window) and (not chunk or j // chunk == last // chunk)
-    ]
-    out, lse = np.zeros((heads, v.shape[2])), np.full(heads, -np.inf)
-    for h in range(heads):
-        of = h * kv_heads // heads
-        logits = k[seen, of].astype(np.float64) @ q[h].astype(np.float64) * scale
-        if softcap:
-            logits = softcap * np.tanh(logits / softcap)
-        terms = [*logits] if sinks is None else [*logits, float(sinks[h])]
-        if terms:
-            top = max(terms)
-            weights = np.exp(np.array(terms) - top)
-            lse[h] = top + math.log(weights.sum())
-            out[h] = weights[: len(seen)] @ v[seen, of].astype(np.float64) / weights.sum()
-    return out, lse
+    out, lse = dense(q[None], k, v, causal=True, window=(window, 0), **options)
+    return out[0], lse[:, 0]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.flash_cases import dense
+from helpers.plain_answers import dense
 
 import cupyattn
 from cupyattn import array

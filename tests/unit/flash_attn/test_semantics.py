@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers.flash_cases import dense
+from helpers.plain_answers import dense
 
 from cupyattn import flash_attn
 from cupyattn.flash_attn import (
