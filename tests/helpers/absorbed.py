@@ -15,7 +15,7 @@ import numpy as np
 import cupyattn
 from cupyattn import mla, reference
 
-from .batches import offsets
+from .batches import fill_pages, offsets
 from .poison import download, upload
 
 HEADS, NOPE, VALUE, RANK, ROPE = 16, 128, 128, 512, 64
@@ -64,9 +64,8 @@ class Layer:
         indptr, rng = offsets(pages), np.random.default_rng(6)
         ids = rng.permutation(sum(pages) + 2)[: sum(pages)].astype(np.int32)
         pool = np.full((sum(pages) + 2, PAGE, RANK + ROPE), np.nan, np.float16)
-        for b, n in enumerate(LENS):
-            page, slot = np.divmod(np.arange(n), PAGE)
-            pool[ids[indptr[b] :][page], slot] = self.rows[self.keys_of(b)]
+        for b in range(len(LENS)):
+            fill_pages(pool, ids[indptr[b] :], self.rows[self.keys_of(b)])
         wrapper = mla.BatchMLAPagedAttentionWrapper(self.workspace)
         wrapper.plan(
             self.qo_indptr, indptr, ids, np.array(LENS, np.int32), HEADS, RANK, ROPE, PAGE, True,

@@ -128,17 +128,12 @@ class Call(calls.Call):
         size = case.page_size
         pages = [-(-n // size) for n in case.kv_len]
         self.kv_indptr = offsets(pages)
-        total = sum(pages) + 3
-        order = self.rng.permutation(total)[: sum(pages)]
-        # Whatever no request owns is NaN: slots behind a request's last token, spare pages.
-        pools = [batches.blank_pages(total, size, *shape, dtype=kind) for shape in inner]
-        for request, pair in enumerate(self.keys):
-            own = order[self.kv_indptr[request] : self.kv_indptr[request + 1]]
-            for pool, values in zip(pools, pair, strict=True):
-                batches.fill_pages(pool, own, values)
-        pools = [batches.as_layout(pool, case.kv_layout) for pool in pools]
+        order, dims = self.rng.permutation(sum(pages) + 3), case.problem.dims
+        pools = batches.make_pools(
+            self.keys, (order, order), size, case.num_kv_heads, dims, kind, case.kv_layout
+        )
         self.last_page_len = batches.last_page_len(case.kv_len, size, of_none=-9)
-        self.table = np.concatenate([order, [2**31 - 1, -(2**31), 123456789]])
+        self.table = np.concatenate([order[: sum(pages)], [2**31 - 1, -(2**31), 123456789]])
         if case.is_pair:
             self.cache = tuple(self._embed(n, x) for n, x in zip("kv", pools, strict=True))
         else:

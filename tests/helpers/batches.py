@@ -102,6 +102,33 @@ def fill_pages(pool: np.ndarray, pages: np.ndarray, values: np.ndarray) -> None:
     pool[pages[page], slot] = values
 
 
+def own_pages(order: np.ndarray, kv_len: Sequence[int], page_size: int) -> list[np.ndarray]:
+    """The pages of each request, one after another in this order of all pages."""
+    counts = [-(-n // page_size) for n in kv_len]
+    return np.split(order, np.cumsum(counts, dtype=int))[: len(counts)]
+
+
+def make_pools(
+    keys: Sequence[Sequence[np.ndarray]],
+    orders: Sequence[np.ndarray],
+    page_size: int,
+    heads: int,
+    dims: Sequence[int],
+    dtype: np.dtype,
+    layout: str = "NHD",
+) -> list[np.ndarray]:
+    """Pools of K and of V, each with the pages of all requests in an order of its own; whatever no
+    request owns is NaN: slots behind a request's last token, spare pages."""
+    pools = []
+    for part, (order, dim) in enumerate(zip(orders, dims, strict=True)):
+        pool = blank_pages(len(order), page_size, heads, dim, dtype=dtype)
+        values = [own[part] for own in keys]
+        for pages, x in zip(own_pages(order, [*map(len, values)], page_size), values, strict=True):
+            fill_pages(pool, pages, x)
+        pools.append(as_layout(pool, layout))
+    return pools
+
+
 def make(
     qo_len: list[int],
     kv_len: list[int],
@@ -120,29 +147,22 @@ def make(
     count = sum(pages)
     kind, kv_kind = (dtypes.parse(d).numpy for d in (dtype, kv_dtype or dtype))
     num_qo_heads, num_kv_heads = heads
-    order = rng.permutation(count + spare_pages)[:count].astype(np.int32)
-    shape = count + spare_pages, page_size, num_kv_heads
-    cache = tuple(blank_pages(*shape, dim, dtype=kv_kind) for dim in dims)
-    indptr = offsets(pages)
+    order = rng.permutation(count + spare_pages).astype(np.int32)
     keys = []
-    for i, n in enumerate(kv_len):
-        own = order[indptr[i] : indptr[i + 1]]
-        pair = []
-        for x, dim in zip(cache, dims, strict=True):
-            values = rng.standard_normal((n, num_kv_heads, dim)).astype(kv_kind)
-            fill_pages(x, own, values)
-            pair.append(values)
-        keys.append((pair[0], pair[1]))
+    for n in kv_len:
+        k, v = (rng.standard_normal((n, num_kv_heads, dim)).astype(kv_kind) for dim in dims)
+        keys.append((k, v))
+    k, v = make_pools(keys, (order, order), page_size, num_kv_heads, dims, kv_kind)
     q = rng.standard_normal((sum(qo_len), num_qo_heads, dims[0])).astype(kind)
-    table = np.concatenate([order, np.full(5, 2**31 - 1, np.int32)])
+    table = np.concatenate([order[:count], np.full(5, 2**31 - 1, np.int32)])
     return Batch(
         list(qo_len),
         list(kv_len),
         page_size,
         q,
-        (cache[0], cache[1]),
+        (k, v),
         offsets(qo_len),
-        indptr,
+        offsets(pages),
         table,
         last_page_len(kv_len, page_size),
         keys,

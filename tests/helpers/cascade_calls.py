@@ -158,21 +158,16 @@ class Call(calls.Call):
         total = sum(map(sum, counts)) + 3
         order = self.rng.permutation(total)
         self.tables, at = [], 0
-        kind = dtypes.parse(case.problem.kv_dtype).numpy
-        shape = total, size, case.num_kv_heads, case.problem.dims[0]
-        pools = [batches.blank_pages(*shape, dtype=kind) for _ in "kv"]
-        for (_, keys), pages, pairs in zip(case.levels, counts, self.keys, strict=True):
-            indptr = offsets(pages)
-            ids = order[at : at + sum(pages)]
+        for (_, keys), pages in zip(case.levels, counts, strict=True):
+            ids = np.append(order[at : at + sum(pages)], [2**31 - 1, -(2**31)]).astype(np.int32)
             at += sum(pages)
-            for request, pair in enumerate(pairs):
-                own = ids[indptr[request] : indptr[request + 1]]
-                for pool, values in zip(pools, pair, strict=True):
-                    batches.fill_pages(pool, own, values)
-            ids = np.append(ids, [2**31 - 1, -(2**31)]).astype(np.int32)
-            table = indptr, ids, batches.last_page_len(keys, size, of_none=-9)
+            table = offsets(pages), ids, batches.last_page_len(keys, size, of_none=-9)
             self.tables.append([x.astype(case.table_dtype) for x in table])
-        pools = [batches.as_layout(pool, case.kv_layout) for pool in pools]
+        kind, dims = dtypes.parse(case.problem.kv_dtype).numpy, case.problem.dims
+        pairs = [pair for level in self.keys for pair in level]
+        pools = batches.make_pools(
+            pairs, (order, order), size, case.num_kv_heads, dims, kind, case.kv_layout
+        )
         if case.is_pair:
             self.cache: Any = tuple(upload(x, self.xp) for x in pools)
         else:

@@ -11,7 +11,7 @@ import numpy as np
 
 import cupyattn
 
-from .batches import offsets
+from .batches import fill_pages, offsets
 from .plain_answers import LOG2_E, dense
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
@@ -35,6 +35,10 @@ class Chunked:
         self.keys = rng.normal(0, 1, (2, kv_len.sum(), KV_HEADS, DIM)).astype(np.float16)
         self.rng = rng
 
+    def _rows(self, which: int) -> list[slice]:
+        """The rows of q, or the keys, of each request."""
+        return [slice(*ends) for ends in pairwise(offsets(self.lens[which]))]
+
     def qkv(self) -> tuple[Any, dict[str, Any]]:
         k, v = self.keys
         if self.layout == "CONTIGUOUS_Q_KV":
@@ -49,10 +53,8 @@ class Chunked:
         if self.layout != "own pages":
             tables[:, 1] = tables[:, 0]
         for which in range(2):
-            for b, begin in enumerate(offsets(kv_len)[:-1]):
-                for j in range(kv_len[b]):
-                    page = tables[b, which, j // PAGE]
-                    pools[which, page, j % PAGE] = self.keys[which, begin + j]
+            for own, keys in zip(tables[:, which], self._rows(1), strict=True):
+                fill_pages(pools[which], own, self.keys[which, keys])
         if self.layout == "own pages":
             tables[:, 1] += count
             held = self.put(pools)
@@ -90,7 +92,7 @@ class Chunked:
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse in base 2)."""
-        rows, keys = ([slice(*x) for x in pairwise(offsets(n))] for n in self.lens)
+        rows, keys = self._rows(0), self._rows(1)
         named = {"scale": DIM**-0.5, "causal": True, "chunk": self.chunk}
         parts = [
             dense(self.q[r], *self.keys[:, k], **named) for r, k in zip(rows, keys, strict=True)

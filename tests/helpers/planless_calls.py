@@ -113,16 +113,12 @@ class Call(calls.Call):
         if self.has_value_pages:
             orders.append(self.rng.permutation(total))
         tables = np.full((len(pages), len(orders), width), ABSURD, np.int32)
-        kind = dtypes.parse(case.problem.kv_dtype).numpy
-        shape = total, size, case.num_kv_heads
-        pools = [batches.blank_pages(*shape, dim, dtype=kind) for dim in case.problem.dims]
-        for which, pool in enumerate(pools):
-            place = min(which, len(orders) - 1)
-            owned = np.split(orders[place], np.cumsum(pages))[:-1]
-            for row, pair, own in zip(tables[:, place], self.keys, owned, strict=True):
+        for order, table in zip(orders, tables.swapaxes(0, 1), strict=True):
+            for row, own in zip(table, batches.own_pages(order, case.kv_len, size), strict=True):
                 row[: len(own)] = own
-                batches.fill_pages(pool, own, pair[which])
-        pools = [batches.as_layout(pool, case.kv_layout) for pool in pools]
+        kind, places = dtypes.parse(case.problem.kv_dtype).numpy, (orders * 2)[:2]
+        heads, dims = case.num_kv_heads, case.problem.dims
+        pools = batches.make_pools(self.keys, places, size, heads, dims, kind, case.kv_layout)
         if case.cache == "pair":
             self.cache = [self._embed(n, x) for n, x in zip("kv", pools, strict=True)]
         else:
