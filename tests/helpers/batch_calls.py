@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -45,9 +45,10 @@ class Call(calls.Call):
         self.qo_indptr = offsets(case.qo_len)
         self.device_q = self._embed("q", self.q)
         self._place_keys()
-        self.out_dtype = dtypes.parse(problem.o_dtype or problem.dtype).numpy
+        out_dtype = dtypes.parse(problem.o_dtype or problem.dtype).numpy
+        self.answer_shape = case.num_qo_heads, problem.dims[1], out_dtype
         shape = (*rows, problem.dims[1])
-        self.out = self.blank("out", shape, self.out_dtype, self._strides(shape))
+        self.out = self.blank("out", shape, out_dtype, self._strides(shape))
         self.lse = self.blank("lse", rows, np.float32)
         self.has_coarse_cap, self.head_dim_qk = problem.has_coarse_cap, problem.dims[0]
         self.logit_magnitude = calls.logit_magnitude(
@@ -194,10 +195,10 @@ class Call(calls.Call):
 
     # --- the answer ---
 
-    def expected(self) -> tuple[calls.States, calls.States]:
+    def requests(self) -> Iterator[dict[str, Any]]:
         case, problem = self.case, self.case.problem
-        requests = [
-            {
+        for index, (k, v) in enumerate(self.keys):
+            yield {
                 "q": self.q[self.qo_indptr[index] : self.qo_indptr[index + 1]],
                 "k": k,
                 "v": v,
@@ -211,9 +212,6 @@ class Call(calls.Call):
                 "sinks": self.sinks,
                 **{f"scale_{n}": self.scales.get(f"{n}_scale") for n in "qkv"},
             }
-            for index, (k, v) in enumerate(self.keys)
-        ]
-        return calls.attend(requests, case.num_qo_heads, problem.dims[1], self.out_dtype)
 
 
 def planned(case: Case, xp: ModuleType, workspace: Any) -> Call:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn import array, reference
 from cupyattn.core import dtypes
 
 from . import batches, compare, lowprec, poison
@@ -29,15 +29,17 @@ States = list[np.ndarray]
 class Call:
     """A call on the device: what is called, its inputs, the oracle's answer and the tolerance.
 
-    A subclass makes the inputs and defines `start` and `expected`.
+    A subclass makes the inputs and defines `start`, and `requests` or `expected`.
 
     case      says what is called, and names the call in failures
     owned     inputs and outputs among poison, by name
     outputs   those that the call is given to write, out first
     returned  what the last call gave, (out, lse) as arrays of the device
+    answer_shape  heads and columns of the output, and the dtype that the kernels round it to
     """
 
     q: np.ndarray
+    answer_shape: tuple[int, int, np.dtype]
     is_repeatable = True
     has_coarse_cap = False
     head_dim_qk = 256
@@ -101,9 +103,13 @@ class Call:
 
     # --- the answer ---
 
+    def requests(self) -> Iterable[dict[str, Any]]:
+        """The arguments of reference.attention for the rows of each request."""
+        raise NotImplementedError
+
     def expected(self) -> tuple[States, States]:
         """(o, lse) in float64, and in the kernels' precision."""
-        raise NotImplementedError
+        return attend(self.requests(), *self.answer_shape)
 
     def check(
         self, out: np.ndarray, lse: np.ndarray | None, *, may_be_hoppers: bool | None = None
@@ -141,6 +147,13 @@ def drawn_sinks(rng: np.random.Generator, count: int) -> np.ndarray:
         sinks[count // 2] = -np.inf
         sinks[-1] = np.inf
     return sinks
+
+
+def with_lead(x: Any, lead: tuple[int, ...]) -> Any:
+    """An array of the device with these leading axes in place of its first, without a copy."""
+    v = array.view(x, "x")
+    steps = [v.strides[0] * math.prod(lead[i + 1 :]) for i in range(len(lead))]
+    return array.restride(x, "x", (*lead, *v.shape[1:]), (*steps, *v.strides[1:]))
 
 
 def attend(

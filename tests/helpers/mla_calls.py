@@ -41,8 +41,8 @@ class Call(calls.Call):
         self.device_q = self._parts("q", self.q)
         self.device_cache = self._parts("cache", self.pool)
         shape = (rows, case.heads, self.latent)
-        self.out_dtype = dtypes.parse(problem.dtype).numpy
-        self.out = self.blank("out", shape, self.out_dtype, self._strides(shape))
+        self.answer_shape = case.heads, self.latent, dtypes.parse(problem.dtype).numpy
+        self.out = self.blank("out", shape, self.q.dtype, self._strides(shape))
         self.lse = self.blank("lse", shape[:2], np.float32)
         if case.way in ("wrapper", "metadata"):
             self.wrapper = self._planned()
@@ -191,124 +191,96 @@ class Call(calls.Call):
     def _index(self, values: Any) -> Any:
         return poison.upload(np.asarray(values, np.int32), self.xp)
 
-    def _reshaped(self, x: Any, *shape: int) -> Any:
-        """An array of the device with other leading axes, where they are strides of one another."""
-        from cupyattn import array
+    def _by_request(self, x: Any) -> Any:
+        """Rows of the device as [requests, rows of each, ...], without a copy."""
+        return calls.with_lead(x, (len(self.case.qo_len), self.case.qo_len[0]))
 
-        v = array.view(x, "x")
-        tail = len(v.shape) - 1
-        steps = [v.strides[0] * math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return array.restride(x, "x", (*shape, *v.shape[1:]), (*steps, *v.strides[-tail:]))
+    def _keep(self, out: Any, lse: Any = None) -> None:
+        """Answers with the leading axes of q as rows."""
+        rows = sum(self.case.qo_len), self.case.heads
+        self.returned = out.reshape(*rows, self.latent), None if lse is None else lse.reshape(rows)
+
+    def _flashinfer(self, function: Any, q: Any, tables: Any, lens: Any, **named: Any) -> Any:
+        """A call of FlashInfer's functions."""
+        longest = 0 if lens is None else max((1, *self.case.kv_len))
+        return function(
+            q,
+            self.device_cache,
+            self.workspace,
+            128,
+            self.latent,
+            self.rope,
+            self._index(tables),
+            lens,
+            longest,
+            bmm1_scale=self.case.sm_scale,
+            sinks=self._sinks(),
+            **named,
+        )
 
     def _start_trtllm(self) -> None:
-        case, q_len = self.case, self.case.qo_len[0]
-        given = {"sinks": self._sinks(), "return_lse": True, "bmm1_scale": case.sm_scale}
-        shape = len(case.qo_len), q_len
+        case, named = self.case, dict[str, Any](return_lse=True)
+        is_ragged = case.way == "trtllm ragged"
+        own = (lambda x: x) if is_ragged else self._by_request
+        if is_ragged:
+            named["cum_seq_lens_q"] = self._index(self.qo_indptr)
+            named["max_q_len"] = max((1, *case.qo_len))
         if case.with_out:
-            given["out"] = self._reshaped(self.out.array, *shape)
-            given["lse"] = self._reshaped(self.lse.array, *shape)
-        answer = mla.trtllm_batch_decode_with_kv_cache_mla(
-            self._reshaped(self.device_q, *shape), self.device_cache, self.workspace, 128,
-            self.latent, self.rope, self._index(self.table), self._index(case.kv_len),
-            max((1, *case.kv_len)), **given,
-        )  # fmt: skip
-        self._keep(answer)
-
-    def _keep(self, answer: Any) -> None:
-        """Answers with the leading axes of q as rows."""
-        out, lse = (*answer, None)[:2] if isinstance(answer, tuple) else (answer, None)
-        if self.case.with_out and lse is not None:
+            named |= {"out": own(self.out.array), "lse": own(self.lse.array)}
+        lens, function = self._index(case.kv_len), mla.trtllm_batch_decode_with_kv_cache_mla
+        answer = self._flashinfer(function, own(self.device_q), self.table, lens, **named)
+        if case.with_out:
             self.returned = self.out.array, self.lse.array
-            return
-        rows = sum(self.case.qo_len)
-        out = out.reshape(rows, self.case.heads, self.latent)
-        self.returned = out, None if lse is None else lse.reshape(rows, self.case.heads)
+        else:
+            self._keep(*answer)
 
-    def _start_trtllm_ragged(self) -> None:
-        case = self.case
-        given = {"sinks": self._sinks(), "return_lse": True, "bmm1_scale": case.sm_scale}
-        if case.with_out:
-            given |= {"out": self.out.array, "lse": self.lse.array}
-        answer = mla.trtllm_batch_decode_with_kv_cache_mla(
-            self.device_q, self.device_cache, self.workspace, 128, self.latent, self.rope,
-            self._index(self.table), self._index(case.kv_len), max((1, *case.kv_len)),
-            cum_seq_lens_q=self._index(self.qo_indptr), max_q_len=max(1, *case.qo_len, 1), **given,
-        )  # fmt: skip
-        self._keep(answer)
+    _start_trtllm_ragged = _start_trtllm
 
     def _start_xqa_batch(self) -> None:
-        case = self.case
-        answer = mla.xqa_batch_decode_with_kv_cache_mla(
-            self._reshaped(self.device_q, len(case.qo_len), 1), self.device_cache, self.workspace,
-            128, self.latent, self.rope, self._index(self.table), self._index(case.kv_len),
-            max((1, *case.kv_len)), bmm1_scale=case.sm_scale, sinks=self._sinks(),
-        )  # fmt: skip
-        self.returned = answer[:, 0], None
+        function, q = mla.xqa_batch_decode_with_kv_cache_mla, self._by_request(self.device_q)
+        self._keep(self._flashinfer(function, q, self.table, self._index(self.case.kv_len)))
+
+    def _start_list(self) -> None:
+        function, q = mla.trtllm_batch_decode_with_kv_cache_mla, self._by_request(self.device_q)
+        named = {"sparse_mla_top_k": self.lists.shape[1], "return_lse": True}
+        if self.case.has_lengths:
+            named["sparse_mla_top_k_lens"] = self._index(self.counts)
+        self._keep(*self._flashinfer(function, q, self.lists[:, None], None, **named))
 
     def _start_xqa(self) -> None:
         case = self.case
         answer = mla.xqa_mla(
-            self._reshaped(self.device_q, len(case.qo_len), 1), self.device_cache,
-            self.device_cache, self._index(self.table), self._index(case.kv_len), None,
-            self.workspace, None, case.page_size, q_scale=case.sm_scale,
+            self._by_request(self.device_q), self.device_cache, self.device_cache,
+            self._index(self.table), self._index(case.kv_len), None, self.workspace, None,
+            case.page_size, q_scale=case.sm_scale,
         )  # fmt: skip
-        self.returned = answer[:, 0], None
+        self._keep(answer)
 
     def _start_forward(self) -> None:
-        case = self.case
         wrapper = mla.BatchMLAPagedAttentionWrapper(self.workspace, kv_layout="NHD")
-        answer = wrapper.forward(
-            self.device_q,
-            self.device_cache,
-            self._index(self.table),
-            self._index(case.kv_len),
-            return_lse=True,
-        )
-        self.returned = answer
+        tables = self._index(self.table), self._index(self.case.kv_len)
+        self.returned = wrapper.forward(self.device_q, self.device_cache, *tables, return_lse=True)
 
     def _start_flash_mla(self) -> None:
-        case, count, q_len = self.case, len(self.case.qo_len), self.case.qo_len[0]
-        metadata = flash_mla.get_mla_metadata()
+        case, named = self.case, dict[str, Any]()
+        tables: tuple[Any, ...] = None, None, self.latent
+        if case.is_list:
+            lists = self.lists.reshape(len(case.qo_len), case.qo_len[0], -1)
+            named["indices"] = self._index(lists)
+            named["topk_length"] = self._index(case.kv_len) if case.has_lengths else None
+        else:
+            metadata = flash_mla.get_mla_metadata()
+            tables = self._index(self.table), self._index(case.kv_len), self.latent, *metadata
+            named["causal"] = case.causal
+        # Rows of 656 bytes need the axis of their one head.
+        cache = self.device_cache[:, :, None] if case.form == "rows" else self.device_cache
         out, lse = flash_mla.flash_mla_with_kvcache(
-            self._reshaped(self.device_q, count, q_len), self._flash_cache(),
-            self._index(self.table), self._index(case.kv_len), self.latent, *metadata,
-            softmax_scale=case.sm_scale, causal=case.causal, attn_sink=self._sinks(),
-            is_fp8_kvcache=case.form == "rows",
+            self._by_request(self.device_q), cache, *tables, softmax_scale=case.sm_scale,
+            attn_sink=self._sinks(), is_fp8_kvcache=case.form == "rows", **named,
         )  # fmt: skip
-        self._keep_natural(out, lse)
+        self._keep(out, lse.swapaxes(1, 2))
 
-    def _flash_cache(self) -> Any:
-        """With the axis of one head that rows of 656 bytes need."""
-        return self.device_cache[:, :, None] if self.case.form == "rows" else self.device_cache
-
-    def _keep_natural(self, out: Any, lse: Any) -> None:
-        """FlashMLA's LSE, [b, heads, s]."""
-        rows = sum(self.case.qo_len)
-        lse = lse.swapaxes(1, 2).reshape(rows, self.case.heads)
-        self.returned = out.reshape(rows, self.case.heads, self.latent), lse
-
-    def _start_list(self) -> None:
-        case, most = self.case, self.lists.shape[1]
-        count = len(case.qo_len)
-        answer = mla.trtllm_batch_decode_with_kv_cache_mla(
-            self._reshaped(self.device_q, count, 1), self.device_cache, self.workspace, 128,
-            self.latent, self.rope, self._index(self.lists[:, None]), None, 0, most,
-            sinks=self._sinks(), bmm1_scale=case.sm_scale, return_lse=True,
-            sparse_mla_top_k_lens=self._index(self.counts) if case.has_lengths else None,
-        )  # fmt: skip
-        out, lse = answer
-        self.returned = out[:, 0], lse[:, 0]
-
-    def _start_list_of_tokens(self) -> None:
-        case, count, q_len = self.case, len(self.case.qo_len), self.case.qo_len[0]
-        lists = self.lists.reshape(count, q_len, -1)
-        lengths = self._index(case.kv_len) if case.has_lengths else None
-        out, lse = flash_mla.flash_mla_with_kvcache(
-            self._reshaped(self.device_q, count, q_len), self._flash_cache(), None, None,
-            self.latent, softmax_scale=case.sm_scale, indices=self._index(lists),
-            attn_sink=self._sinks(), topk_length=lengths, is_fp8_kvcache=case.form == "rows",
-        )  # fmt: skip
-        self._keep_natural(out, lse)
+    _start_list_of_tokens = _start_flash_mla
 
     def _start_flat_list(self) -> None:
         case = self.case
@@ -347,12 +319,7 @@ class Call(calls.Call):
 
     # --- the answer ---
 
-    @property
-    def _sees_sink(self) -> bool:
-        """Whether the LSE has the sink: FlashMLA's has not."""
-        return self.case.way not in _FLASH
-
-    def _requests(self) -> Iterator[dict[str, Any]]:
+    def requests(self) -> Iterator[dict[str, Any]]:
         case, (scale, rope_scale) = self.case, self.case.scales
         q = self.q
         if scale != rope_scale:
@@ -374,11 +341,12 @@ class Call(calls.Call):
 
     @functools.cached_property
     def _expected(self) -> tuple[calls.States, calls.States]:
-        states = calls.attend(self._requests(), self.case.heads, self.latent, self.out_dtype)
-        if self.sinks is None or self._sees_sink:
+        states = super().expected()
+        if self.sinks is None or self.case.way not in _FLASH:
             return states
-        plain = [{**request, "sinks": None} for request in self._requests()]
-        alone = calls.attend(plain, self.case.heads, self.latent, self.out_dtype)
+        alone = calls.attend(
+            ({**request, "sinks": None} for request in self.requests()), *self.answer_shape
+        )
         ref, low = ([o, lse] for (o, _), (_, lse) in zip(states, alone, strict=True))
         return ref, low
 

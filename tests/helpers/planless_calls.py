@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -45,10 +46,10 @@ class Call(calls.Call):
         self.sinks = None
         if case.has_sinks:
             self.sinks = calls.drawn_sinks(rng, case.num_qo_heads)
-        self.out_dtype = dtypes.parse(problem.dtype).numpy
+        self.answer_shape = case.num_qo_heads, problem.dims[1], self.q.dtype
         self.lead = self._lead(rows, count)
         shape = (rows, case.num_qo_heads, problem.dims[1])
-        self.out = self.blank("out", shape, self.out_dtype, self._strides(shape))
+        self.out = self.blank("out", shape, self.q.dtype, self._strides(shape))
         self.most = max((1, *case.qo_len))
         self.pads = case.entry == "cudnn_batch_prefill_with_kv_cache"
         lse_shape = (count, self.most, shape[1]) if self.pads else shape[:2]
@@ -135,6 +136,10 @@ class Call(calls.Call):
             return (rows,)
         q_len = rows // count if count else 1
         return (count, 1) if q_len == 1 and self.case.seed % 2 else (count, 1, q_len)
+
+    def _by_request(self, x: Any) -> Any:
+        """Rows with xqa's leading axes, without a copy."""
+        return calls.with_lead(x, self.lead)
 
     # --- the call ---
 
@@ -234,9 +239,9 @@ class Call(calls.Call):
         named["kv_scale" if is_fp8 else "rcp_out_scale"] = output if is_fp8 else self.output_scale
         named |= {"kv_layout": case.kv_layout, "sliding_win_size": case.window_left + 1}
         if "out" in named:
-            named["output"] = self._shaped(named.pop("out"))
+            named["output"] = self._by_request(named.pop("out"))
         if "lse" in named:
-            named["lse"] = self._shaped(named["lse"])
+            named["lse"] = self._by_request(named["lse"])
         if case.form == "steps":
             most = self.most if self.masks is None else max(2, self.most)
             named |= {"q_cu_seq_lens": steps, "q_seq_len": most}
@@ -244,21 +249,8 @@ class Call(calls.Call):
             named["q_seq_len"] = case.qo_len[0] if case.qo_len else 1
         if case.has_sinks:
             named["sinks"] = named["sinks"].reshape(case.num_kv_heads, case.group)
-        head = (self._shaped(self.device_q), *self.cache, self.table, self.kv_lens)
+        head = (self._by_request(self.device_q), *self.cache, self.table, self.kv_lens)
         return head, {**named, "workspace_buffer": space}
-
-    def _shaped(self, x: Any) -> Any:
-        """Rows with xqa's leading axes, without a copy."""
-        if self.lead == (x.shape[0],):
-            return x
-        q_len = self.lead[2] if len(self.lead) == 3 else 1
-        is_torch = self.xp.__name__ == "torch"
-        row, *inner = x.stride() if is_torch else x.strides
-        steps = ([row * q_len, row * q_len, row][: len(self.lead)]) + inner
-        shape = (*self.lead, *x.shape[1:])
-        if is_torch:
-            return x.as_strided(shape, steps, x.storage_offset())
-        return self.xp.lib.stride_tricks.as_strided(x, shape, steps)
 
     def start(self) -> None:
         """Keep what the call gives, rows one after another."""
@@ -297,7 +289,8 @@ class Call(calls.Call):
         super().check(out[:rows], lse, may_be_hoppers=may_be_hoppers)
         if self.case.with_out:
             # Rows of nobody are poison still.
-            blank = poison.blank((1,), self.out_dtype).values().view(f"u{self.out_dtype.itemsize}")
+            bits = f"u{self.q.itemsize}"
+            blank = poison.blank((1,), self.q.dtype).values().view(bits)
             spare = out[rows:].view(blank.dtype)
             assert (spare == blank).all(), f"{self.case}: rows of no request were written"
 
@@ -309,10 +302,10 @@ class Call(calls.Call):
             found.append(padded[index, :count] * np.float32(math.log2(math.e)))
         return np.concatenate(found)
 
-    def expected(self) -> tuple[calls.States, calls.States]:
+    def requests(self) -> Iterator[dict[str, Any]]:
         case = self.case
-        requests = [
-            {
+        for index, (k, v) in enumerate(self.keys):
+            yield {
                 "q": self.q[self.qo_indptr[index] : self.qo_indptr[index + 1]],
                 "k": k,
                 "v": v,
@@ -323,7 +316,3 @@ class Call(calls.Call):
                 "sinks": self.sinks,
                 "scale_v": self.output_scale,
             }
-            for index, (k, v) in enumerate(self.keys)
-        ]
-        dim = case.problem.dims[1]
-        return calls.attend(requests, case.num_qo_heads, dim, self.out_dtype)

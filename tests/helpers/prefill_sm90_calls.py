@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ class Call(calls.Call):
         self.batch = b = batches.make(*lengths, case.page_size or 16, heads=heads, dims=dims)
         if case.has_large_rows:
             b.q[::5] *= b.q.dtype.type(20)
-        self.q = b.q
+        self.q, self.answer_shape = b.q, (heads[0], dims[1], b.q.dtype)
         self.has_coarse_cap = "logits_soft_cap" in case.options
         options = case.plan_options()
         if case.as_bits:
@@ -40,7 +41,5 @@ class Call(calls.Call):
     def start(self) -> None:
         self.returned = self.wrapper.run(*self.arrays, return_lse=True)
 
-    def expected(self) -> tuple[calls.States, calls.States]:
-        dim = self.case.problem.dims[1]
-        requests = self.batch.requests(**self.case.options)
-        return calls.attend(requests, self.case.num_qo_heads, dim, self.q.dtype)
+    def requests(self) -> Iterator[dict[str, Any]]:
+        return self.batch.requests(**self.case.options)
