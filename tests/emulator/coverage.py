@@ -36,8 +36,8 @@ def run_cases() -> None:
         device_plans,
         gpu_cases,
         merge_calls,
-        page_faults,
-        planless_cases,
+        page_cases,
+        planless_calls,
         slot_cases,
     )
     from helpers.calls import run_and_check
@@ -74,7 +74,7 @@ def run_cases() -> None:
             run.batch(case, spoil, **facts).check()
     for seed in range(40):
         with gpu.plugged_in(arch=(900, 800)[seed % 2], **facts):
-            Append.prepare(page_faults.random_case(seed), np).run_and_check()
+            Append.prepare(page_cases.random_case(seed), np).run_and_check()
     for seed in range(40):
         with gpu.plugged_in(**facts):
             run_and_check(merge_calls.Call(merge_calls.random_case(seed), np))
@@ -86,7 +86,7 @@ def run_cases() -> None:
         with gpu.plugged_in(**facts):
             slot_cases.Case(seed).run()
     for seed in range(40):
-        test_planless.run(planless_cases.random_case(seed), **facts)
+        test_planless.run(planless_calls.random_case(seed), **facts)
     for seed in range(20):
         with gpu.plugged_in(**facts) as emulated:
             test_plan_batch.check(emulated, device_plans.random_batch(seed))

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import compare, gpu_cases
+from helpers.batch_cases import Problem
 from helpers.cases import Case
-from helpers.gpu_cases import CLASSES, ProblemClass
+from helpers.gpu_cases import CLASSES, apply
 from helpers.page_cases import Append, AppendCase
 from helpers.share import one_of, slow_unless
 
@@ -88,10 +89,10 @@ def test_fp8_outputs_are_saturated() -> None:
 # --- random combinations: a few kernels each, many calls ---
 
 
-def _of_class(chosen: ProblemClass, seed: int) -> Case:
+def _of_class(chosen: Problem, seed: int) -> Case:
     from helpers import cases
 
-    case = run.small(chosen.apply(cases.random_case(10_000 + seed)), 70, 200)
+    case = run.small(apply(chosen, cases.random_case(10_000 + seed)), 70, 200)
     # Decode, a few rows and many: each class sees all three.
     rows = (3, 12, 70)[seed % 3]
     return replace(case, qo_len=min(case.qo_len, rows), group=min(case.group, 8))

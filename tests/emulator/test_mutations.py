@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import gpu_cases, page_faults
+from helpers import gpu_cases, page_cases
 from helpers.flash_cases import Case
 from helpers.logits_calls import Single
 from helpers.new_keys import random_new_keys
-from helpers.page_cases import Append
-from helpers.page_faults import STRAY
+from helpers.page_cases import STRAY, Append
 from helpers.share import slow_unless
 
 import cupyattn
@@ -126,7 +125,7 @@ def _cascade(num_sms: int = 16, **changes: object) -> Callable:
 def _append(**facts: object) -> None:
     with gpu.plugged_in(**facts):
         append = Append.prepare(STRAY, np)
-        page_faults.spoil(append)
+        page_cases.spoil(append)
         append.run()
         append.check()
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import page_cases, poison, slot_cases
-from helpers.page_cases import Append
-from helpers.page_faults import STRAY, random_case, spoil
+from helpers.page_cases import STRAY, Append, random_case, spoil
 from helpers.share import one_of
 
 import cupyattn

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.planless_calls import Call
-from helpers.planless_cases import ENTRIES, PROBLEMS, Case, Problem, random_case
+from helpers.planless_calls import ENTRIES, PROBLEMS, Call, Case, Problem, random_case
 from helpers.share import one_of
 
 from cupyattn.launch.attention import plan_batch

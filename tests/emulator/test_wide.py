@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import compare, gpu_cases, mla_calls
-from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, portable, random_case, wide_case
+from helpers.mla_calls import PROBLEMS, WAYS, WIDE, Case, portable, random_case, wide_case
 from helpers.share import one_of
 
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn

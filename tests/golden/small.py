@@ -20,13 +20,9 @@ from helpers import (
     merge_calls,
     mixed_calls,
     mla_calls,
-    mla_cases,
     page_cases,
-    page_faults,
     planless_calls,
-    planless_cases,
     prefill_sm90_calls,
-    prefill_sm90_cases,
     serving_cases,
     shared_calls,
     single_calls,
@@ -95,7 +91,7 @@ def batch(seed: int, card: Card) -> Drawn:
 
 
 def prompts(seed: int, card: Card) -> Drawn:
-    cases = [*prefill_sm90_cases.CASES.values()]
+    cases = [*prefill_sm90_calls.CASES.values()]
     case, memory = cases[seed % len(cases)], workspace(card)
 
     def run() -> None:
@@ -106,11 +102,11 @@ def prompts(seed: int, card: Card) -> Drawn:
 
 def wide(seed: int, card: Card) -> Drawn:
     """Head dims beyond 256."""
-    index = seed % len(mla_cases.WIDE)
+    index = seed % len(mla_calls.WIDE)
     if seed % 4 == 3:
-        case = mla_cases.wide_single(index, seed)
+        case = mla_calls.wide_single(index, seed)
         return _of(card, single_calls.Call(case, np))
-    return _batch(mla_cases.wide_case(index, seed), card)
+    return _batch(mla_calls.wide_case(index, seed), card)
 
 
 def mixed(seed: int, card: Card) -> Drawn:
@@ -135,11 +131,11 @@ def shared(seed: int, card: Card) -> Drawn:
 
 
 def latent(seed: int, card: Card) -> Drawn:
-    return _of(card, mla_calls.Call(mla_cases.random_case(seed), np, workspace(card)))
+    return _of(card, mla_calls.Call(mla_calls.random_case(seed), np, workspace(card)))
 
 
 def planless(seed: int, card: Card) -> Drawn:
-    case = mla_cases.wide_planless(seed) if seed % 16 == 9 else planless_cases.random_case(seed)
+    case = mla_calls.wide_planless(seed) if seed % 16 == 9 else planless_calls.random_case(seed)
     return _of(card, planless_calls.Call(case, np, workspace(card)))
 
 
@@ -172,7 +168,7 @@ def logits(seed: int, card: Card) -> Drawn:
 
 
 def append(seed: int, card: Card) -> Drawn:
-    call = page_cases.Append.prepare(page_faults.random_case(seed), np)
+    call = page_cases.Append.prepare(page_cases.random_case(seed), np)
     card.name("", call.arguments)
     return described(call.case), call.run
 

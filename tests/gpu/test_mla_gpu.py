@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import absorbed, batch_calls, compare, mla_calls, planless_calls, single_calls
 from helpers.batches import offsets
-from helpers.mla_cases import (
+from helpers.mla_calls import (
     NUM_CASES,
     PROBLEMS,
     WIDE,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from helpers import page_cases, poison
 from helpers.on_gpu import capture
-from helpers.page_cases import DTYPES, Append, AppendCase
-from helpers.page_faults import STRAY, random_case, spoil
+from helpers.page_cases import DTYPES, STRAY, Append, AppendCase, random_case, spoil
 from helpers.poison import download, raw, upload
 from helpers.share import some
 

@@ -11,8 +11,7 @@ import pytest
 from helpers import compare, device_plans
 from helpers.device_plans import Batch
 from helpers.on_gpu import capture, leaves_running, try_random, workspace
-from helpers.planless_calls import Call
-from helpers.planless_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
+from helpers.planless_calls import ENTRIES, NUM_CASES, PROBLEMS, Call, random_case
 from helpers.poison import download, raw, upload
 
 import cupyattn

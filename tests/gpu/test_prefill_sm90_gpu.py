@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.on_gpu import workspace
-from helpers.prefill_sm90_calls import Call
-from helpers.prefill_sm90_cases import CASES
+from helpers.prefill_sm90_calls import CASES, Call
 from helpers.share import some
 
 from cupyattn.core.device import device_props

@@ -8,63 +8,50 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import cases
+from .batch_cases import Problem
 from .cases import Case, pick
 
 NUM_CLASSED, NUM_FREE, NUM_DECODE, NUM_SPLIT = 900, 150, 120, 60
 
 
-@dataclass(frozen=True)
-class ProblemClass:
-    """What a kernel is compiled for, as far as a case decides it."""
-
-    dtype: str
-    kv_dtype: str
-    dims: tuple[int, int]
-    pos_encoding_mode: str = "NONE"
-    is_capped: bool = False
-    is_masked: bool = False
-    prescale_logits: bool = False
-    is_aligned: bool = True
-    o_dtype: str | None = None
-
-    def apply(self, case: Case) -> Case:
-        """The case with this class's compile-time facts, and its own lengths and other options."""
-        rng = np.random.default_rng((case.seed, 3))
-        kinds = [kind if kind != "unaligned" else "packed" for kind in case.strides]
-        if not self.is_aligned:
-            kinds[case.seed % 4] = "unaligned"
-        masked, bare = ("bool", "packed"), ("none",)
-        scales = ("none", "float", "per_head") if self.prescale_logits else ("none", "float")
-        scale_q = "per_head" if self.prescale_logits else pick(rng, scales)
-        case = replace(
-            case,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            o_dtype=self.o_dtype,
-            head_dim_qk=self.dims[0],
-            head_dim_vo=self.dims[1],
-            pos_encoding_mode=self.pos_encoding_mode,
-            logits_soft_cap=pick(rng, (30.0, 2.5) if self.is_capped else (None, 0.0)),
-            mask_kind=pick(rng, masked if self.is_masked else bare),
-            scale_q=scale_q,
-            scale_k=pick(rng, scales),
-            strides=tuple(kinds),
-        )
-        return cases.bounded(case, rng)
+def apply(problem: Problem, case: Case) -> Case:
+    """The case with this problem's compile-time facts, and its own lengths and other options."""
+    rng = np.random.default_rng((case.seed, 3))
+    kinds = [kind if kind != "unaligned" else "packed" for kind in case.strides]
+    if not problem.is_aligned:
+        kinds[case.seed % 4] = "unaligned"
+    masked, bare = ("bool", "packed"), ("none",)
+    scales = ("none", "float", "per_head") if problem.prescale_logits else ("none", "float")
+    scale_q = "per_head" if problem.prescale_logits else pick(rng, scales)
+    case = replace(
+        case,
+        dtype=problem.dtype,
+        kv_dtype=problem.kv_dtype,
+        o_dtype=problem.o_dtype,
+        head_dim_qk=problem.dims[0],
+        head_dim_vo=problem.dims[1],
+        pos_encoding_mode=problem.pos_encoding_mode,
+        logits_soft_cap=pick(rng, (30.0, 2.5) if problem.is_capped else (None, 0.0)),
+        mask_kind=pick(rng, masked if problem.is_masked else bare),
+        scale_q=scale_q,
+        scale_k=pick(rng, scales),
+        strides=tuple(kinds),
+    )
+    return cases.bounded(case, rng)
 
 
-def _classes() -> list[ProblemClass]:
+def _classes() -> list[Problem]:
     """Five head dims with every cache dtype; each option alone on three dims; some combinations."""
     half, bf16, e4m3, e5m2 = "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
     dims = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96))
-    found = [ProblemClass(bf16, kv, d) for d in dims for kv in (bf16, e4m3)]
-    found += [ProblemClass(half, kv, d) for d in dims[:2] for kv in (half, e5m2)]
+    found = [Problem(bf16, kv, d) for d in dims for kv in (bf16, e4m3)]
+    found += [Problem(half, kv, d) for d in dims[:2] for kv in (half, e5m2)]
     options: tuple[dict[str, Any], ...] = (
         {"pos_encoding_mode": "ROPE_LLAMA"},
         {"pos_encoding_mode": "ALIBI"},
@@ -73,14 +60,14 @@ def _classes() -> list[ProblemClass]:
         {"prescale_logits": True},
         {"is_aligned": False},
     )
-    found += [ProblemClass(bf16, bf16, d, **o) for d in dims[:3] for o in options]
-    found += [ProblemClass(half, e4m3, (128, 128), **o) for o in options]
-    found += [ProblemClass(half, half, (80, 80), **o) for o in options]
+    found += [Problem(bf16, bf16, d, **o) for d in dims[:3] for o in options]
+    found += [Problem(half, e4m3, (128, 128), **o) for o in options]
+    found += [Problem(half, half, (80, 80), **o) for o in options]
     pairs = [a | b for a, b in itertools.combinations(options, 2) if not a.keys() & b.keys()]
-    found += [ProblemClass(half, half, (64, 64), **pair) for pair in pairs[::2]]
-    found += [ProblemClass(bf16, e4m3, (128, 128), **pair) for pair in pairs[1::2]]
+    found += [Problem(half, half, (64, 64), **pair) for pair in pairs[::2]]
+    found += [Problem(bf16, e4m3, (128, 128), **pair) for pair in pairs[1::2]]
     outputs = ((bf16, "float32"), (half, bf16), (bf16, half))
-    found += [ProblemClass(d, d, (128, 128), o_dtype=o) for d, o in outputs]
+    found += [Problem(d, d, (128, 128), o_dtype=o) for d, o in outputs]
     return found
 
 
@@ -88,7 +75,7 @@ CLASSES = _classes()
 
 
 def classed(seed: int) -> Case:
-    return CLASSES[seed % len(CLASSES)].apply(cases.random_case(10_000 + seed))
+    return apply(CLASSES[seed % len(CLASSES)], cases.random_case(10_000 + seed))
 
 
 def free(seed: int) -> Case:
@@ -106,7 +93,7 @@ _DECODE_CLASSES = [c for c in CLASSES if not (c.is_masked or c.prescale_logits o
 
 
 def decode(seed: int) -> Case:
-    case = _DECODE_CLASSES[seed % len(_DECODE_CLASSES)].apply(cases.random_case(20_000 + seed))
+    case = apply(_DECODE_CLASSES[seed % len(_DECODE_CLASSES)], cases.random_case(20_000 + seed))
     rng = np.random.default_rng((seed, 4))
     return _one_row(replace(case, kv_len=int(rng.integers(0, 1200))))
 
@@ -114,7 +101,7 @@ def decode(seed: int) -> Case:
 def split(seed: int) -> Case:
     """Few rows and many keys: what a GPU splits."""
     rng = np.random.default_rng((seed, 5))
-    case = CLASSES[seed % len(CLASSES)].apply(cases.random_case(30_000 + seed))
+    case = apply(CLASSES[seed % len(CLASSES)], cases.random_case(30_000 + seed))
     small = replace(case, num_kv_heads=int(rng.integers(1, 3)), group=pick(rng, (1, 4, 8)))
     window = pick(rng, (-1, -1, 100, 3000))
     return replace(

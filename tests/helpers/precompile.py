@@ -42,9 +42,7 @@ from helpers import (
     logits_calls,
     mixed_calls,
     planless_calls,
-    planless_cases,
     prefill_sm90_calls,
-    prefill_sm90_cases,
     shared_calls,
     single_calls,
     verify_cases,
@@ -109,7 +107,7 @@ def _shared(seed: int) -> None:
 
 
 def _planless(seed: int) -> None:
-    planless_calls.Call(planless_cases.random_case(seed), np, _workspace()).start()
+    planless_calls.Call(planless_calls.random_case(seed), np, _workspace()).start()
 
 
 def suite() -> Iterator[Run]:
@@ -118,12 +116,12 @@ def suite() -> Iterator[Run]:
     yield from (partial(_logits, given) for given in logits_calls.requests().values())
     for cases in (batch_cases, verify_cases, item_cases):
         yield from (partial(batch, cases.random_case(n)) for n in range(cases.NUM_CASES))
-    yield from (partial(prompts, case) for case in prefill_sm90_cases.CASES.values())
+    yield from (partial(prompts, case) for case in prefill_sm90_calls.CASES.values())
     for run, count in (
         (_mixed, mixed_calls.NUM_CASES),
         (_cascade, cascade_calls.NUM_CASES),
         (_shared, shared_calls.NUM_CASES),
-        (_planless, planless_cases.NUM_CASES),
+        (_planless, planless_calls.NUM_CASES),
     ):
         yield from (partial(run, seed) for seed in range(count))
 

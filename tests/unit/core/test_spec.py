@@ -17,9 +17,7 @@ from helpers import (
     item_cases,
     logits_calls,
     mla_calls,
-    mla_cases,
     planless_calls,
-    planless_cases,
     precompile,
 )
 from helpers.batches import WORKSPACE
@@ -52,9 +50,9 @@ def specs() -> list[AttentionSpec]:
             for seed in range(40):
                 batch_calls.Call(cases.random_case(seed), np, WORKSPACE).plan()
         for seed in range(96, 100):
-            planless_calls.Call(planless_cases.random_case(seed), np, WORKSPACE).run()
+            planless_calls.Call(planless_calls.random_case(seed), np, WORKSPACE).run()
         for seed in range(22):
-            mla_calls.Call(mla_cases.random_case(seed), np, WORKSPACE).run()
+            mla_calls.Call(mla_calls.random_case(seed), np, WORKSPACE).run()
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import gpu_cases, precompile, prefill_sm90_cases
+from helpers import gpu_cases, precompile, prefill_sm90_calls
 from helpers.calls import run_and_check
 from helpers.single_calls import Call
 
@@ -104,9 +104,9 @@ def test_recorded_kernels_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> No
     assert {name for name, _ in found} == {"prefill_sm90", "rotate_keys"}
 
 
-@pytest.mark.parametrize("name", prefill_sm90_cases.CASES)
+@pytest.mark.parametrize("name", prefill_sm90_calls.CASES)
 def test_kernels_that_run_many_times_are_recorded(name: str) -> None:
-    case = prefill_sm90_cases.CASES[name]
+    case = prefill_sm90_calls.CASES[name]
     found = dict(_kernels(precompile.prompts, case))
     assert found["prefill_sm90"]["kHeadDimQK"] == case.dim
     assert found["prefill_sm90"]["kPaged"] == (case.page_size > 0)

@@ -13,7 +13,7 @@ import pytest
 from helpers import absorbed, mla_calls
 from helpers.batches import WORKSPACE
 from helpers.calls import run_and_check
-from helpers.mla_cases import NUM_CASES, random_case
+from helpers.mla_calls import NUM_CASES, random_case
 from helpers.share import one_of
 
 import cupyattn

@@ -11,7 +11,7 @@ from helpers import fake_batch, mla_calls
 from helpers.batches import WORKSPACE
 from helpers.fake_batch import Device
 from helpers.fake_gpu import pointer
-from helpers.mla_cases import PROBLEMS, Case
+from helpers.mla_calls import PROBLEMS, Case
 from helpers.patching import replace as replace_everywhere
 
 from cupyattn import array, mla

@@ -12,8 +12,7 @@ import pytest
 from helpers import poison
 from helpers.batches import WORKSPACE
 from helpers.calls import run_and_check
-from helpers.planless_calls import Call
-from helpers.planless_cases import ENTRIES, random_case
+from helpers.planless_calls import ENTRIES, Call, random_case
 from helpers.share import one_of
 from helpers.verify_cases import FORMS
 
