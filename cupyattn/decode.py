@@ -73,6 +73,7 @@ def single_decode_with_kv_cache(
     logits_transform: str | None = None,
     mask_fn: str | None = None,
     logits_params: Mapping[str, Any] | None = None,
+    output_gate: Array | None = None,
 ) -> Any:
     """Attention of one query token over the KV cache of its request.
 
@@ -82,6 +83,7 @@ def single_decode_with_kv_cache(
             are ordinary ones.
     q_scale, k_scale   multiply the logits; v_scale multiplies the output. Default 1.
     window_left        keys to the left of the last that are seen; -1: all.
+    output_gate        [num_qo_heads] or [num_qo_heads, head_dim_vo].
     All other arguments as in `single_prefill_with_kv_cache`.
 
     Returns out [num_qo_heads, head_dim_vo] in q's framework, dtype and device, or (out, lse
@@ -105,7 +107,9 @@ def single_decode_with_kv_cache(
         v_scale,
         None,
     )
-    extras = NO_EXTRAS if sinks is None else Extras(sinks=sinks)
+    extras = NO_EXTRAS
+    if not (sinks is output_gate is None):
+        extras = Extras(sinks=sinks, output_gate=output_gate)
     if not (logits_transform is mask_fn is logits_params is None):
         scalars, extras = run.with_logits(
             scalars, extras, logits.read(logits_transform, mask_fn, logits_params)

@@ -140,6 +140,7 @@ def single_prefill_with_kv_cache(
     logits_transform: str | None = None,
     mask_fn: str | None = None,
     logits_params: Mapping[str, Any] | None = None,
+    output_gate: Array | None = None,
 ) -> Any:
     """Attention of one request's new tokens, which end its KV cache.
 
@@ -176,6 +177,8 @@ def single_prefill_with_kv_cache(
             windows hold besides. Default: none.
     logits_params       what the two read by name: numbers, and arrays of 1 to 4 axes (float32,
             float16, bfloat16, int32, uint8 or bool; contiguous).
+    output_gate         [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo], dtype of q or
+            float32: the output is multiplied by its sigmoid before it is rounded.
     out, lse            arrays to write instead of new ones; lse float32, base 2.
 
     Returns out [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse
@@ -214,6 +217,8 @@ def single_prefill_with_kv_cache(
     if not (custom_mask is packed_custom_mask is sinks is scale_q is scale_k is scale_v is None):
         mask = custom_mask if packed_custom_mask is None else None
         extras = Extras(mask, packed_custom_mask, sinks, scale_q, scale_k, scale_v)
+    if output_gate is not None:
+        extras = extras._replace(output_gate=output_gate)
     if not (logits_transform is mask_fn is logits_params is None):
         scalars, extras = run.with_logits(
             scalars, extras, logits.read(logits_transform, mask_fn, logits_params)

@@ -6,6 +6,7 @@ No tiles, no devices, no lengths: those belong to the schedule and the launch la
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import ArgumentError, UnsupportedError
 from . import dtypes
@@ -30,20 +31,28 @@ LATENT_HEAD_DIMS = (512, 64), (512, 0), (256, 64), (256, 0)
 MAX_LENGTH = 2**31 - 1 - 64
 
 
+class OutputGate(NamedTuple):
+    """Gates whose sigmoids multiply the output: their dtype, and whether each element of a row has
+    one, or each head."""
+
+    dtype: DType
+    of_elements: bool
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
     """The compile-time facts of one attention call.
 
-    Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
-    a 16-byte boundary; `prescale_logits` that the logit scale is not one positive number for all
-    heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page
-    table, `own_value_pages` that values are found through another; `mask_form` what a custom mask
-    holds: bits of all keys, of a request's last keys, runs, or an expression of `logits`, which are
-    the caller's own; `latent` that a value is the first
+    Head dims are per head and in elements. `aligned` says that every row of q, k, v and o, and of
+    gates of elements, starts on a 16-byte boundary; `prescale_logits` that the logit scale is not
+    one positive number for all heads, so that it cannot be folded into the softmax; `paged` that
+    keys are found through a page table, `own_value_pages` that values are found through another;
+    `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, runs, or an
+    expression of `logits`, which are the caller's own; `latent` that a value is the first
     head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
-    latent keys have (KEY_SCALES). Causality, windows, sinks,
-    scales and LSE are run-time facts: they cost nothing when off, so they do not multiply the
-    number of kernels.
+    latent keys have (KEY_SCALES), `output_gate` what multiplies the output. Causality, windows,
+    sinks, scales and LSE are run-time facts: they cost nothing when off, so they do not multiply
+    the number of kernels.
     """
 
     dtype_q: DType
@@ -63,6 +72,7 @@ class AttentionProblem:
     sparse: bool = False
     key_scales: str = ""
     logits: LogitsExpression | None = None
+    output_gate: OutputGate | None = None
 
     @property
     def is_wide(self) -> bool:

@@ -42,15 +42,18 @@ def attend(
 
     An fp8 output is rounded to nearest, and saturated.
 
-    extras: sinks, scale_q, scale_k and scale_v by name. logits_arrays: what spec.logits reads, in
-    its order. Rows of no request have 0 and -inf.
+    extras: sinks, scale_q, scale_k, scale_v and output_gate by name. logits_arrays: what
+    spec.logits reads, in its order. Rows of no request have 0 and -inf.
     """
     given: dict[str, Any] = {name: array.as_numpy(v) for name, v in extras.items() if v is not None}
+    gate = given.pop("output_gate", None)
     given["logits_arrays"] = [array.as_numpy(v) for v in logits_arrays]
     o = np.zeros((len(q), spec.num_qo_heads, spec.head_dim_vo))
     lse = np.full(o.shape[:-1], -np.inf)
     for rows, k, v, mask, answered, options in requests:
         all_options = {**spec.reference_options(), **given, **options}
+        if gate is not None:
+            all_options["output_gate"] = gate[rows]
         found = reference.attention(q[rows], k, v, mask=mask, **all_options)
         o[rows][answered], lse[rows][answered] = (x[answered] for x in found)
     with np.errstate(over="ignore", invalid="ignore"):

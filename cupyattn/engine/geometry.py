@@ -9,6 +9,7 @@ from ..array import Device
 from ..core import dtypes, parse
 from ..core.device import NO_GPU
 from ..core.parse import BOOLS, zeros_and_ones
+from ..core.problem import OutputGate
 from ..core.spec import AttentionSpec
 from ..errors import PlanError, UnsupportedError
 from ..launch.attention.batch import BatchLauncher
@@ -47,13 +48,14 @@ class PlanOptions(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a run decides about the kernel; see AttentionProblem. A run may bring a mask, or scales
-    of keys."""
+    """What a run decides about the kernel; see AttentionProblem. A run may bring a mask, scales of
+    keys, or gates of the output."""
 
     aligned: bool
     prescale_logits: bool
     has_mask: bool = False
     key_scales: str = ""
+    output_gate: OutputGate | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -76,14 +78,14 @@ class Geometry:
     def launcher(self, variant: Variant) -> BatchLauncher:
         found = self.launchers.get(variant)
         if found is None:
-            aligned, prescale_logits, has_mask, key_scales = variant
+            aligned, prescale_logits, has_mask, key_scales, output_gate = variant
             spec, index = self.spec, self.given.device.index
             if self.given.device.kind == "cpu":
                 spec, index = spec.as_on_gpu(), NO_GPU.index
             if has_mask:
                 spec = spec.with_row_mask()
             problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
-            problem = replace(problem, key_scales=key_scales)
+            problem = replace(problem, key_scales=key_scales, output_gate=output_gate)
             found = BatchLauncher(spec, problem, index)
             self.launchers[variant] = found
         return found

@@ -26,7 +26,7 @@ from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
-from . import cpu, logits, row_mask
+from . import cpu, logits, output_gate, row_mask
 from .batch_logits import check as check_logits
 from .batch_reference import requests_of
 from .call_cache import Apart, Argument, CachedCall, CallCache, Found
@@ -65,6 +65,7 @@ class _Checked:
     bits: MaskBits | None
     factors: tuple[float, float]
     row_shape: tuple[int, int]
+    gate_strides: tuple[int, ...]  # empty without gates
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class _Views:
     mask: ArrayView | None
     head_scales: dict[str, ArrayView]
     logits: tuple[ArrayView, ...]
+    gate: ArrayView | None
     variant: Variant
     factors: tuple[float, float]
 
@@ -110,6 +112,7 @@ def _call_cache(kv_axis: int) -> CallCache[_Checked]:
         Argument("lse", 0, is_output=True),
         Argument("sinks"),
         Argument("mask", is_planned=True),
+        Argument(output_gate.NAME, 0),
     )
 
 
@@ -131,6 +134,7 @@ def run(
     mask: Any = None,
     plan: Plan | None = None,
     logits_params: Any = None,
+    gate: Any = None,
 ) -> Any:
     """The answer of a batch: out, or (out, lse).
 
@@ -138,12 +142,13 @@ def run(
     mask: over the query tokens of requests that have equally many (row_mask.py).
     plan: default the wrapper's; another one is made, and run, while no other thread plans.
     logits_params: arrays in place of those that the plan's expressions read.
+    gate: of the output.
     """
     if v is None and isinstance(k, (tuple, list)) and len(k) == 2:
         k, v = k
     arrays: tuple[Any, ...] = q, k, v, out
-    if not (lse is sinks is mask is None):
-        arrays += lse, sinks, mask
+    if not (lse is sinks is mask is gate is None):
+        arrays += lse, sinks, mask, gate
     turns = wrapper._turns
     with turns.running:
         plan = plan or wrapper._current or wrapper._require_plan()
@@ -216,6 +221,7 @@ def _run_checked(
                 None if views.mask is None else bits,
                 views.factors,
                 shape_o[1:],
+                () if views.gate is None else views.gate.strides,
             )
             calls = _CALLS[plan.geometry.kv_axis]
             calls.insert(arrays, scalars, checked, vq, spec.dtype_o, made_out, made_lse)
@@ -234,7 +240,7 @@ def _run_cached(
 ) -> Any:
     """The answer of a run that is in the cache and fits the plan, else None.
 
-    arrays: q, k, v and out, and then lse, sinks and mask if one of them is given.
+    arrays: q, k, v and out, and then lse, sinks, mask and gate if one of them is given.
     """
     if not plan.is_uniform:
         return None
@@ -257,7 +263,7 @@ def _run_cached(
     if plan.logits and call.outputs and _overlaps_logits(plan, addresses, bound.sizes):
         return None
     checked, out = call.checked, arrays[_OUT]
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr, gate_ptr = addresses
     if out is None:
         if call.make_like is None:
             out = call.make_out((plan.batch.num_rows, *checked.row_shape))
@@ -269,6 +275,8 @@ def _run_cached(
         lse_ptr = call.address(lse)
     optional = params.NO_OPTIONAL
     packed = plan.packed_logits
+    if gate_ptr:
+        packed = params.with_output_gate(packed, gate_ptr, checked.gate_strides)
     if lse_ptr or sinks_ptr or mask_ptr or packed:
         optional = params.OPTIONAL.pack(
             lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0, params.NO_STEPS, packed
@@ -284,12 +292,14 @@ def _are_apart(call: CachedCall[_Checked], bound: _Bound, addresses: list[int]) 
     if call.outputs and call.overlaps(addresses, bound.sizes):
         return False
     # Loops over these would take as long as all the rest.
-    q, k, v, o, lse, sinks, mask = addresses
-    end, q_low, k_low, v_low, o_low, lse_low, sinks_low, mask_low = bound.clear
+    q, k, v, o, lse, sinks, mask, gate = addresses
+    end, q_low, k_low, v_low, o_low, lse_low, sinks_low, mask_low, gate_low = bound.clear
     if q_low < q < end or k_low < k < end or v_low < v < end or o_low < o < end:
         return False
-    if lse or sinks or mask:
+    if lse or sinks or mask or gate:
         if lse_low < lse < end or sinks_low < sinks < end or mask_low < mask < end:
+            return False
+        if gate_low < gate < end:
             return False
     bound.apart.add(k, addresses)
     return True
@@ -324,13 +334,14 @@ def _bind_cached(
         return known._replace(found=found, workspace=workspace)
     prepared = plan.prepared.get(checked.variant)
     _, _, v, out, *_ = arrays
-    num_rows, num_keys, v_keys, out_rows, lse_rows, *_ = found.lengths
+    num_rows, num_keys, v_keys, out_rows, lse_rows, _, _, gate_rows = found.lengths
     if (
         prepared is None
         or num_rows != batch.num_rows
         or (v is not None and v_keys != num_keys)
         or (out is not None and out_rows != num_rows)
         or (lse is not None and lse_rows != num_rows)
+        or gate_rows not in (0, num_rows)
         or not num_rows
         or not num_keys
         or num_keys <= batch.max_page
@@ -341,7 +352,7 @@ def _bind_cached(
     run = _bind(plan, prepared, workspace.ptr, checked.strides, num_keys, checked.factors, bits)
     sizes = found.sizes
     if mask is None:
-        sizes = [*sizes[:_MASK], bits.num_bytes]
+        sizes = [*sizes[:_MASK], bits.num_bytes, *sizes[_MASK + 1 :]]
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
     clear = clear_of(workspace, sizes)
@@ -358,7 +369,7 @@ def _check_run(
     logits_arrays: tuple[ArrayView, ...],
 ) -> _Views:
     """The run, checked. Raises ArgumentError, UnsupportedError."""
-    q, k, v, out, lse, sinks, mask = (*arrays, None, None, None)[:7]
+    q, k, v, out, lse, sinks, mask, gate = (*arrays, *[None] * 4)[:8]
     geometry, batch = plan.geometry, plan.batch
     vq = array.view(q, "q")
     dims, layout = planned(geometry), geometry.spec.kv_layout
@@ -376,17 +387,30 @@ def _check_run(
     sm_scale, output_scale, head_scales = _read_scales(scales, geometry)
     _check_extras(geometry, {"sinks": vsinks, **head_scales})
     k_name, v_name = keys.names
+    vgate = output_gate.view_gate(gate, (batch.num_rows,), geometry.spec)
     inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, "mask": vmask}
-    inputs |= head_scales
+    inputs |= {**head_scales, output_gate.NAME: vgate}
     if geometry.spec.logits is not None:
         inputs |= _check_logits(geometry, batch, logits_arrays, vmask)
     same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
     require_apart(wrapper._workspace, **inputs, out=vout, lse=vlse)
     _check_outputs(plan, vout, vlse, inputs)
     prescale_logits = bool(head_scales.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
-    variant = Variant(_is_aligned(vq, keys, vout), prescale_logits, vmask is not None)
-    factors = sm_scale, output_scale
-    return _Views(vq, keys, vout, vlse, vsinks, vmask, head_scales, logits_arrays, variant, factors)
+    is_aligned = _is_aligned(vq, keys, vout) and output_gate.is_aligned(vgate)
+    kind = output_gate.kind_of(vgate)
+    return _Views(
+        vq,
+        keys,
+        vout,
+        vlse,
+        vsinks,
+        vmask,
+        head_scales,
+        logits_arrays,
+        vgate,
+        Variant(is_aligned, prescale_logits, vmask is not None, output_gate=kind),
+        (sm_scale, output_scale),
+    )
 
 
 def _check_arrays(plan: Plan, vq: ArrayView, keys: Keys) -> None:
@@ -498,7 +522,7 @@ def _answer_on_cpu(wrapper: BatchWrapper, plan: Plan, views: _Views) -> tuple[An
     sm_scale, output_scale = views.factors
     spec = replace(plan.geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
     requests = requests_of(plan, views.keys, views.mask)
-    extras = {"sinks": views.sinks, **views.head_scales}
+    extras = {"sinks": views.sinks, output_gate.NAME: views.gate, **views.head_scales}
     out, lse = cpu.attend(spec, array.as_numpy(views.q), requests, extras, views.logits)
     lse = cpu.float32_lse(lse)
     return cpu.deliver(out, views.out, views.q), cpu.deliver(lse, views.lse, views.q)
@@ -523,7 +547,7 @@ def _launch(wrapper: BatchWrapper, plan: Plan, views: _Views, strides: bytes) ->
     assert vout is not None
     stream = array.current_stream(vq)
     optional = {"lse": views.lse, "sinks": views.sinks, **views.head_scales}
-    inputs = [v for v in (*optional.values(), views.mask) if v is not None]
+    inputs = [v for v in (*optional.values(), views.mask, views.gate) if v is not None]
     used = (keys.k, keys.v, vout, wrapper._workspace, *plan.views, *views.logits, *inputs)
     array.acquire(vq, *used)
     bits = _mask_bits(wrapper, plan, views.mask, stream)
@@ -534,6 +558,7 @@ def _launch(wrapper: BatchWrapper, plan: Plan, views: _Views, strides: bytes) ->
     read = plan.packed_logits
     if views.logits is not plan.logits:
         read = params.pack_logits_arrays((v.ptr, v.shape) for v in views.logits)
+    read = output_gate.pack(read, views.gate)
     addresses = params.OPTIONAL.pack(lse, bits.address, *others, 0, params.NO_STEPS, read)
     workspace = wrapper._workspace.ptr
     bound = _bind(plan, prepared, workspace, strides, keys.size, views.factors, bits)

@@ -31,7 +31,7 @@ from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention.single import AttentionLauncher
 from ..launch.driver import params, scratch
-from . import cpu, logits
+from . import cpu, logits, output_gate
 from .call_cache import Argument, CallCache, Found, after_launch
 from .kv_cache import match_keys
 from .spec import Given, make_spec, require_group
@@ -48,6 +48,7 @@ class Extras(NamedTuple):
     scale_k: Any = None
     scale_v: Any = None
     logits: tuple[ArrayView, ...] = ()  # what expressions read, in their order
+    output_gate: Any = None
 
 
 NO_EXTRAS = Extras()
@@ -214,8 +215,8 @@ def _is_contiguous_tensor(x: Any) -> bool:
 
 
 def _has_sinks_alone(extras: Extras) -> bool:
-    mask, packed_mask, _, scale_q, scale_k, scale_v, read = extras
-    return mask is packed_mask is scale_q is scale_k is scale_v is None and not read
+    mask, packed_mask, _, scale_q, scale_k, scale_v, read, gate = extras
+    return mask is packed_mask is scale_q is scale_k is scale_v is gate is None and not read
 
 
 def with_logits(
@@ -560,7 +561,7 @@ def _view_extras(extras: Extras, call: _Call) -> dict[str, ArrayView]:
     views = {
         name: array.view(x, name)
         for name, x in extras._asdict().items()
-        if x is not None and name != "logits"
+        if x is not None and name not in ("logits", output_gate.NAME)
     }
     qo_len, kv_len, spec = call.qo_len, call.kv_len, call.entry.spec
     read = {}
@@ -591,6 +592,10 @@ def _view_extras(extras: Extras, call: _Call) -> dict[str, ArrayView]:
         else:
             heads = "num_qo_heads" if name in ("sinks", "scale_q") else "num_kv_heads"
             match_array(v, heads, dtypes.float32, name, dims)
+    gate = output_gate.view_gate(extras.output_gate, call.out_shape[:-2], spec)
+    if gate is not None:
+        array.same_device(q=call.q, output_gate=gate)
+        views[output_gate.NAME] = gate
     for target, name in ((call.out, "out"), (call.lse, "lse")):
         if target is not None:
             require_output(target, name, **views, **read)
@@ -601,6 +606,10 @@ def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
     """Enqueue the call; returns its strides as the kernels take them."""
     vq, vk, vv, vout, vlse, entry = call.q, call.k, call.v, call.out, call.lse, call.entry
     assert vout is not None and entry.launcher is not None
+    launcher, gate = entry.launcher, extras.get(output_gate.NAME)
+    if gate is not None:
+        problem = output_gate.gated(entry.problem, gate)
+        launcher = _launcher_of(entry.spec, problem, vq.device.index)
     stream = array.current_stream(vq)
     inputs = (vk, vv, *extras.values())
     array.acquire(vq, *inputs)
@@ -620,14 +629,14 @@ def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
         0,
         0,
     )
-    entry.launcher.launch(
+    launcher.launch(
         vq.ptr,
         vk.ptr,
         vv.ptr,
         vout.ptr,
         params.OPTIONAL.pack(
             *(0 if v is None else v.ptr for v in optional),
-            *(0, params.NO_STEPS, logits.pack(entry.spec, extras)),
+            *(0, params.NO_STEPS, output_gate.pack(logits.pack(entry.spec, extras), gate)),
         ),
         strides,
         0 if mask is None else mask.shape[0],

@@ -722,7 +722,7 @@ class BatchWrapper(Untraced):
         stream = self._current_stream()
         refuse_capture(
             stream,
-            "the first run with a mask, scales by head, or arrays off 16-byte boundaries,",
+            "the first run with a mask, gates, scales by head, or arrays off 16-byte boundaries,",
             "make one such run before the capture",
         )
         launcher, schedule = self._schedule_variant(plan, variant)

@@ -132,7 +132,8 @@ _IGNORED = ("pack_gqa", "deterministic", "sm_margin", "scheduler_metadata", "fa_
 _SINGLE = "float? sm_scale=None, float? q_scale=None, float? k_scale=None, float? v_scale=None"
 _SINGLE_MORE = (
     'SymInt window_left=-1, float? logits_soft_cap=None, str kv_layout="NHD", str '
-    'pos_encoding_mode="NONE", float? rope_scale=None, float? rope_theta=None, Tensor? sinks=None'
+    'pos_encoding_mode="NONE", float? rope_scale=None, float? rope_theta=None, Tensor? sinks=None, '
+    "Tensor? output_gate=None"
 )
 _SCALES = (
     "float bmm1_scale=1.0, float bmm2_scale=1.0, SymInt window_left=-1, Tensor? sinks=None, str "
@@ -282,7 +283,7 @@ APPEND = (
 RUN = (
     "int wrapper, Tensor q, Tensor[] kv_cache, "
     "float? q_scale=None, float? k_scale=None, float? v_scale=None, "
-    "Tensor? sinks=None, Tensor? mask=None, SymInt? q_len_per_req=None"
+    "Tensor? sinks=None, Tensor? mask=None, SymInt? q_len_per_req=None, Tensor? output_gate=None"
 )
 
 

@@ -13,7 +13,7 @@ from ..choose.tile_times import large_tiles
 from ..core import dtypes
 from ..core.device import NO_GPU, overlaps_launches
 from ..core.dtypes import DType
-from ..core.problem import KEY_SCALES, AttentionProblem
+from ..core.problem import KEY_SCALES, AttentionProblem, OutputGate
 from ..errors import ArgumentError
 from .attention import (
     append_new_kv,
@@ -68,6 +68,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "draft_mask": {"custom_mask": True, "mask_form": "rows"},
         "multi_item": {"custom_mask": True, "mask_form": "runs"},
         "scales": {"prescale_logits": True},
+        "output_gate": {"output_gate": OutputGate(dtypes.bfloat16, True)},
+        "head_gate": {"output_gate": OutputGate(dtypes.bfloat16, False)},
     }
 )
 
@@ -172,6 +174,8 @@ def problem_of(
     if fields.get("mask_form") == "rows" and not has_pages:
         return None
     q, kv = kinds
+    if gate := fields.get("output_gate"):
+        fields["output_gate"] = gate._replace(dtype=q)
     head_dim_qk, head_dim_vo = dims
     problem = AttentionProblem(
         q, kv, q, head_dim_qk, head_dim_vo, aligned=aligned, paged=has_pages, **fields

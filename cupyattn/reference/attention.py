@@ -155,6 +155,7 @@ def attention(
     logits: LogitsExpression | None = None,
     logits_arrays: Sequence[np.ndarray] = (),
     batch: int = 0,
+    output_gate: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention with every option of the library, freely combined.
 
@@ -178,6 +179,8 @@ def attention(
     logits       expressions of the caller's (core.logits.make), their array parameters in
                  `logits_arrays`: the transform takes the place of each logit after all of the
                  above, the mask hides keys besides. `batch` is what they read by that name.
+    output_gate  [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo]: the output is
+                 multiplied by its sigmoid; the LSE stays.
 
     Returns (o [qo_len, num_qo_heads, head_dim_vo], lse [qo_len, num_qo_heads]), float64; the LSE
     is base 2. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink's own LSE).
@@ -223,7 +226,19 @@ def attention(
     with np.errstate(all="ignore"):
         for kv_head in range(num_kv_heads):
             _attend_kv_head(kv_head, q, k, v, variant, o, lse)
+        if output_gate is not None:
+            o *= _gate_factors(output_gate, o.shape)
     return o, lse
+
+
+def _gate_factors(gate: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sigmoids that broadcast to an output of this shape [qo_len, num_qo_heads, head_dim_vo]."""
+    if gate.shape not in (shape, shape[:-1]):
+        raise ArgumentError(
+            f"output_gate: got shape {list(gate.shape)}; wanted {list(shape[:-1])} or {list(shape)}"
+        )
+    factors = 1.0 / (1.0 + np.exp(-gate.astype(np.float64)))
+    return factors if gate.ndim == 3 else factors[..., None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,13 +307,14 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         lse: Array | None = None,
         return_lse: Literal[False] = False,
         sinks: Array | None = None,
+        output_gate: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
         q       [rows, num_qo_heads, head_dim], as every qo_indptr deals them out.
         paged_kv_cache  the pages of all levels.
         All arguments as in BatchDecodeWithPagedKVCacheWrapper.run; a sink counts once, not in every
-        level.
+        level, and so do gates.
 
         Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
         num_qo_heads], base 2) if `return_lse`. It never waits for the device. Raises ArgumentError
@@ -322,6 +323,17 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         scales = NO_SCALES
         if k_scale is not None or v_scale is not None:
             scales = Scales(None, k_scale, v_scale)
-        return run(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse)
+        return run(
+            self,
+            q,
+            paged_kv_cache,
+            None,
+            out,
+            lse,
+            sinks,
+            scales,
+            return_lse,
+            gate=output_gate,
+        )
 
     forward = run

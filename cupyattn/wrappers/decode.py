@@ -202,6 +202,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         kv_cache_sf: Any = None,
         mask: Array | None = None,
         logits_params: Mapping[str, Any] | None = None,
+        output_gate: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -224,15 +225,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         q_len_per_req  as in plan(), for this run; default the plan's. The first run with another
                 schedules the batch anew, and in graph mode it must be the plan's.
         logits_params  arrays in place of those of the plan that have these names.
+        output_gate  [rows, num_qo_heads] or [rows, num_qo_heads, head_dim], dtype of q or float32:
+                the output is multiplied by its sigmoid before it is rounded.
         window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
                 for compatibility, and so is skip_softmax_threshold_scale_factor, which allows less
                 exact answers.
 
         Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
         num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its answers
-        only. The first run with a mask, scales by head, or arrays off 16-byte boundaries schedules
-        the batch anew. Raises ArgumentError for arrays that do not fit the plan, PlanError without
-        a plan, before anything is written.
+        only. The first run with a mask, gates, scales by head, or arrays off 16-byte boundaries
+        schedules the batch anew. Raises ArgumentError for arrays that do not fit the plan,
+        PlanError without a plan, before anything is written.
         """
         scales = NO_SCALES
         if args:
@@ -268,6 +271,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                         mask,
                         self._plan_for(q_len_per_req, q),
                         logits_params,
+                        output_gate,
                     )
         return run(
             self,
@@ -282,6 +286,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             mask,
             None,
             logits_params,
+            output_gate,
         )
 
     def _plan_for(self, q_len: int, q: Any) -> Plan:

@@ -23,6 +23,7 @@ def run_in_form(
     sinks: Any,
     scales: Scales,
     return_lse: bool,
+    gate: Any,
 ) -> Any:
     """batch.run.run with an LSE, given and returned, in the form (lse_base, lse_layout).
 
@@ -33,7 +34,7 @@ def run_in_form(
     layout = parse.choice(form[1], ("NH", "HN"), "lse_layout")
     return_lse = parse.flag(return_lse, "return_lse")
     if lse is None and not return_lse:
-        return run(wrapper, q, k, v, out, None, sinks, scales, False)
+        return run(wrapper, q, k, v, out, None, sinks, scales, False, gate=gate)
     plan, vq = wrapper._require_plan(), array.view(q, "q")
     rows, heads = plan.batch.num_rows, plan.geometry.spec.num_qo_heads
     if lse is None:
@@ -43,7 +44,7 @@ def run_in_form(
     if layout == "HN":
         match(view, "num_qo_heads rows", Dims(num_qo_heads=heads, rows=rows), "lse")
         written = array.restride(lse, "lse", (rows, heads), tuple(view.strides[::-1]))
-    out = run(wrapper, q, k, v, out, written, sinks, scales, False)
+    out = run(wrapper, q, k, v, out, written, sinks, scales, False, gate=gate)
     if base == "ln":
         array.scaled(lse, math.log(2.0))
     return (out, array.deliver(lse, vq)) if return_lse else out

@@ -289,6 +289,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         lse_base: str = "log2",
         lse_layout: str = "NH",
         logits_params: Mapping[str, Any] | None = None,
+        output_gate: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -301,6 +302,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         lse_base     of the LSE, given and returned: "log2", or "ln" for natural logarithms.
         lse_layout   likewise: "NH" for [rows, num_qo_heads], or "HN" for [num_qo_heads, rows].
         logits_params  arrays in place of those of the plan that have these names.
+        output_gate    [rows, num_qo_heads] or [rows, num_qo_heads, head_dim_vo], as there.
         enable_pdl is accepted for compatibility, and so are skip_softmax_threshold_scale_factor,
         use_fp16_softmax and uses_spcompress, which allow less exact answers.
 
@@ -336,10 +338,23 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
                 scales,
                 return_lse,
                 logits_params=logits_params,
+                gate=output_gate,
             )
         _refuse_form(logits_params)
         form = lse_base, lse_layout
-        return run_in_form(form, self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse)
+        return run_in_form(
+            form,
+            self,
+            q,
+            paged_kv_cache,
+            None,
+            out,
+            lse,
+            sinks,
+            scales,
+            return_lse,
+            output_gate,
+        )
 
     @run_returns_lse
     def forward(
@@ -540,6 +555,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         lse_base: str = "log2",
         lse_layout: str = "NH",
         logits_params: Mapping[str, Any] | None = None,
+        output_gate: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -550,7 +566,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
                 position: all three scales, or the older return_lse.
         window_left  if given, must be the plan's. enable_pdl is accepted for compatibility; o_scale
                 and kv_cache_sf must be None.
-        lse_base, lse_layout  as in BatchPrefillWithPagedKVCacheWrapper.run.
+        lse_base, lse_layout, output_gate  as in BatchPrefillWithPagedKVCacheWrapper.run.
 
         Returns and raises as BatchPrefillWithPagedKVCacheWrapper.run.
         """
@@ -569,11 +585,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             geometry.refuse("not supported", o_scale=o_scale)
         if lse_base is _LOG2 and lse_layout is _NH:
             return run(
-                self, q, k, v, out, lse, sinks, scales, return_lse, logits_params=logits_params
+                self,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                sinks,
+                scales,
+                return_lse,
+                logits_params=logits_params,
+                gate=output_gate,
             )
         _refuse_form(logits_params)
         form = lse_base, lse_layout
-        return run_in_form(form, self, q, k, v, out, lse, sinks, scales, return_lse)
+        return run_in_form(form, self, q, k, v, out, lse, sinks, scales, return_lse, output_gate)
 
     @run_returns_lse
     def forward(

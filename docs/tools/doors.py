@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": dict.fromkeys(
         ("sinks", "sink", "attention_sinks"), np.linspace(0, 2, HEADS, dtype=np.float32)
     ),
+    "output gate": {"output_gate": None},
     "fp8 keys": {"fp8": True},
     "output dtype": dict.fromkeys(
         ("o_dtype", "o_data_type", "out_dtype", "output_dtype"), "float32"
@@ -74,6 +75,9 @@ def _has(door: Door, option: str, plain: np.ndarray) -> bool:
             return _differs(door, FP8, {}, plain)
         if option == "mask":
             value = door.mask
+        if option == "output gate":
+            value = np.linspace(-1, 1, plain[..., 0].size, dtype=np.float32)
+            value = value.reshape(plain.shape[:-1])
         if argument in door.parameters and value is not None:
             if option == "LSE":
                 answer = door.call(np.float16, {argument: value})

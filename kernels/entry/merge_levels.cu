@@ -16,6 +16,5 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
   const int num_heads = params.num_kv_heads * params.group_size;
   const int head = blockIdx.y * Config::kWarps + threadIdx.x / kWarpSize;
   if (head >= num_heads) return;  // mutate: absent-head-merged
-  merge_levels<typename Config::DTypeO, Config::kHeadDimVO, Config::kAligned>(
-      params, blockIdx.x, head, threadIdx.x % kWarpSize);
+  merge_levels<Config, Config::kHeadDimVO>(params, blockIdx.x, head, threadIdx.x % kWarpSize);
 }

@@ -57,11 +57,11 @@ __device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& pa
   if constexpr (Config::kSharesRows) {
     __shared__ SharedMerge<Config::kHeadDimVO, Config::kWarps> shared;
     const int first = static_cast<int>(work.tile.state(params) * kTileQ + row);
-    merge_states_together<typename Config::DTypeO, Config::kHeadDimVO, Config::kAligned>(
+    merge_states_together<Config, Config::kHeadDimVO>(
         shared, params, work.request.q_start + packed.token, head, kv_head, work.tile.num_splits,
         warp, lane, [=](int i) { return first + i * kTileQ; });
   } else {
-    merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, false, kParts>(
+    merge_row<Config, Config::kHeadDimVO, kTileQ, false, kParts>(
         params, work.tile, row, work.request.q_start + packed.token, head, lane, first_column);
   }
   return true;

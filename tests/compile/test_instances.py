@@ -44,6 +44,7 @@ GATED = (
     Selection(dtypes=_DTYPES, options=one_option("none", "rope", "alibi", "soft_cap", "mask")),
     Selection(dtypes=_DTYPES, options=one_option("draft_mask")),
     Selection(dtypes=_DTYPES, options=one_option("multi_item"), head_dims=((128, 128),)),
+    Selection(dtypes=_DTYPES[::3], options=one_option("output_gate", "head_gate")),
     # Other tiles of many rows, with the most columns that they have, and rows of parts of panels.
     Selection(
         ("prefill",),
@@ -61,6 +62,7 @@ GATED = (
         options=one_option("none", "alibi", "soft_cap", "mask"),
         alignments=(True, False),
     ),
+    Selection(("prefill",), head_dims=((512, 512),), options=one_option("output_gate")),
 )
 _OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask")
 _MAIN = ("sm_80", "sm_90a")

@@ -6,6 +6,12 @@ from .mutation import Mutation
 
 HOPPER = (
     Mutation(
+        "states-are-gated",
+        "if (item.work.tile.leaves_state()) return;",
+        "",
+        "hopper gates of splits",
+    ),
+    Mutation(
         "row-groups-without-panels", "kPanels * kPatternBytes", "kPatternBytes", "hopper wide pages"
     ),
     Mutation(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from . import (
     test_flash_attn,
     test_logits,
     test_merge,
+    test_output_gate,
     test_page,
     test_plan_batch,
     test_planless,
@@ -310,7 +312,20 @@ def _tables(check: Callable[[gpu.EmulatedGpu], None]) -> Callable[..., None]:
     return catch
 
 
+def _gates(name: str) -> Callable:
+    changes, _, _ = test_output_gate.SINGLE[name]
+    case = replace(test_output_gate.SMALL, **changes)
+
+    def catch(**facts: Any) -> None:
+        test_output_gate.answer(case, "elements", strides="packed", **facts)
+
+    return catch
+
+
 CATCHERS: dict[str, Callable[..., None]] = {
+    "gates": _gates("prefill"),
+    "gates of wide heads": _gates("wide heads"),
+    "hopper gates of splits": _gates("prefill on Hopper that splits"),
     "prefill": _single(),
     "largest probability": lambda **facts: test_attention.check_largest_probability(
         test_attention.decode_of("bfloat16"), **facts

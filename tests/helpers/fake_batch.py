@@ -26,7 +26,7 @@ from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS
 from cupyattn.wrappers import shared_prefix
 
-from . import device_tables, fake_gpu
+from . import device_tables, fake_gpu, gates
 from .patching import replace_all
 
 PINNED = 1 << 44  # no address of the host's
@@ -324,10 +324,22 @@ def _compute(
         _finish_levels(answers, schedule.parts[-1], on_device, sinks, (heads, problem.head_dim_vo))
     for row, (value, total) in answers.items():
         place = np.array([row])
+        value = value * _gates(problem, pointers[-1], place, heads)
         _scatter(o, value * output_scale, problem.dtype_o, place * steps[6], steps[7])
         if pointers[0]:
             total = lse_scale * total
             _scatter(pointers[0], total[..., None], dtypes.float32, place * steps[8], steps[9])
+
+
+def _gates(problem: Any, logits_arrays: bytes, rows: np.ndarray, heads: int) -> Any:
+    """What the output of rows is multiplied by, as a launch is told of it."""
+    kind = problem.output_gate
+    if kind is None:
+        return 1.0
+    begin = params.LOGITS_ARRAYS.size - params.OUTPUT_GATE.size
+    address, stride_n, stride_h = params.OUTPUT_GATE.unpack_from(logits_arrays, begin)
+    columns = problem.head_dim_vo if kind.of_elements else 1
+    return gates.sigmoid(_gather(address, kind.dtype, rows * stride_n, stride_h, heads, columns))
 
 
 def _requests(schedule: Any, on_device: np.ndarray) -> list[tuple[int, ...]]:

@@ -8,6 +8,7 @@ from ... import jit
 from ...core.device import device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ..driver.enqueue import Launch, load_function
+from ..tiles.common import gate_constants
 
 _WARPS = 4
 
@@ -21,6 +22,7 @@ def config(problem: AttentionProblem) -> jit.Config:
             "kHeadDimVO": problem.head_dim_vo,
             "kWarps": _WARPS,
             "kAligned": problem.aligned,
+            **gate_constants(problem),
         }
     )
 

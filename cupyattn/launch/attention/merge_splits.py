@@ -8,6 +8,7 @@ from ... import jit
 from ...core.device import device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ..driver.enqueue import Launch, load_function
+from ..tiles.common import gate_constants
 from ..tiles.config import TileConfig
 
 _WARPS = 4
@@ -32,6 +33,7 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
             "kFusedSplits": tiles.fused_splits,
             "kWarps": _WARPS,
             "kAligned": problem.aligned,
+            **gate_constants(problem),
             "kSharesRows": shares_rows,
         }
     )

@@ -25,6 +25,8 @@ SLACK = 8.0
 # An array of user-written logits: its address and its extents.
 _LOGITS_ARRAY = "Q 4i"
 LOGITS_ARRAYS = struct.Struct("<" + MAX_ARRAYS * _LOGITS_ARRAY)
+# The gates of the output, in the place of the last of them: address, strides of a token and a head.
+OUTPUT_GATE = struct.Struct("<Q 2q")
 LOGITS_NUMBERS = struct.Struct(f"<{MAX_NUMBERS * 4}s")
 # From a request's own slopes, scale_q, scale_k and scale_v to the next one's.
 STEPS = struct.Struct("<4i")
@@ -191,6 +193,15 @@ def pack_logits_arrays(arrays: Iterable[tuple[int, Sequence[int]]]) -> bytes:
         struct.pack(f"<{_LOGITS_ARRAY}", address, *shape, *[1] * (MAX_AXES - len(shape)))
         for address, shape in arrays
     )
+
+
+def with_output_gate(arrays: bytes, address: int, strides: Sequence[int]) -> bytes:
+    """LOGITS_ARRAYS with gates, of arrays that are fewer by one than there is room for.
+
+    strides: of the gates' tokens, heads and maybe elements.
+    """
+    packed = arrays.ljust(LOGITS_ARRAYS.size - OUTPUT_GATE.size, b"\0")
+    return packed + OUTPUT_GATE.pack(address, strides[0], strides[1])
 
 
 def more_rope_steps(spec: AttentionSpec) -> bytes:

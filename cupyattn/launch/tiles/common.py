@@ -48,7 +48,16 @@ def problem_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
         "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
         "kOwnValuePages": problem.own_value_pages,
+        **gate_constants(problem),
     }
+
+
+def gate_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
+    """Constants of a kernel that writes the output, of which those without gates have none."""
+    gate = problem.output_gate
+    if gate is None:
+        return {}
+    return {"DTypeGate": gate.dtype, "kGatesElements": gate.of_elements}
 
 
 def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, jit.Constant]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from ... import jit
 from ...core.dtypes import DType, float8_e4m3fn
 from ...core.problem import KEY_SCALES, AttentionProblem
 from ..driver import tensor_map
-from .common import panels
+from .common import gate_constants, panels
 from .config import (
     Field,
     Target,
@@ -60,6 +63,7 @@ def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
         sparse=problem.sparse,
         tma=has_latent_boxes(problem, target.page_size),
         fused_splits=FUSED_SPLITS_OF_FEW if rows in (DECODE, VERIFY) else 0,
+        gates=gate_constants(problem),
     )
 
 
@@ -110,6 +114,7 @@ def config(
     sparse: bool = False,
     tma: bool = False,
     fused_splits: int = 0,
+    gates: Mapping[str, jit.Constant] = MappingProxyType({}),
 ) -> TileConfig:
     """The instance for queries and keys of one type, or for latent keys of e4m3.
 
@@ -118,6 +123,7 @@ def config(
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
     fused_splits: so many splits of a tile of ordinary heads are merged by its last block.
+    gates: constants of the gates of the output (common.gate_constants).
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
@@ -170,4 +176,6 @@ def config(
         "kConsumerRegisters": registers[1],
         "kSharedBytes": shared,
     }
-    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, threads, shared)
+    return TileConfig(
+        "wide_sm90", jit.Config({**constants, **gates}), TILE_Q, tile_kv, threads, shared
+    )

@@ -34,7 +34,7 @@ struct LevelTables {
 
 // Merges the states of one row of q over all levels into its result. A whole warp takes part, and a
 // lane looks up one level, so there are at most kWarpSize.
-template <typename DTypeO, int kHeadDim, bool kAligned>
+template <typename Config, int kHeadDim>
 __device__ __forceinline__ void merge_levels(const AttentionParams& params, int token, int head,
                                              int lane) {
   const LevelTables tables = LevelTables::of(params);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void merge_levels(const AttentionParams& params, int 
   for (int level = 0; level < num_levels; ++level) {
     num_states += ptx::shuffle(tile.num_splits, level);
   }
-  merge_states<DTypeO, kHeadDim, kAligned>(
+  merge_states<Config, kHeadDim>(
       params, token, head, kv_head, num_states, lane, [&](int state) {
         int place = 0, begin = 0;
         for (int level = 0; level < num_levels; ++level) {

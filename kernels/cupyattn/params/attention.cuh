@@ -51,6 +51,15 @@ struct LogitsArray {
   int32_t extent[kMaxLogitsAxes];
 };
 
+// The gates of the output, in steps of a token and of a head; those of elements lie one after
+// another. They take the place of the last of the arrays, in kernels that have them.
+struct OutputGate {
+  const void* data;
+  int64_t stride_n, stride_h;
+};
+
+static_assert(sizeof(OutputGate) == sizeof(LogitsArray), "it takes the place of an array");
+
 // Elements from what one request has to what the next one has (WorkItem::mask_start counts them);
 // 0: all have the same.
 struct RequestSteps {

@@ -6,6 +6,7 @@
 #include "cupyattn/params/latent.cuh"
 #include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/shared/output_gate.cuh"
 #include "cupyattn/shared/rows.cuh"
 
 namespace cupyattn {
@@ -138,22 +139,13 @@ __device__ __forceinline__ void store_pair(DTypeO* pointer, float first, float s
   }
 }
 
-// Writes one row of accumulators, times `factor`; `at(column)` is where an even column goes. With
-// fp8 values the columns of two neighbouring n-tiles interleave (see fragments.cuh).
+// Writes one row of accumulators, times `factor`; `at(column)` is where an even column goes.
 template <typename DTypeO, int kHeadDim, bool kFp8Values, bool kAligned, int kTilesO, typename At>
 __device__ __forceinline__ void store_output_row(At&& at, const float (&o)[kTilesO][4], int h,
                                                  float factor, int lane) {
-  const int t = lane & 3;
-#pragma unroll
-  for (int n = 0; n < kTilesO; ++n) {
-    const int pair = n & 1;
-    const int column = kFp8Values ? 8 * (n - pair) + 4 * t + 2 * pair : 8 * n + 2 * t;
-    const float first = kFp8Values ? o[n - pair][2 * h + pair] : o[n][2 * h];
-    const float second = kFp8Values ? o[n - pair + 1][2 * h + pair] : o[n][2 * h + 1];
-    if (kHeadDim % 16 == 0 || column < kHeadDim) {
-      store_pair<DTypeO, kAligned>(at(column), first * factor, second * factor);
-    }
-  }
+  for_output_pairs<kHeadDim, kFp8Values>(o, h, lane, [&](int column, float first, float second) {
+    store_pair<DTypeO, kAligned>(at(column), first * factor, second * factor);
+  });
 }
 
 // Writes one row of 16-bit outputs on 16-byte boundaries, 16 bytes a lane: the lanes of a quad
@@ -290,10 +282,11 @@ __device__ __forceinline__ void add_states(RowMerge<kVectors>& merged,
 }
 
 // Writes the result of a row, or of columns of it.
-template <typename DTypeO, int kColumns, bool kAligned, int kVectors>
+template <typename Config, int kColumns, int kVectors>
 __device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
                                              const AttentionParams& params, int64_t token, int head,
                                              int kv_head, int lane, int first_column) {
+  using DTypeO = typename Config::DTypeO;
   RowState& state = merged.state;
   const RowState keys = state;
   state.add_sink(sink_of(params, head));
@@ -302,11 +295,12 @@ __device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
   for (int i = 0; i < kVectors; ++i) {
     const int column = 4 * (lane + kWarpSize * i);
     if (column >= kColumns) continue;
-    const float4& sum = merged.sum[i];
+    float4& sum = merged.sum[i];
+    gate_columns<Config, Config::kAligned>(sum, params, token, head, first_column + column);
     DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                   head * params.o_stride_h + first_column + column;
-    store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);
-    store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
+    store_pair<DTypeO, Config::kAligned>(out, sum.x * factor, sum.y * factor);
+    store_pair<DTypeO, Config::kAligned>(out + 2, sum.z * factor, sum.w * factor);
   }
   if (lane == 0 && first_column == 0 && params.lse != nullptr) {
     store_lse(params, token, head, keys, state);
@@ -315,8 +309,7 @@ __device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
 
 // Merges the states of one row, as add_states has them, and writes the result. kParts: a warp
 // merges one part of the columns, from `first_column` on.
-template <typename DTypeO, int kHeadDim, bool kAligned, bool kWeighsLate = false, int kParts = 1,
-          typename RowOf>
+template <typename Config, int kHeadDim, bool kWeighsLate = false, int kParts = 1, typename RowOf>
 __device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
                                              int kv_head, int num_states, int lane, RowOf&& row_of,
                                              int first_column = 0) {
@@ -335,8 +328,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
     add_states<kHeadDim, kColumns, kBatch, kWeighsLate>(merged, params, 0, num_states, lane, row_of,
                                                         first_column);
   }
-  write_merged<DTypeO, kColumns, kAligned>(merged, params, token, head, kv_head, lane,
-                                           first_column);
+  write_merged<Config, kColumns>(merged, params, token, head, kv_head, lane, first_column);
 }
 
 // What the warps of a block leave for the first, which writes the row that they merge together.
@@ -348,7 +340,7 @@ struct SharedMerge {
 
 // Merges the states of one row by all warps of a block, which take equal shares of them. Where
 // there are few rows and many states, successive round trips to L2 would take most of the time.
-template <typename DTypeO, int kHeadDim, bool kAligned, int kWarps, typename RowOf>
+template <typename Config, int kHeadDim, int kWarps, typename RowOf>
 __device__ __forceinline__ void merge_states_together(SharedMerge<kHeadDim, kWarps>& shared,
                                                       const AttentionParams& params, int64_t token,
                                                       int head, int kv_head, int num_states,
@@ -384,17 +376,16 @@ __device__ __forceinline__ void merge_states_together(SharedMerge<kHeadDim, kWar
       }
     }
   }
-  write_merged<DTypeO, kHeadDim, kAligned>(merged, params, token, head, kv_head, lane, 0);
+  write_merged<Config, kHeadDim>(merged, params, token, head, kv_head, lane, 0);
 }
 
 // Merges the splits of one packed row of a tile, or a part of its columns.
-template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned, bool kWeighsLate = false,
-          int kParts = 1>
+template <typename Config, int kHeadDim, int kTileRows, bool kWeighsLate = false, int kParts = 1>
 __device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
                                           int row, int64_t token, int head, int lane,
                                           int first_column = 0) {
   const int first = static_cast<int>(work.state(params) * kTileRows + row);
-  merge_states<DTypeO, kHeadDim, kAligned, kWeighsLate, kParts>(
+  merge_states<Config, kHeadDim, kWeighsLate, kParts>(
       params, token, head, work.kv_head, work.num_splits, lane,
       [=](int i) { return first + i * kTileRows; }, first_column);
 }

@@ -374,7 +374,7 @@ struct DecodeSm80 {
   }
 
   __device__ __forceinline__ void merge_splits(int row) {
-    merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned, true>(
+    merge_row<Config, kHeadDimVO, kTileQ, true>(
         params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head, lane);
   }
 
@@ -447,8 +447,7 @@ struct DecodeSm80 {
   }
 
   // Writes four columns of a state, or of the result.
-  __device__ __forceinline__ void write_columns(int row, int column, RowState state,
-                                                const float4& sum) {
+  __device__ __forceinline__ void write_columns(int row, int column, RowState state, float4& sum) {
     const float old_max = state.max;
     const int head = shared.rows[row].head;
     const int token = request.q_start + shared.rows[row].token;  // mutate: requests-overlap
@@ -463,6 +462,7 @@ struct DecodeSm80 {
     } else {
       state.add_sink(sink_of(params, head));
       const float factor = state.normaliser(old_max) * own * output_scale_of(params, work.kv_head);
+      gate_columns<Config, Config::kAligned>(sum, params, token, head, column);
       DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                     head * params.o_stride_h + column;
       store_pair<DTypeO, Config::kAligned>(out, sum.x * factor, sum.y * factor);

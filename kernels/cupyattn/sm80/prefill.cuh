@@ -395,6 +395,9 @@ struct PrefillSm80 {
         }
         state.add_sink(sink_of(params, head));
         const float factor = state.normaliser(old_max) * output_scale;
+        if (exists) {
+          gate_row<Config, kHeadDimVO, kFp8, Config::kAligned>(o[m], h, params, token, head, lane);
+        }
         if constexpr (kStagesOutput) {
           const auto staged = [&](int column) {
             return reinterpret_cast<DTypeO*>(shared.q + QTile::offset(row, column / 8)) +

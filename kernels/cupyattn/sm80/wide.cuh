@@ -499,7 +499,7 @@ struct WideSm80 {
                         params.counters != nullptr;
     if (Config::kFusedMerge && merges && arrive_last(params, work.tile, thread, &shared.flag)) {
       for (int row = warp; row < work.tile.num_rows; row += kWarps) {
-        merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(
+        merge_row<Config, kHeadDimVO, kTileQ>(
             params, work.tile, row, work.request.q_start + shared.rows[row].token,
             shared.rows[row].head, lane);
       }
@@ -530,6 +530,10 @@ struct WideSm80 {
     }
     state.add_sink(sink_of(params, head));
     const float factor = state.normaliser(keys.max) * output_scale_of(params, work.tile.kv_head);
+    if (exists) {
+      gate_row<Config, kColumns, kFp8, Config::kAligned>(o[m], h, params, token, head, lane,
+                                                         kColumns * warp);
+    }
     DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                   head * params.o_stride_h + kColumns * warp;
     if constexpr (Config::kAligned && sizeof(DTypeO) == 2 && !kFp8 && kColumns % 32 == 0) {

@@ -116,9 +116,25 @@ struct PrefillSm90Rows {
     return output;
   }
 
+  // Multiplies the columns of O that start with `first_column` by the gates of the output.
+  template <int kColumns>
+  __device__ __forceinline__ void gate(const Item& item, float (&o)[1][kColumns / 8][4],
+                                       int first_column) const {
+    if (!has_output_gate<Traits>) return;
+    if (item.work.tile.leaves_state()) return;  // mutate: states-are-gated
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowPlace row = row_place(item, h);
+      if (!row.exists) continue;
+      gate_row<Traits, kColumns, false, true>(o[0], h, params, row.token, row.head, lane,
+                                              first_column);
+    }
+  }
+
   // Normalises and stores this warp's rows of an item, and releases the item.
-  __device__ __forceinline__ void write(const Output& output, const Accumulators& o) const {
+  __device__ __forceinline__ void write(const Output& output, Accumulators& o) const {
     const Item& item = shared.items[output.place];
+    gate<kHeadDimVO>(item, o, 0);
     if (output.is_staged) {
       stage(output, o);
     } else if (item.work.tile.leaves_state()) {

@@ -154,6 +154,12 @@ struct WideMergeSm90 {
         // A split that does not exist has weight 0, and what was read in its place may be NaN.
         if (weight != 0.0f) add_scaled(sum, part[i][s], weight);
       }
+      if constexpr (has_output_gate<Traits>) {
+        const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
+        gate_columns<Traits, true>(sum, params, work.request.q_start + packed.token,
+                                   work.tile.kv_head * params.group_size + packed.group_head,
+                                   column);
+      }
       DTypeO* const to =
           static_cast<DTypeO*>(params.o) + block.merged_rows().offsets[row] + column;
       store_pair<DTypeO, true>(to, sum.x, sum.y);

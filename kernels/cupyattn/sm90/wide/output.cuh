@@ -159,9 +159,10 @@ struct WideSm90Output {
   }
 
   // Stores the warp's rows of the result, or of a state.
-  __device__ __forceinline__ void write(const float (&factors)[2]) const {
+  __device__ __forceinline__ void write(const float (&factors)[2]) {
     const Item& item = shared.items[0];
     const int first_column = piece * kColumns;
+    rows.template gate<kColumns>(item, o, first_column);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const typename Rows::RowPlace row = rows.row_place(item, h);
