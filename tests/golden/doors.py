@@ -28,6 +28,7 @@ DOORS: dict[str, tuple[Draw, int]] = {
     "flash_attn": (small.flash, 140),
     "trtllm_fmha_v2": (small.fmha, 24),
     "logits": (small.logits, 80),
+    "gates": (small.gates_of_output, 63),
     "append": (small.append, 40),
     "slots": (small.slots, 30),
     "merge": (small.merge, 60),

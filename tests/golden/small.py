@@ -14,6 +14,7 @@ from helpers import (
     cascade_calls,
     flash_cases,
     fmha_calls,
+    gates,
     gpu_cases,
     item_cases,
     logits_calls,
@@ -98,6 +99,11 @@ def prompts(seed: int, card: Card) -> Drawn:
         prefill_sm90_calls.Call(case, np, memory).start()
 
     return described(case), run
+
+
+def gates_of_output(seed: int, card: Card) -> Drawn:
+    text, run = _of(card, gates.random_call(seed, np, workspace(card)))
+    return f"{gates.of_kind(seed // len(gates.WAYS))}, {text}", run
 
 
 def wide(seed: int, card: Card) -> Drawn:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 
+from . import batch_calls, batch_cases, cascade_calls, gpu_cases, single_calls
 from .calls import Call, States
 from .cases import element_strides, pick
 
 SomeCall = TypeVar("SomeCall", bound=Call)
 # Of heads, or of elements; in the type of q, or in float32.
 KINDS = ("heads", "elements", "float32 heads", "float32 elements")
+# Of random calls.
+WAYS, NUM_CASES = ("classed", "batch", "split", "cascade", "decode", "batch", "classed"), 84
 _STRIDES = ("packed", "packed", "padded", "unaligned", "swapped")
 
 
@@ -59,6 +63,22 @@ def gated(call: SomeCall, kind: str, *, is_row: bool = False, strides: str = "")
 
     call.expected = expected  # type: ignore[method-assign]
     return call
+
+
+def random_call(seed: int, xp: ModuleType, workspace: Any) -> Call:
+    """A random call, with gates: of one request, of few rows, of a planned batch or a cascade."""
+    way, kind = seed % len(WAYS), of_kind(seed // len(WAYS))
+    call: Call
+    if WAYS[way] == "batch":
+        call = batch_calls.planned(batch_cases.random_case(seed), xp, workspace)
+    elif WAYS[way] == "cascade":
+        call = cascade_calls.planned(cascade_calls.random_case(seed), xp, workspace)
+    else:
+        case = getattr(gpu_cases, WAYS[way])(seed)
+        is_decode = WAYS[way] == "decode"
+        call = single_calls.Call(case, xp, is_decode=is_decode)
+        return gated(call, kind, is_row=is_decode)
+    return gated(call, kind)
 
 
 def of_kind(seed: int) -> str:

@@ -37,6 +37,7 @@ from helpers import (
     batch_calls,
     batch_cases,
     cascade_calls,
+    gates,
     gpu_cases,
     item_cases,
     logits_calls,
@@ -110,6 +111,10 @@ def _planless(seed: int) -> None:
     planless_calls.Call(planless_calls.random_case(seed), np, _workspace()).start()
 
 
+def _gated(seed: int) -> None:
+    gates.random_call(seed, np, _workspace()).start()
+
+
 def suite() -> Iterator[Run]:
     """Every random call of the suite, and those that prefill_sm90 runs many times."""
     yield from (partial(single, *call) for call in gpu_cases.all_cases())
@@ -122,6 +127,7 @@ def suite() -> Iterator[Run]:
         (_cascade, cascade_calls.NUM_CASES),
         (_shared, shared_calls.NUM_CASES),
         (_planless, planless_calls.NUM_CASES),
+        (_gated, gates.NUM_CASES),
     ):
         yield from (partial(run, seed) for seed in range(count))
 

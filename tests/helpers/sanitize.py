@@ -42,6 +42,7 @@ PARTS = {
     "shared_prefix": 1,
     "masked_wrappers": 2,
     "planless": 2,
+    "output_gate": 2,
     "verify": 2,
     "page": 2,
     "merge": 1,
