@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .core.tracing import exported, is_exporting, untraced
-from .errors import ArgumentError
-from .flash_attn import forward
+from . import flash_attn
+from .core.tracing import untraced
 from .flash_attn.api import hide
-from .flash_attn.forward import asks, refuse_dropout
+from .flash_attn.forward import asks
 from .flash_attn.packed import split_heads
 from .flash_attn.states import flash_attn_combine as flash_attn_combine
 from .flash_attn.states import get_scheduler_metadata as get_scheduler_metadata
@@ -66,20 +65,27 @@ def flash_attn_func(
     All else is said there. Semantics: flash_attn_interface's function of the same name, without a
     backward pass.
     """
-    if type(dropout_p) is not float or dropout_p != 0.0:
-        refuse_dropout(dropout_p)
-    return_lse = False
-    if return_attn_probs is not False or return_softmax_lse is not False:
-        return_lse = asks(return_attn_probs, return_softmax_lse)
-    try:
-        return forward.dense(
-            q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse,
-            qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out, sinks, s_aux,
-        )  # fmt: skip
-    except ArgumentError:
-        if not is_exporting():
-            raise
-        return exported(flash_attn_func, locals())
+    return flash_attn.flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        return_softmax_lse=asks(return_attn_probs, return_softmax_lse),
+        out=out,
+        sinks=sinks,
+        s_aux=s_aux,
+    )
 
 
 @untraced
@@ -164,22 +170,35 @@ def flash_attn_varlen_func(
 
     All else is said there. Semantics: flash_attn_interface's function of the same name.
     """
-    if type(dropout_p) is not float or dropout_p != 0.0:
-        refuse_dropout(dropout_p)
-    return_lse = False
-    if return_attn_probs is not False or return_softmax_lse is not False:
-        return_lse = asks(return_attn_probs, return_softmax_lse)
-    try:
-        return forward.varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, block_table,
-            page_table, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out,
-            sinks, s_aux,
-        )  # fmt: skip
-    except ArgumentError:
-        if not is_exporting():
-            raise
-        return exported(flash_attn_varlen_func, locals())
+    return flash_attn.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        block_table=block_table,
+        page_table=page_table,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        return_softmax_lse=asks(return_attn_probs, return_softmax_lse),
+        out=out,
+        sinks=sinks,
+        s_aux=s_aux,
+    )
 
 
 @untraced
@@ -226,20 +245,40 @@ def flash_attn_with_kvcache(
 
     Semantics: flash_attn_interface's function of the same name.
     """
-    if return_softmax_lse is not False:
-        return_softmax_lse = asks(False, return_softmax_lse)
-    try:
-        return forward.with_kvcache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-            cache_leftpad, block_table, page_table, softmax_scale, causal, window_size, softcap,
-            rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, qv, cu_seqlens_q,
-            cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
-            attention_chunk, out, sinks, s_aux,
-        )  # fmt: skip
-    except ArgumentError:
-        if not is_exporting():
-            raise
-        return exported(flash_attn_with_kvcache, locals())
+    return flash_attn.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        qv=qv,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=max_seqlen_q,
+        rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        out=out,
+        sinks=sinks,
+        s_aux=s_aux,
+    )
 
 
 hide(flash_attn_with_kvcache, "block_table")

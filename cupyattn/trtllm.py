@@ -15,7 +15,6 @@ from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options, check
 from .engine.chunks import split_by_chunks
 from .engine.index_arrays import compute
-from .engine.rows import Batch
 from .engine.run_planless import run
 from .engine.views import (
     CONFIRMED,
@@ -42,7 +41,7 @@ _LOG2_SCALE = "bmm1_scale_log2"
 _ONE = Names("query", "kv_cache", "kv_cache[:, 1]")
 _PAIR = Names("query", "kv_cache[0]", "kv_cache[1]")
 _ROWS = Names("query", "key", "value", kv_offsets="cum_seq_lens_kv", max_kv_len="max_kv_len")
-_QKV = _ROWS._replace(q="qkv (Q)", k="qkv (K)", v="qkv (V)")
+_QKV = _ROWS.but(q="qkv (Q)", k="qkv (K)", v="qkv (V)")
 # What `qkv` is in each layout.
 _LAYOUTS = {
     "PACKED_QKV": "one array [rows, 3, num_heads, head_dim]",
@@ -635,34 +634,17 @@ def _by_chunks(arrays: Arrays, options: _Rows, max_q_len: Any) -> tuple[Arrays, 
         x.reshape(-1) if len(getattr(x, "shape", (0,))) > 1 else x
         for x in (arrays.kv_lens, arrays.qo_offsets, arrays.kv_offsets)
     )
-    batch = Batch(
-        _QKV,
-        arrays.q,
-        arrays.k,
-        arrays.v,
-        kv_lens,
-        arrays.block_tables,
-        qo_offsets=qo_offsets,
-        kv_offsets=kv_offsets,
-        max_seqlen_q=require_int(max_q_len, _QKV.max_q_len),
-        max_seqlen_k=call.lengths.likely_kv_len,
-    )
-    batch = split_by_chunks(batch, call.q, chunk, call.geometry.spec.page_size)
-    made = arrays._replace(
-        block_tables=batch.table,
-        kv_lens=batch.kv_lens,
-        qo_lens=batch.qo_lens,
-        qo_offsets=batch.qo_offsets,
-        kv_offsets=batch.kv_offsets,
-        kv_begin=batch.kv_begin,
-    )
+    in_rows = arrays._replace(kv_lens=kv_lens, qo_offsets=qo_offsets, kv_offsets=kv_offsets)
+    most = require_int(max_q_len, _QKV.max_q_len)
+    page_size = call.geometry.spec.page_size
+    split = split_by_chunks(in_rows, _QKV, call.q, chunk, most, page_size=page_size)
     made_options = whole._replace(
         batch_size=CONFIRMED,
-        max_q_len=_most(batch.max_seqlen_q),
-        max_kv_len=next_power_of_two(batch.max_seqlen_k),
+        max_q_len=_most(split.max_q_len),
+        max_kv_len=next_power_of_two(min(chunk, call.lengths.likely_kv_len)),
         has_table_offsets=arrays.block_tables is not None,
     )
-    return made, made_options
+    return split.arrays, made_options
 
 
 class _Rows(NamedTuple):
@@ -753,7 +735,7 @@ class _Decode(NamedTuple):
         parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
         names, sm_scale = _names_of(arrays), self.sm_scale
         if self.has_log2_scale:
-            names = names._replace(sm_scale=_LOG2_SCALE)
+            names = names.but(sm_scale=_LOG2_SCALE)
             sm_scale = math.log(2.0) * parse.finite(sm_scale, _LOG2_SCALE, 1.0)
         q_len = require_int(1 if self.q_len is None else self.q_len, "q_len_per_req")
         max_q_len, causal = self.max_q_len, q_len != 1
@@ -811,7 +793,7 @@ class _Context(NamedTuple):
             self.batch_size, arrays.block_tables, "block_tables has {} rows, wanted as many"
         )
         return Options(
-            _names_of(arrays)._replace(max_kv_len="max_kv_len"),
+            _names_of(arrays).but(max_kv_len="max_kv_len"),
             self.kv_layout,
             q_len=0,
             max_q_len=self.max_q_len,

@@ -8,7 +8,8 @@ from ..core.records import maker
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call as given; None where there is none.
+    """The arrays of a call as given; None where there is none. Those that most calls have come
+    first: an argument is found by its name in the order of the fields.
 
     q, k, v      queries and keys; of one tensor for keys and values v is None. Without block_tables
                  k and v are rows of all requests, else pages. Of latent attention q and k are rows
@@ -35,21 +36,46 @@ class Arrays(NamedTuple):
     kv_lens: Any = None
     out: Any = None
     lse: Any = None
-    qo_lens: Any = None
     qo_offsets: Any = None
     kv_offsets: Any = None
-    o_offsets: Any = None
-    v_offsets: Any = None
     sinks: Any = None
     scale_q: Any = None
     scale_k: Any = None
     scale_v: Any = None
+    alibi_slopes: Any = None
     mask: Any = None
     kv_begin: Any = None
-    alibi_slopes: Any = None
+    qo_lens: Any = None
     q_rope: Any = None
     k_rope: Any = None
     max_logits: Any = None
+    o_offsets: Any = None
+    v_offsets: Any = None
 
+
+class MoreArrays(NamedTuple):
+    """What few calls have besides.
+
+    qv           like q: queries that are multiplied with values too
+    are_causal   [B], 0 for requests that see all their keys in a causal call
+    new_k, new_v, new_offsets  rows that are written to k and v first, behind kv_lens, and where
+                 those of each request begin
+    rotary_cos, rotary_sin, rotary_begin  what they and q are rotated by, and from where on
+    cache_rows   the row of k and v, or of block_tables, that each request has
+    """
+
+    qv: Any = None
+    are_causal: Any = None
+    new_k: Any = None
+    new_v: Any = None
+    new_offsets: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    rotary_begin: Any = None
+    cache_rows: Any = None
+
+
+NO_MORE = MoreArrays()
+ROLES = Arrays._fields + MoreArrays._fields
 
 make_arrays = maker(Arrays)

@@ -14,6 +14,7 @@ this torch has that, calls that repeat the last one but for addresses take the s
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -21,7 +22,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from .. import array
@@ -163,10 +164,12 @@ class _Tensors(NamedTuple):
 def _comparer_torch(
     arrays: Sequence[Any],
     facts: list[Any],
+    num_places: int,
     axes: Sequence[int | None] | None = None,
     free: Sequence[int] = (),
 ) -> _Compare | None:
-    """A comparison of later calls with this one, None where this torch has none.
+    """A comparison of later calls with this one, None where this torch has none. It returns
+    num_places addresses, though arrays end early.
 
     axes: of lengths that may be others, free: places of arrays with any lengths and strides. An
     array in several places, such as offsets of q and k, is compared once, and later ones must be in
@@ -188,7 +191,7 @@ def _comparer_torch(
     if len(places) == 1:
         only = places[0]
         pick = lambda arrays: (arrays[only],)  # noqa: E731
-    rest, no_addresses = (None,) * (num_arrays - end), [0] * (num_arrays - end)
+    rest, no_addresses = (None,) * (num_arrays - end), [0] * (num_places - end)
     lowest, address_of = LOWEST_ADDRESS, sys.modules["torch"].Tensor.data_ptr
 
     def compare(arrays: Sequence[Any]) -> list[int] | None:
@@ -266,6 +269,7 @@ class Argument(NamedTuple):
     is_free      lengths and strides vary from call to call along all axes, and the way to call
                  compares them; the signature has how many axes there are
     is_output    the call writes the array, so no other may overlap it
+    written_with  another array where this one is an output if the call gives that one
     is_planned   where a call does not give the array, its plan may hold it
     interleaves  outputs that have this may lie within each other, as K and V of one array do
     """
@@ -273,6 +277,7 @@ class Argument(NamedTuple):
     name: str
     length_axis: int | None = None
     is_output: bool = False
+    written_with: str | None = None
     is_planned: bool = False
     interleaves: bool = False
     is_free: bool = False
@@ -288,6 +293,7 @@ class CachedCall(Generic[_Checked]):
     extents    (a, b) of each array: n rows along its length_axis lie within a * n + b bytes; of a
                free one the bytes of a unit of stride, and of an element
     outputs    places of outputs that are given, each with the places that it may not overlap
+    pairs      places of outputs that may lie within each other, but not at one address
     make_out, make_lse   make outputs of a shape like that of the first call, of any length
     make_like  makes what make_out does, of the first array, in less time; None where that differs
     address    of an array that they have made
@@ -300,6 +306,7 @@ class CachedCall(Generic[_Checked]):
     single: tuple[int, ...]
     extents: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    pairs: tuple[tuple[int, int], ...]
     make_out: Callable[[Sequence[int]], Any]
     make_lse: Callable[[Sequence[int]], Any]
     make_like: Callable[[Any], Any] | None
@@ -318,7 +325,7 @@ class CachedCall(Generic[_Checked]):
                 address = addresses[other]
                 if address < high and low < address + sizes[other]:
                     return True
-        return False
+        return any(addresses[place] == addresses[other] for place, other in self.pairs)
 
 
 class Apart(dict[int, list[int]]):
@@ -435,56 +442,6 @@ class CallCache(Generic[_Checked]):
         self._groups.clear()
         self._num_calls = 0
 
-    def alias(
-        self,
-        arrays: Sequence[Any],
-        scalars: Scalars,
-        read: Sequence[Any],
-        known: Scalars,
-    ) -> None:
-        """Let `lookup` find by `arrays` and `scalars` what it finds by `read` and `known`.
-
-        read: views of the arrays, which begin where theirs do, and where `arrays` has None what all
-        such calls share.
-        """
-        group, framework = (
-            self._groups[type(known)].get(known),
-            _framework_by_type.get(type(arrays[0])),
-        )
-        if group is None or framework is None:
-            return
-        found = group.last
-        addresses, _, facts = framework.read(arrays)
-        compare = framework.comparer(arrays, facts)
-        theirs = None if found.compare is None else found.compare(read)
-        if compare is None or theirs is None:
-            return
-        if any(fact is not None and fact[_IS_REFUSED] for fact in facts):
-            return
-        pairs = zip(addresses, theirs, strict=False)
-        if any(own not in (0, its) for own, its in pairs):
-            return
-        shared = [
-            (place, framework.address(x), x)
-            for place, x in enumerate(read)
-            if x is not None and (place >= len(arrays) or arrays[place] is None)
-        ]
-
-        def compare_all(arrays: Sequence[Any]) -> list[int] | None:
-            addresses = compare(arrays)
-            if addresses is not None:
-                for place, address, _ in shared:
-                    addresses[place] = address
-            return addresses
-
-        # Arrays of other shapes are no such call, so the comparison is all there is to look at.
-        call = replace(found.call, compare=None)
-        own = replace(found, call=call, compare=compare_all, shapes=[], facts=[])
-        if self._num_calls >= _MAX_CALLS:
-            self.clear()
-        self._num_calls += 1
-        self._groups[type(scalars)][scalars] = _Group(own, {}, {}, zeros_and_ones(scalars))
-
     def lookup(
         self, arrays: Sequence[Any], scalars: Scalars
     ) -> tuple[Found[_Checked], list[int]] | None:
@@ -546,8 +503,8 @@ class CallCache(Generic[_Checked]):
             return
         call.num_renewed += 1
         varying = self._varying(call.single)
-        call.compare = framework.comparer(arrays, found.facts, varying, self._free)
-        found.compare = framework.comparer(arrays, found.facts)
+        call.compare = framework.comparer(arrays, found.facts, len(self._axes), varying, self._free)
+        found.compare = framework.comparer(arrays, found.facts, len(self._axes))
 
     def _varying(self, single: tuple[int, ...]) -> list[int | None]:
         """The axes of lengths that later calls may have others of."""
@@ -566,7 +523,7 @@ class CallCache(Generic[_Checked]):
         """The last call for arrays that differ from its own in nothing but lengths."""
         shapes = [None if x is None else x.shape for x in arrays]
         if shapes == last.shapes and not self._free:
-            last.compare = framework.comparer(arrays, last.facts)
+            last.compare = framework.comparer(arrays, last.facts, len(self._axes))
             return last
         facts, lengths = last.facts, self._absent.copy()
         for place, axis in last.call.axes:
@@ -580,7 +537,7 @@ class CallCache(Generic[_Checked]):
                     facts[place] = kind, dtype, arrays[place].stride(), *rest
                     lengths[place] = shape[0] if shape else 0
             if shapes == last.shapes and facts == last.facts:
-                last.compare = framework.comparer(arrays, facts)
+                last.compare = framework.comparer(arrays, facts, len(self._axes))
                 return last
         return self._fit(last.call, shapes, facts, lengths)
 
@@ -676,12 +633,13 @@ class CallCache(Generic[_Checked]):
             single=single,
             extents=extents,
             outputs=self._outputs(arrays),
+            pairs=self._pairs(arrays),
             make_out=_maker(dtype_o, like, out_shape),
             make_lse=_maker(dtypes.float32, like, lse_shape),
             make_like=_maker_like(arrays[0], dtype_o, out_shape),
             address=framework.address,
             current_stream=array.stream_reader(like),
-            compare=framework.comparer(arrays, facts, varying, self._free),
+            compare=framework.comparer(arrays, facts, len(self._axes), varying, self._free),
         )
         key, lengths = self._without_lengths(shapes, facts, single)
         if self._num_calls >= _MAX_CALLS:
@@ -727,7 +685,7 @@ class CallCache(Generic[_Checked]):
             span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
             rest = span + framework.itemsize(x) - step * (1 if axis is None else shape[axis])
             # Rows of an output that reach into the next may share elements from some length on.
-            if self._arguments[place].is_output and axis is not None and rest > 0:
+            if axis is not None and rest > 0 and self._is_written(self._arguments[place], arrays):
                 return None
             extents[place] = step, rest
         return tuple(extents)
@@ -760,8 +718,25 @@ class CallCache(Generic[_Checked]):
                 ),
             )
             for place, argument in given
-            if argument.is_output
+            if self._is_written(argument, arrays)
         )
+
+    def _pairs(self, arrays: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+        """`CachedCall.pairs` of a call with these arrays."""
+        within = [
+            place
+            for place, argument in enumerate(self._arguments[: len(arrays)])
+            if argument.interleaves
+            and arrays[place] is not None
+            and self._is_written(argument, arrays)
+        ]
+        return tuple(itertools.combinations(within, 2))
+
+    def _is_written(self, argument: Argument, arrays: Sequence[Any]) -> bool:
+        if argument.written_with is None:
+            return argument.is_output
+        place = [x.name for x in self._arguments].index(argument.written_with)
+        return place < len(arrays) and arrays[place] is not None
 
 
 def _maker(

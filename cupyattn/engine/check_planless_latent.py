@@ -32,12 +32,12 @@ from ..launch.attention.plan_batch import IndexFormat, Lengths
 from ..launch.driver.enqueue import cuda
 from . import latent_rows as latent
 from . import planless_latent_reference as latent_reference
-from .arrays import Arrays
+from .arrays import ROLES, Arrays
 from .call_cache import Scalars
 from .geometry import PlanOptions, Variant, find_geometry
 from .index_arrays import progression
 from .latent_rows import Dims
-from .planless_cache import Repeat
+from .planless_cache import Asked, Repeat
 from .prepared import InParts, Prepared, plan_of, prepare_within
 from .run_planless import Layout, serve
 from .run_planless import run_cached as run_cached
@@ -80,8 +80,8 @@ def run(arrays: Arrays, options: Options, known_as: Scalars = None) -> Any:
         answer = run_cached(arrays, options)
         if answer is not None:
             return answer
-    key = options if known_as is None else known_as
-    return serve(LATENT_ROWS, _check(arrays, options), arrays, key)
+    asked = Asked(arrays, options if known_as is None else known_as, {})
+    return serve(LATENT_ROWS, _check(arrays, options), arrays, asked)
 
 
 def are_numbers(*scales: Any) -> bool:
@@ -414,7 +414,7 @@ def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> Prepared:
 
 
 def _steps(call: Call, tokens: int) -> tuple[int, ...]:
-    """Bytes from a request of so many rows to the next one, in the order of Arrays; 0 for what all
+    """Bytes from a request of so many rows to the next one, in the order of ROLES; 0 for what all
     share."""
 
     def step(v: ArrayView | None, count: int = 1) -> int:
@@ -432,8 +432,8 @@ def _steps(call: Call, tokens: int) -> tuple[int, ...]:
         at["lse"] = step(call.lse)
     at["block_tables"] = step(call.table)
     at["kv_lens"], at["qo_offsets"] = step(call.kv_lens), step(call.qo_offsets)
-    assert at.keys() <= set(Arrays._fields)
-    return tuple(at.get(name, 0) for name in Arrays._fields)
+    assert at.keys() <= set(ROLES)
+    return tuple(at.get(name, 0) for name in ROLES)
 
 
 def _schedule_lists(call: Call, launcher: BatchLauncher, most_bytes: int) -> BatchSchedule | None:
@@ -471,12 +471,12 @@ def _repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
     table = array.view(arrays.block_tables, call.names.block_tables)
     if call.table.ptr != table.ptr:
         return None
-    repeat = Repeat()
     if arrays.kv_lens is not None or call.kv_lens is None:
-        return repeat
+        return Repeat(prepared)
     if cuda().is_capturing(array.current_stream(call.rows)):
         return None  # only the graph writes those lengths
-    return repeat._replace(shared=((_KV_LENS, call.kv_lens.ptr, call.kv_lens.owner),))
+    shared = ((_KV_LENS, call.kv_lens.ptr, call.kv_lens.owner),)
+    return Repeat(replace(prepared, shared=shared))
 
 
 LATENT_ROWS = Layout(

@@ -7,80 +7,93 @@ rows of that chunk's keys, up to the end of the request: what causality and wind
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import array
 from ..array import ArrayView
+from .arrays import Arrays
 from .index_arrays import compute, progression, steps_of
-from .rows import Batch
+from .views import Names
 
 # Larger ones than any cache; positions must fit 32 bits.
 _MAX_CHUNK = 2**28
 
 
-def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int, page_size: int | None = None) -> Batch:
+class Split(NamedTuple):
+    """Requests that see all their keys.
+
+    max_q_len  the most rows of one
+    sharers    requests, one after another, that are one of the caller's
+    """
+
+    arrays: Arrays
+    max_q_len: int
+    sharers: int
+
+
+def split_by_chunks(
+    arrays: Arrays,
+    names: Names,
+    vq: ArrayView,
+    chunk: int,
+    max_q_len: int | None,
+    *,
+    page_size: int | None = None,
+    has_kv_steps: bool = False,
+) -> Split:
     """The same rows as requests that see all their keys.
 
     vq: [b, s, h, d], or [rows, h, d] with offsets. With a table, offsets of keys are its entries.
-    page_size: default that of pages [n, page_size, heads, dim].
+    page_size: default that of pages [n, page_size, heads, dim]. has_kv_steps: kv_lens are offsets.
     """
-    names, chunk = batch.names, min(chunk, _MAX_CHUNK)
-    kv_lens = array.view(
-        batch.kv_offsets if batch.kv_lens is None else batch.kv_lens, names.kv_lens
-    )
-    if batch.kv_lens is None or batch.has_kv_steps:
-        batch.has_kv_steps = False
-        kv_lens = array.view(compute(steps_of, kv_lens), names.kv_lens)
-    count, room = kv_lens.shape[0], 0
-    if batch.table is not None:
-        batch.table = _with_even_rows(batch.table)
+    chunk, kv_lens, table = min(chunk, _MAX_CHUNK), arrays.kv_lens, arrays.block_tables
+    lens = array.view(arrays.kv_offsets if kv_lens is None else kv_lens, names.kv_lens)
+    if kv_lens is None or has_kv_steps:
+        lens = array.view(compute(steps_of, lens), names.kv_lens)
+    count, room = lens.shape[0], 0
+    if table is not None:
+        table = _with_even_rows(table)
         if page_size is None:
-            page_size = array.view(batch.k, names.k).shape[1]
-        room = batch.table.shape[-1] * page_size
-        key_starts = progression(count, 0, batch.table.shape[-1], vq)
-    elif batch.kv_offsets is None:
+            page_size = array.view(arrays.k, names.k).shape[1]
+        room = table.shape[-1] * page_size
+        key_starts = progression(count, 0, table.shape[-1], vq)
+    elif arrays.kv_offsets is None:
         key_starts = progression(count, 0, 0, vq)
     else:
-        key_starts = batch.kv_offsets[:count]
-    if batch.qo_offsets is None:
+        key_starts = arrays.kv_offsets[:count]
+    if arrays.qo_offsets is None:
         rows = vq.shape[1]
         row_starts = progression(count, 0, rows, vq)
         row_counts = progression(count, rows, 0, vq)
     else:
-        rows = batch.max_seqlen_q if batch.max_seqlen_q is not None else vq.shape[0]
-        row_starts, row_counts = batch.qo_offsets[:count], batch.qo_lens
+        rows = max_q_len if max_q_len is not None else vq.shape[0]
+        row_starts, row_counts = arrays.qo_offsets[:count], arrays.qo_lens
         if row_counts is None:
-            offsets = array.view(batch.qo_offsets, names.qo_offsets)
-            row_counts = compute(lambda x: x[1:] - x[:-1], offsets)
+            row_counts = compute(steps_of, array.view(arrays.qo_offsets, names.qo_offsets))
     page_size = page_size or 1
     most = -(-max(rows - 1, 0) // chunk) + 1
+    begin = progression(count, 0, 0, vq) if arrays.kv_begin is None else arrays.kv_begin
 
     split = functools.partial(_split, chunk, page_size, room)
     given = (
         (row_starts, names.qo_offsets),
         (row_counts, names.qo_lens),
         (key_starts, names.kv_offsets),
-        (kv_lens, names.kv_lens),
-        (
-            progression(count, 0, 0, vq) if batch.kv_begin is None else batch.kv_begin,
-            names.kv_begin,
-        ),
+        (lens, names.kv_lens),
+        (begin, names.kv_begin),
         (progression(most, 0, 1, vq), "chunks"),
     )
-    views = [array.view(x, name) for x, name in given]
-    qo_lens, qo_offsets, new_lens, kv_offsets, kv_begin = compute(split, *views)
-    return replace(
-        batch,
+    views = [x if isinstance(x, ArrayView) else array.view(x, name) for x, name in given]
+    qo_lens, qo_offsets, kv_lens, kv_offsets, kv_begin = compute(split, *views)
+    made = arrays._replace(
+        block_tables=table,
         qo_lens=qo_lens,
         qo_offsets=qo_offsets,
-        kv_lens=new_lens,
+        kv_lens=kv_lens,
         kv_offsets=kv_offsets,
-        kv_begin=None if batch.kv_begin is None and chunk % page_size == 0 else kv_begin,
-        max_seqlen_q=min(rows, chunk),
-        max_seqlen_k=chunk if batch.max_seqlen_k is None else min(batch.max_seqlen_k, chunk),
-        sharers=most,
+        kv_begin=None if arrays.kv_begin is None and chunk % page_size == 0 else kv_begin,
     )
+    return Split(made, min(rows, chunk), most)
 
 
 def _with_even_rows(table: Any) -> Any:
@@ -102,7 +115,7 @@ def _split(
     pad: Any,
     index: Any,
 ) -> list[Any]:
-    """The requests' arrays in the order of Batch: rows and where they begin, keys, pages, padding.
+    """The requests' arrays: rows and where they begin, keys, pages, padding.
 
     room: keys that a row of the table holds; 0 without a table. index: numbers of the chunks that
     the rows of one request may lie in. All other arrays have a number for each request.

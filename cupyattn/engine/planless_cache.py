@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 from .. import array
 from ..errors import CupyAttnError
 from ..launch.driver import scratch
-from .arrays import Arrays
+from .arrays import NO_MORE, ROLES, Arrays, MoreArrays
 from .call_cache import Argument, CallCache, Found, Scalars, after_launch
 from .check_planless import Call, Extents, LengthForm
-from .prepared import Prepared, is_bool_mask, of_lengths, plan_of
+from .prepared import Before, Prepared, is_bool_mask, of_lengths, plan_of
 
 _MAX_LENGTHS = 256
 
@@ -56,15 +56,12 @@ class Checked:
     """What calls of one signature share.
 
     v_offset      bytes from v, or from the tensor that holds k too, to the first value
-    shared        (place, address, owner) of arrays that the first call made, which all such calls
-                  read where their callers give none
     derivation    None where calls of other lengths need the full checks
     by_lengths    what calls of some lengths launch, see _key_of
     allocate      makes a workspace where the call gives none
     """
 
     v_offset: int
-    shared: tuple[tuple[int, int, object], ...]
     derivation: Derivation | None
     row_shape: tuple[int, ...]
     return_lse: bool
@@ -73,11 +70,73 @@ class Checked:
 
 
 class Repeat(NamedTuple):
-    """What a layout of keys says of a call that was launched; fields as in Checked."""
+    """How a call that was launched is launched again; fields as in Checked."""
 
+    prepared: Prepared
     v_offset: int = 0
-    shared: tuple[tuple[int, int, object], ...] = ()
     derivation: Derivation | None = None
+
+
+class Append(Protocol):
+    """What writes new keys to k and v once a call is checked."""
+
+    def __call__(self) -> None: ...
+
+    def roles(self, given: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
+        """The roles in which attention reads what the append makes of the caller's arrays, and
+        those of its own, if it can be launched again from their addresses alone; else none."""
+        ...
+
+    def before(self) -> Before:
+        """How it is launched again."""
+        ...
+
+
+class Asked(NamedTuple):
+    """A call as its caller made it, by which calls like it are found again.
+
+    arrays, more, options   as given
+    shared   by role what kernels read in place of the caller's array: what all calls of these
+             shapes share where the caller gives none, or a view that begins where that array does
+    """
+
+    arrays: Arrays
+    options: Scalars
+    shared: dict[str, Any]
+    more: MoreArrays = NO_MORE
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return self.arrays if self.more is NO_MORE else self.arrays + self.more
+
+    def covers(self, read: Arrays, append: Append | None) -> bool:
+        """Whether what kernels read follows from where the caller's arrays are."""
+        roles: frozenset[str] = frozenset()
+        if append is not None:
+            roles = append.roles(self.arrays, self.more, read)
+        if read.scale_q is read.scale_k is read.scale_v is None:
+            roles |= _SCALES
+        others = read + NO_MORE
+        return all(
+            own is its or name in roles or (its is not None and self.shared.get(name) is its)
+            for name, own, its in zip(ROLES, self.signature, others, strict=False)
+        )
+
+    def again(self, repeat: Repeat, read: Arrays, append: Append | None) -> Repeat:
+        """How a call that this covers is launched again."""
+        if self.arrays is read or (append is None and not self.shared):
+            return repeat
+        prepared, before = repeat.prepared, None if append is None else append.before()
+        shared = [
+            (place, array.view(read[place], name).ptr, read[place])
+            for place, name in enumerate(Arrays._fields)
+            if name in self.shared and self.arrays[place] is None and read[place] is not None
+        ]
+        num_bytes = prepared.num_bytes
+        if before is not None:
+            num_bytes = -(-num_bytes // 16) * 16 + before.num_bytes
+        prepared = replace(prepared, shared=tuple(shared), before=before, num_bytes=num_bytes)
+        return Repeat(prepared, repeat.v_offset)
 
 
 # Places of Arrays that belong to requests.
@@ -85,16 +144,20 @@ _PER_REQUEST = (
     *("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "o_offsets", "v_offsets", "kv_begin"),
 )
 _LENGTH_AXES = {"q": 0, "k": 0, "v": 0, "out": 0} | dict.fromkeys(_PER_REQUEST, 0)
-_LENGTH_AXES |= {"scale_q": 0, "scale_k": 0, "scale_v": 0, "alibi_slopes": 0}
+_SCALES = frozenset(("scale_q", "scale_k", "scale_v"))
+_LENGTH_AXES |= dict.fromkeys((*_SCALES, "alibi_slopes", "new_k", "new_v", "new_offsets"), 0)
+_LENGTH_AXES |= {"rotary_begin": 0, "cache_rows": 0}
 CALLS: CallCache[Checked] = CallCache(
     *(
         Argument(
             name,
             _LENGTH_AXES.get(name),
             is_output=name in ("workspace", "out", "lse", "max_logits"),
+            written_with="new_k" if name in ("k", "v") else None,
+            interleaves=name in ("k", "v"),
             is_free=name in ("block_tables", "lse"),
         )
-        for name in Arrays._fields
+        for name in ROLES
     )
 )
 _Q, _K, _V, _WORKSPACE, _TABLE, _OUT, _LSE = map(
@@ -185,10 +248,12 @@ def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 @after_launch
-def insert(arrays: Arrays, key: Scalars, call: Any, prepared: Prepared, repeat: Repeat) -> None:
+def insert(asked: Asked, call: Any, repeat: Repeat) -> None:
     """Cache a call that was launched."""
+    arrays, key, prepared = asked.signature, asked.options, repeat.prepared
     checked = Checked(
-        *repeat,
+        v_offset=repeat.v_offset,
+        derivation=repeat.derivation,
         row_shape=call.out_shape[1:],
         return_lse=call.return_lse,
         allocate=scratch.allocator(call.rows),
@@ -221,6 +286,7 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
         of_requests = requests, per_request, fixed, tokens
         derivation = Derivation(call.form, prepared, *of_requests, pads_lse=call.pads_lse)
     return Repeat(
+        prepared,
         v_offset=call.keys.v.ptr - array.view(arrays.k if arrays.v is None else arrays.v, "v").ptr,
         derivation=derivation,
     )

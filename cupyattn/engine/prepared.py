@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..array import ArrayView
 from ..array.match import are_rows_aligned
@@ -18,7 +18,7 @@ from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params
 from . import row_mask
-from .arrays import Arrays
+from .arrays import ROLES, Arrays
 from .check_planless import Call
 from .geometry import Variant
 from .latent_rows import Second
@@ -27,6 +27,19 @@ from .row_mask import NO_BITS, MaskBits
 SCALE_PLACES = tuple(map(Arrays._fields.index, ("scale_q", "scale_k", "scale_v")))
 _MAX_BOUND = 256
 _MAX_REQUESTS = 2**31 - 1
+
+
+class Before(Protocol):
+    """What is launched ahead of a call: it writes new keys, and what attention reads of them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the workspace that it writes."""
+        ...
+
+    def launch(self, addresses: list[int], space: int, stream: int) -> None:
+        """Enqueue it, and put the addresses of what it writes at `space` among those."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +60,9 @@ class Prepared:
     steps      params.STEPS of slopes and scales
     slopes     extents of slopes that an expression reads; empty for others
     second     how launches are told of the second parts of latent rows
+    shared     (place, address, owner) of arrays that all such calls read where their callers give
+               none
+    before     what is launched ahead, whose space is the last of the workspace; or None
     bound      what a workspace and a page table at these addresses make of the launches
     """
 
@@ -72,17 +88,20 @@ class Prepared:
     steps: bytes = params.NO_STEPS
     slopes: tuple[int, ...] = ()
     second: Second | None = None
+    shared: tuple[tuple[int, int, object], ...] = ()
+    before: Before | None = None
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
         """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none.
 
-        addresses: in the order of Arrays, v's at its first page.
+        addresses: in the order of ROLES, v's at its first page.
         """
         # fmt: off
         (
-            q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
-            _, _, sinks, _, _, _, mask, kv_begin, slopes, q_rope, k_rope, max_logits,
+            q, k, v, workspace, block_tables, kv_lens, out, lse, qo_offsets, kv_offsets, sinks,
+            _, _, _, slopes, mask, kv_begin, qo_lens, q_rope, k_rope, max_logits,
+            _, _, _, _, _, _, _, _, _, _, _,
         ) = addresses
         # fmt: on
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
@@ -295,7 +314,7 @@ def _in_parts(
 
 
 def _steps(call: Call) -> tuple[tuple[int, int], ...]:
-    """(bytes, requests that they are for) of each of Arrays; 0 bytes for what all share."""
+    """(bytes, requests that they are for) of each of ROLES; 0 bytes for what all share."""
     indices, lengths, vout, vlse = call.indices, call.lengths, call.out, call.lse
     assert vout is not None
     tokens = 0 if indices.qo_offsets is not None else lengths.qo_len
@@ -317,7 +336,7 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
     owned |= zip(("scale_q", "scale_k", "scale_v"), (4 * x for x in call.scales.steps), strict=True)
     found = {name: (x, 1) for name, x in at.items()}
     found |= {name: (x, lengths.sharers) for name, x in owned.items()}
-    return tuple(found.get(name, (0, 1)) for name in Arrays._fields)
+    return tuple(found.get(name, (0, 1)) for name in ROLES)
 
 
 @functools.lru_cache(maxsize=1024)

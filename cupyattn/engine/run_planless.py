@@ -23,10 +23,10 @@ from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from . import planless_reference as reference
 from . import row_mask
-from .arrays import Arrays
-from .call_cache import Scalars, after_launch
+from .arrays import NO_MORE, Arrays, MoreArrays
+from .call_cache import Scalars
 from .check_planless import Call, Options, check
-from .planless_cache import CALLS, Repeat, insert, prepared_for, repeat_of
+from .planless_cache import CALLS, Append, Asked, Repeat, insert, prepared_for, repeat_of
 from .prepared import Prepared, is_bool_mask, prepare
 from .views import merge_leading
 from .workspace import num_bytes, view_workspace
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     prepare: Callable[[Any, int | None], Prepared]
     views: Callable[[Any], Arrays]
     repeat: Callable[[Any, Arrays, Prepared], Repeat | None]
-    answer_on_cpu: Callable[[Any, Arrays, Callable[[], None] | None], Any]
+    answer_on_cpu: Callable[[Any, Arrays, Append | None], Any]
     check_values: Callable[[Any], None]
 
 
@@ -63,27 +63,31 @@ class DoorOptions(Protocol):
         ...
 
 
-def run(arrays: Arrays, given: DoorOptions, append: Callable[[], None] | None = None) -> Any:
+def run(
+    arrays: Arrays,
+    given: DoorOptions,
+    append: Append | None = None,
+    asked: Asked | None = None,
+) -> Any:
     """The answer of a call: out, or (out, lse) if `return_lse`.
 
-    append: what writes new keys and values to k and v, once everything is checked.
+    append  what writes new keys and values to k and v, once everything is checked
+    asked   the call as its caller made it, if `arrays` are others; it was looked up before
     """
-    answer = run_cached(arrays, given, append)
-    if answer is not None:
-        return answer
+    if asked is None or not asked.covers(arrays, append):
+        answer = run_cached(arrays, given, append)
+        if answer is not None:
+            return answer
+        asked = Asked(arrays, given, {})
 
     call = check(arrays, given.resolve(arrays))
-    return serve(SEPARATE_HEADS, call, arrays, given, append)
+    return serve(SEPARATE_HEADS, call, arrays, asked, append)
 
 
 def serve(
-    layout: Layout,
-    call: Any,
-    arrays: Arrays,
-    key: Scalars,
-    append: Callable[[], None] | None = None,
+    layout: Layout, call: Any, arrays: Arrays, asked: Asked, append: Append | None = None
 ) -> Any:
-    """The answer of a checked call, which `run_cached` will find by `key` from now on."""
+    """The answer of a checked call, which `run_cached` finds as it was asked from now on."""
     vq = call.rows
     vworkspace = _view_workspace(arrays.workspace, call)
     have = None if vworkspace is None else num_bytes(vworkspace)
@@ -115,17 +119,21 @@ def serve(
         append()
     if prepared is not None:
         _launch(layout, call, prepared, vworkspace)
-        if not cuda().is_debugging:
+        # What is made in a graph that is captured is the graph's.
+        is_kept = not asked.shared or not cuda().is_capturing(array.current_stream(vq))
+        if is_kept and not cuda().is_debugging:
             repeat = layout.repeat(call, arrays, prepared)
             if repeat is not None:
-                insert(arrays, key, call, prepared, repeat)
+                insert(asked, call, asked.again(repeat, arrays, append))
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
 
 
-def run_cached(arrays: Arrays, given: Scalars, append: Callable[[], None] | None = None) -> Any:
+def run_cached(
+    arrays: Arrays, given: Scalars, append: Append | None = None, more: MoreArrays | None = None
+) -> Any:
     """The answer of `run` if such a call is in the cache, else None."""
-    known = CALLS.lookup(arrays, given)
+    known = CALLS.lookup(arrays if more is None else arrays + more, given)
     if known is None:
         return None
     found, addresses = known
@@ -148,7 +156,7 @@ def run_cached(arrays: Arrays, given: Scalars, append: Callable[[], None] | None
         lse = call.make_lse(prepared.lse_shape)
         addresses[_LSE] = call.address(lse)
     addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
-    for place, address, _ in checked.shared:
+    for place, address, _ in prepared.shared:
         addresses[place] = addresses[place] or address
     owner: object = None
     stream = call.current_stream()
@@ -158,18 +166,12 @@ def run_cached(arrays: Arrays, given: Scalars, append: Callable[[], None] | None
         )
     if append is not None:
         append()
+    elif prepared.before is not None:
+        space = addresses[_WORKSPACE] + prepared.num_bytes - prepared.before.num_bytes
+        prepared.before.launch(addresses, space, stream)
     prepared.launch(addresses, stream)
     del owner  # memory for one call may go once everything is enqueued
     return (out, lse) if checked.return_lse else out
-
-
-@after_launch
-def remember(arrays: Arrays, given: Scalars, read: Arrays, options: DoorOptions) -> None:
-    """Let `run_cached` find, by what a caller gave, the call that it finds by what kernels read.
-
-    read: views of the arrays, which begin where theirs do, and what all calls of these shapes share
-    """
-    CALLS.alias(arrays, given, read, options)
 
 
 def _view_workspace(x: Any, call: Any) -> ArrayView | None:
@@ -217,7 +219,8 @@ def _launch(layout: Layout, call: Any, prepared: Prepared, vworkspace: ArrayView
     if is_bool_mask(call):
         mask = workspace + prepared.mask.address
         row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
-    prepared.launch(addresses._replace(workspace=workspace, mask=mask), stream)
+    addresses = addresses._replace(workspace=workspace, mask=mask)
+    prepared.launch(addresses + (0,) * len(NO_MORE), stream)
     array.release(vq, vq, *used)
     del owner  # memory for one call may go once everything is enqueued
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +19,10 @@ from .kv_cache import Keys, match_pages, select_kv
 from .workspace import int32_on_device, refuse_capture
 
 
-class Names(NamedTuple):
-    """What a function calls its arguments, for messages.
+@dataclass(frozen=True, slots=True, eq=False)
+class Names:
+    """What a function calls its arguments, for messages. There is one object of equal names, so
+    that records of options which hold it are hashed in no time.
 
     has_layout  there is a kv_layout, which messages may recommend
     """
@@ -41,6 +45,15 @@ class Names(NamedTuple):
     o_dtype: str = "out_dtype"
     kv_begin: str = "kv_begin"
     has_layout: bool = True
+
+    def but(self, **labels: str) -> Names:
+        """These names with other labels: the same object each time."""
+        return _renamed(self, tuple(labels.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _renamed(names: Names, labels: tuple[tuple[str, Any], ...]) -> Names:
+    return replace(names, **dict(labels))
 
 
 def merge_leading(v: ArrayView, name: str, kept: int) -> ArrayView:

@@ -9,9 +9,32 @@ from typing import Any
 from .. import array
 from ..core import dtypes
 from ..core.tracing import exported, is_exporting, untraced
+from ..engine.arrays import NO_MORE, MoreArrays, make_arrays
+from ..engine.run_planless import run_cached
 from ..errors import ArgumentError
 from . import forward
-from .forward import asks, refuse_dropout
+from .batch import MANY_ROWS, make_options
+from .forward import (
+    BLOCKS,
+    CACHE,
+    DENSE,
+    VARLEN,
+    VARLEN_BY_OFFSETS,
+    asks,
+    either,
+    is_fp8,
+    max_keys,
+    max_rows,
+    refuse_dropout,
+    window_of,
+)
+
+# Of flash_attn_varlen_func, by what messages call them.
+_NOT_SERVED = (
+    *("q_v", "output_scale", "score_mod", "mask_mod", "block_sparse_tensors", "aux_tensors"),
+    *("aux_tensor_leading_dims", "cp_tot_seqused_k"),
+)
+_OTHER_NAMES = {"q_v": "qv"}
 
 
 @untraced
@@ -84,15 +107,33 @@ def flash_attn_func(
     return_lse = False
     if return_attn_probs is not False or return_softmax_lse is not False:
         return_lse = asks(return_attn_probs, return_softmax_lse)
-    try:
-        answer = forward.dense(
-            q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse,
-            qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out, sinks, s_aux,
-        )  # fmt: skip
-    except ArgumentError:
-        if not is_exporting():
-            raise
-        return exported(flash_attn_func, locals())
+    arrays = make_arrays(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        sinks=sinks if s_aux is None else either(sinks=sinks, s_aux=s_aux),
+        scale_q=q_descale,
+        scale_k=k_descale,
+        scale_v=v_descale,
+        alibi_slopes=alibi_slopes,
+    )
+    options = make_options(
+        names=DENSE,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size if type(window_size) is tuple else window_of(window_size),
+        softcap=softcap,
+        num_splits=num_splits,
+        attention_chunk=attention_chunk,
+        return_lse=return_lse,
+    )
+    answer = run_cached(arrays, options) if qv is None else None
+    if answer is None:
+        try:
+            answer = forward.dense(arrays, qv, options)
+        except ArgumentError as error:
+            return _exported(flash_attn_func, locals(), error)
     return with_no_mask(answer, q) if return_attn_probs else answer
 
 
@@ -178,31 +219,56 @@ def flash_attn_varlen_func(
         and type(cp_world_size) is int
         and cp_world_size == 1
     ):
-        forward.refuse_parallel(cp_world_size)
-        forward.refuse_given(
-            qv=q_v,
-            output_scale=output_scale,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            block_sparse_tensors=block_sparse_tensors,
-            aux_tensors=aux_tensors,
-            aux_tensor_leading_dims=aux_tensor_leading_dims,
-            cp_tot_seqused_k=cp_tot_seqused_k,
-        )
+        _refuse_others(locals())
     return_lse = False
     if return_attn_probs is not False or return_softmax_lse is not False:
         return_lse = asks(return_attn_probs, return_softmax_lse)
-    try:
-        answer = forward.varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, block_table,
-            page_table, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out,
-            sinks, s_aux, dynamic_causal,
-        )  # fmt: skip
-    except ArgumentError:
-        if not is_exporting():
-            raise
-        return exported(flash_attn_varlen_func, locals())
+    table = block_table
+    if page_table is not None:
+        table = either(block_table=block_table, page_table=page_table)
+    has_kv_steps = seqused_k is None and table is not None
+    arrays = make_arrays(
+        q=q,
+        k=k,
+        v=v,
+        block_tables=table,
+        kv_lens=cu_seqlens_k if has_kv_steps else seqused_k,
+        out=out,
+        qo_lens=seqused_q,
+        qo_offsets=cu_seqlens_q,
+        kv_offsets=None if table is not None else cu_seqlens_k,
+        sinks=sinks if s_aux is None else either(sinks=sinks, s_aux=s_aux),
+        scale_q=q_descale,
+        scale_k=k_descale,
+        scale_v=v_descale,
+        alibi_slopes=alibi_slopes,
+    )
+    more = None if qv is dynamic_causal is None else MoreArrays(qv=qv, are_causal=dynamic_causal)
+    most = max_rows(max_seqlen_q)
+    options = make_options(
+        names=VARLEN_BY_OFFSETS if seqused_k is None else VARLEN,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size if type(window_size) is tuple else window_of(window_size),
+        softcap=softcap,
+        num_splits=num_splits,
+        attention_chunk=attention_chunk,
+        return_lse=return_lse,
+        max_q_len=most,
+        max_kv_len=max_keys(max_seqlen_k),
+        has_kv_steps=has_kv_steps,
+    )
+    answer = None
+    # Keys of long prompts may be converted first, but for those of pages.
+    if most is None or most < MANY_ROWS or table is not None or not is_fp8(k):
+        answer = run_cached(arrays, options, None, more)
+    if answer is None:
+        try:
+            answer = forward.varlen(
+                arrays, more or NO_MORE, options, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            )
+        except ArgumentError as error:
+            return _exported(flash_attn_varlen_func, locals(), error)
     return with_no_mask(answer, q) if return_attn_probs else answer
 
 
@@ -290,18 +356,71 @@ def flash_attn_with_kvcache(
         forward.refuse_given(score_mod=score_mod, aux_tensors=aux_tensors)
     if return_softmax_lse is not False:
         return_softmax_lse = asks(False, return_softmax_lse)
-    try:
-        return forward.with_kvcache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-            cache_leftpad, block_table, page_table, softmax_scale, causal, window_size, softcap,
-            rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, qv, cu_seqlens_q,
-            cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
-            attention_chunk, out, sinks, s_aux,
-        )  # fmt: skip
-    except ArgumentError:
-        if not is_exporting():
-            raise
-        return exported(flash_attn_with_kvcache, locals())
+    table = block_table
+    if page_table is not None:
+        table = either(page_table=page_table, block_table=block_table)
+    arrays = make_arrays(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        block_tables=table,
+        kv_lens=cache_seqlens,
+        out=out,
+        qo_offsets=cu_seqlens_q,
+        sinks=sinks if s_aux is None else either(sinks=sinks, s_aux=s_aux),
+        scale_q=q_descale,
+        scale_k=k_descale,
+        scale_v=v_descale,
+        alibi_slopes=alibi_slopes,
+    )
+    more = None
+    if not (
+        k is v is cu_seqlens_k_new is rotary_cos is rotary_sin is rotary_seqlens is None
+        and cache_batch_idx is cache_leftpad is qv is None
+    ):
+        arrays = arrays._replace(kv_begin=cache_leftpad)
+        more = MoreArrays(
+            qv=qv,
+            new_k=k,
+            new_v=v,
+            new_offsets=cu_seqlens_k_new,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_begin=rotary_seqlens,
+            cache_rows=cache_batch_idx,
+        )
+    options = make_options(
+        names=BLOCKS if page_table is None else CACHE,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size if type(window_size) is tuple else window_of(window_size),
+        softcap=softcap,
+        num_splits=num_splits,
+        attention_chunk=attention_chunk,
+        return_lse=return_softmax_lse,
+        max_q_len=None if max_seqlen_q is None else max_rows(max_seqlen_q),
+        rotary_interleaved=rotary_interleaved,
+    )
+    answer = run_cached(arrays, options, None, more)
+    if answer is None:
+        try:
+            answer = forward.with_kvcache(arrays, more or NO_MORE, options, max_seqlen_q)
+        except ArgumentError as error:
+            return _exported(flash_attn_with_kvcache, locals(), error)
+    return answer
+
+
+def _exported(function: Any, given: dict[str, Any], error: ArgumentError) -> Any:
+    """What torch.export traces in place of a call that refused its arrays, which hold nothing."""
+    if not is_exporting():
+        raise error
+    return exported(function, given)
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    """UnsupportedError for the first argument that has no meaning here."""
+    forward.refuse_parallel(given["cp_world_size"])
+    forward.refuse_given(**{_OTHER_NAMES.get(name, name): given[name] for name in _NOT_SERVED})
 
 
 def with_no_mask(answer: Any, q: Any) -> Any:

@@ -12,16 +12,29 @@ from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_dtype, require_output
 from ..core import dtypes
 from ..core.problem import MAX_LENGTH
+from ..engine.arrays import ROLES, Arrays, MoreArrays
 from ..engine.index_arrays import compute, fresh_progression
 from ..engine.views import Names, merge_leading
 from ..engine.workspace import int32_on_device
 from ..errors import ArgumentError, UnsupportedError
-from ..launch.attention.append_new_kv import NewKeys, Rotation, launch
+from ..launch.attention import append_new_kv
+from ..launch.attention.append_new_kv import Rotation
 from ..launch.attention.plan_batch import INDEX_DTYPES
 from ..launch.ops.append_paged_kv_cache import Rows
 from ..page import append_paged_kv_cache
 
 _CACHES = "k_cache", "v_cache"
+_Q, _K, _V, _TABLE, _KV_LENS, _OFFSETS = map(
+    Arrays._fields.index, ("q", "k", "v", "block_tables", "kv_lens", "qo_offsets")
+)
+_NEW_K, _NEW_V, _NEW_OFFSETS, _COSINES, _SINES, _BEGIN = map(
+    ROLES.index,
+    ("new_k", "new_v", "new_offsets", "rotary_cos", "rotary_sin", "rotary_begin"),
+)
+# Roles that an append reads, or in which it leaves what attention reads.
+_APPENDED = frozenset(
+    ("kv_lens", "new_k", "new_v", "new_offsets", "rotary_cos", "rotary_sin", "rotary_begin")
+)
 
 
 def view_cache(k: Any, v: Any, names: Names) -> tuple[ArrayView, ArrayView]:
@@ -107,50 +120,65 @@ def lengths(x: Any, count: int, like: ArrayView, name: str) -> Any:
     return x
 
 
-class CacheArrays(NamedTuple):
-    """What says where a call reads and writes keys of a cache; names as the caller's."""
+class StoredAppend(NamedTuple):
+    """An append that was launched, with everything packed but addresses.
 
-    q: Any
-    k_cache: Any
-    v_cache: Any
-    k: Any
-    v: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    rotary_seqlens: Any
-    rotary_interleaved: Any
-    cache_seqlens: Any
-    cache_batch_idx: Any
-    cache_leftpad: Any
-    table: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k_new: Any
-    max_seqlen_q: Any
-    qv: Any
+    lens_bytes  of the lengths that it writes first, before rotated queries if there are any
+    table       address and owner of a table that the call makes; None: the caller's
+    """
+
+    bound: append_new_kv.Bound
+    num_bytes: int
+    lens_bytes: int
+    rotates: bool
+    table: tuple[int, object] | None
+
+    def launch(self, addresses: list[int], space: int, stream: int) -> None:
+        """Enqueue it, and let attention read what it writes."""
+        lens, table, q = addresses[_KV_LENS], addresses[_TABLE], 0
+        begin, q_offsets, rotated = lens, 0, 0
+        if self.rotates:
+            q, q_offsets, rotated = addresses[_Q], addresses[_OFFSETS], space + self.lens_bytes
+            begin = addresses[_BEGIN] or lens
+            addresses[_Q] = rotated
+        places = append_new_kv.Places(
+            addresses[_NEW_K],
+            addresses[_K],
+            addresses[_NEW_V],
+            addresses[_V],
+            q,
+            rotated,
+            addresses[_COSINES],
+            addresses[_SINES],
+            lens=lens,
+            begin=begin,
+            q_offsets=q_offsets,
+            k_offsets=addresses[_NEW_OFFSETS],
+            lens_after=space,
+            table=table if self.table is None else self.table[0],
+        )
+        addresses[_KV_LENS] = space
+        self.bound.enqueue(places, stream)
 
 
 class Append:
     """New keys and values [b, n, heads, head_dim], or [rows, heads, head_dim] with offsets, which
     go to positions from `begin` [b] on: a function of no arguments writes them.
 
-    A negative length stands for a request that gets none.
+    arrays, more: the caller's, with what is rotated on the CPU. A negative length stands for a
+    request that gets none.
     """
 
     def __init__(
-        self,
-        new: tuple[Any, Any],
-        offsets: Any,
-        begin: Any,
-        pages: tuple[Any, Any],
-        table: Any,
-        rotation: Rotation | None,
+        self, arrays: Arrays, more: MoreArrays, begin: Any, table: Any, rotation: Rotation | None
     ) -> None:
-        self.new, self.offsets, self.begin = new, offsets, begin
-        self.pages, self.table = pages, table
-        vk, vv = array.view(new[0], "k"), array.view(new[1], "v")
+        self.arrays, self.more, self.begin, self.table = arrays, more, begin, table
+        self.offsets = more.new_offsets
+        self._bound: append_new_kv.Bound | None = None
+        vk, vv = array.view(more.new_k, "k"), array.view(more.new_v, "v")
         self.lens = array.view(begin, "cache_seqlens")
         self.count = self.lens.shape[0] if self.lens.shape else 0
-        axes = 4 if offsets is None else 3
+        axes = 4 if self.offsets is None else 3
         wanted = "[batch, new tokens, heads, head_dim]" if axes == 4 else "[rows, heads, head_dim]"
         for v, name in ((vk, "k"), (vv, "v")):
             if len(v.shape) != axes:
@@ -163,6 +191,7 @@ class Append:
             raise ArgumentError(f"v: shape is {list(vv.shape)} with k of {list(vk.shape)}")
         if math.prod(vk.shape[:-2]) > MAX_LENGTH:
             raise UnsupportedError(f"k: shape is {list(vk.shape)}; at most {MAX_LENGTH} rows")
+        pages = arrays.k, arrays.v
         self.caches = [array.view(x, name) for x, name in zip(pages, _CACHES, strict=True)]
         for v, cache, name in zip((vk, vv), self.caches, "kv", strict=True):
             if v.dtype is not cache.dtype:
@@ -172,8 +201,8 @@ class Append:
         self.vk, self.vv = vk, vv
         self.rotation = rotation
         self._check_places()
-        if offsets is not None:
-            vo = array.view(offsets, "cu_seqlens_k_new")
+        if self.offsets is not None:
+            vo = array.view(self.offsets, "cu_seqlens_k_new")
             if tuple(vo.shape) != (self.count + 1,):
                 raise ArgumentError(
                     f"cu_seqlens_k_new: shape is {list(vo.shape)}; wanted [{self.count + 1}]"
@@ -203,12 +232,15 @@ class Append:
         if caches["k_cache"].ptr == caches["v_cache"].ptr and 0 not in self.vk.shape:
             raise ArgumentError("v_cache: is at the address of k_cache; wanted memory of its own")
 
+    def _view_table(self) -> ArrayView:
+        table = array.view(self.table, "page_table")
+        if table.dtype is not dtypes.int32 or (table.shape[1] > 1 and table.strides[1] != 1):
+            return int32_on_device(table, "page_table")
+        return table
+
     def _launch(self) -> None:
         """Enqueue the append, with the rotation if there is one."""
-        k, v, table = self.vk, self.vv, array.view(self.table, "page_table")
-        if table.dtype is not dtypes.int32 or (table.shape[1] > 1 and table.strides[1] != 1):
-            table = int32_on_device(table, "page_table")
-        caches = self.caches
+        k, v, table, caches = self.vk, self.vv, self._view_table(), self.caches
         if self.offsets is None:
             k, v = (with_even_rows(x.owner, x)[1] for x in (k, v))
         tokens = merge_leading(k, "k", 2), merge_leading(v, "v", 2)
@@ -218,16 +250,57 @@ class Append:
         ]
         after = array.view(self.after, "cache_seqlens")
         rotation, offsets = self.rotation, None if self.offsets is None else self.vo
-        new = NewKeys(
-            *(rows[0], rows[1], k.dtype, k.shape[-2], tokens[0].shape[0], offsets),
-            *(0 if offsets is not None else k.shape[1], self.lens, after, table),
-            *caches[0].shape[:2],
+        num_pages, page_size = caches[0].shape[:2]
+        new = append_new_kv.NewKeys(
+            rows[0],
+            rows[1],
+            k.dtype,
+            num_kv_heads=k.shape[-2],
+            num_rows=tokens[0].shape[0],
+            k_offsets=offsets,
+            k_len=0 if offsets is not None else k.shape[1],
+            lens=self.lens,
+            lens_after=after,
+            table=table,
+            num_pages=num_pages,
+            page_size=page_size,
         )
         used = [k, v, self.lens, after, table, *caches]
         used += [x for x in (offsets, *(rotation or ())) if isinstance(x, ArrayView)]
         array.acquire(k, *used)
-        launch(new, rotation, k.device.index, array.current_stream(k))
+        self._bound = append_new_kv.bind(new, rotation, k.device.index)
+        places = append_new_kv.places_of(new, rotation)
+        self._bound.enqueue(places, array.current_stream(k))
         array.release(k, *used)
+
+    def roles(self, given: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
+        """See planless_cache.Append: none where a launch reads copies."""
+        if self.after is None or read.kv_lens is not self.after or given.kv_lens is not self.begin:
+            return frozenset()
+        pairs = [(more.new_k, self.vk), (more.new_v, self.vv), (self.table, self._view_table())]
+        if self.offsets is None and not (_has_even_rows(self.vk) and _has_even_rows(self.vv)):
+            return frozenset()
+        rotation = self.rotation
+        if rotation is not None:
+            begin = given.kv_lens if more.rotary_begin is None else more.rotary_begin
+            pairs += [(more.rotary_cos, rotation.cosines), (more.rotary_sin, rotation.sines)]
+            pairs += [(given.q, rotation.q), (begin, rotation.begin)]
+            pairs += [(read.q, rotation.rotated_q)]
+        if any(array.view(x, "an array").ptr != v.ptr for x, v in pairs):
+            return frozenset()
+        return _APPENDED | ({"q"} if rotation is not None else frozenset())
+
+    def before(self) -> StoredAppend:
+        """The same of a call that was launched."""
+        assert self._bound is not None
+        lens_bytes, num_bytes, rotation = -(-4 * self.count // 16) * 16, 0, self.rotation
+        if rotation is not None:
+            num_bytes = math.prod(rotation.rotated_q.shape) * rotation.rotated_q.dtype.itemsize
+        is_own = self.arrays.block_tables is None
+        table = (array.view(self.table, "page_table").ptr, self.table) if is_own else None
+        return StoredAppend(
+            self._bound, lens_bytes + num_bytes, lens_bytes, rotation is not None, table
+        )
 
     def lengths_after(self, *, are_read_early: bool) -> Any:
         """[b], with the new keys. are_read_early: before the append, which writes them on a GPU."""
@@ -243,11 +316,13 @@ class Append:
             self._launch()
             return
         requests, positions = self._places()
-        k, v = (self._in_rows(x) for x in self.new)
+        k, v = (self._in_rows(x) for x in (self.more.new_k, self.more.new_v))
         table = array.as_numpy(array.view(self.table, "page_table"))
         indptr = np.arange(self.count + 1) * table.shape[1]
-        new = k, v, requests, positions
-        append_paged_kv_cache(*new, self.pages, table.reshape(-1), indptr, self.begin)
+        pages = self.arrays.k, self.arrays.v
+        append_paged_kv_cache(
+            k, v, requests, positions, pages, table.reshape(-1), indptr, self.begin
+        )
 
     def _places(self) -> tuple[Any, Any]:
         """(request, position) of each new token on the CPU; a request below 0 is nowhere."""
@@ -277,14 +352,18 @@ def with_even_rows(x: Any, v: ArrayView) -> tuple[Any, ArrayView]:
 
     The owner of a copy of fp8 elements may be an array of bytes.
     """
-    requests, rows = v.shape[:2]
-    if requests <= 1 or rows <= 1 or 0 in v.shape or v.strides[0] == rows * v.strides[1]:
+    if _has_even_rows(v):
         return x, v
     if v.dtype.is_fp8:
         copy = array.row_major_view(v)
         return copy.owner, copy
     made = x.contiguous() if v.framework == "torch" else compute(lambda a: a.copy(order="C"), v)
     return made, array.view(made, "a copy")
+
+
+def _has_even_rows(v: ArrayView) -> bool:
+    requests, rows = v.shape[:2]
+    return requests <= 1 or rows <= 1 or 0 in v.shape or v.strides[0] == rows * v.strides[1]
 
 
 def vector(x: Any, name: str) -> Any:

@@ -4,7 +4,6 @@ ragged rows and caches, as calls without a plan."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,26 +12,16 @@ from .. import array
 from ..array import ArrayView
 from ..core import parse
 from ..engine import geometry
-from ..engine.arrays import Arrays, make_arrays
+from ..engine.arrays import NO_MORE, Arrays, MoreArrays
 from ..engine.index_arrays import compute, progression
+from ..engine.planless_cache import Asked
 from ..engine.planless_reference import RoomError
-from ..engine.run_planless import remember, run_cached
 from ..engine.views import Names, next_power_of_two
 from ..errors import ArgumentError, UnsupportedError
-from .attend import (
-    MANY_ROWS,
-    Common,
-    FlashOptions,
-    attend,
-    make_dense_options,
-    make_options,
-    parse_window,
-    widened_queries,
-)
-from .batch import Batch
+from .attend import attend, widened_queries
+from .batch import MANY_ROWS, Batch, FlashOptions, parse_window
 from .caches import (
     Append,
-    CacheArrays,
     as_rows,
     lengths,
     offsets_of,
@@ -45,7 +34,7 @@ from .latent import attend_latent, is_latent
 from .rotary import Rotary
 
 # An array without a name of the caller's is one that the call makes. No two have one name.
-_DENSE = Names(
+DENSE = Names(
     *("q", "k", "v"),
     block_tables="requests of k",
     kv_lens="seqlen_k",
@@ -61,7 +50,7 @@ _DENSE = Names(
     kv_begin="cache_leftpad",
     has_layout=False,
 )
-_VARLEN = _DENSE._replace(
+VARLEN = DENSE.but(
     block_tables="block_table",
     kv_lens="seqused_k",
     qo_lens="seqused_q",
@@ -70,481 +59,162 @@ _VARLEN = _DENSE._replace(
 )
 # Up to that keys are never converted ahead of attention.
 _FEW_ROWS = 64
-_VARLEN_BY_OFFSETS = _VARLEN._replace(kv_lens="cu_seqlens_k")
-_CACHE = _VARLEN._replace(
-    k="k_cache", v="v_cache", block_tables="page_table", kv_lens="cache_seqlens"
-)
-_BLOCKS = _CACHE._replace(block_tables="block_table")  # FlashAttention-2's name of the table
+VARLEN_BY_OFFSETS = VARLEN.but(kv_lens="cu_seqlens_k")
+CACHE = VARLEN.but(k="k_cache", v="v_cache", block_tables="page_table", kv_lens="cache_seqlens")
+BLOCKS = CACHE.but(block_tables="block_table")  # FlashAttention-2's name of the table
 
 
-def dense(
-    q: Any,
-    k: Any,
-    v: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
-    qv: Any,
-    q_descale: Any,
-    k_descale: Any,
-    v_descale: Any,
-    attention_chunk: Any,
-    num_splits: Any,
-    out: Any,
-    sinks: Any,
-    s_aux: Any,
-) -> Any:
-    """Requests of one length: `flash_attn_func`."""
-    if (
-        qv is q_descale is k_descale is v_descale is alibi_slopes is sinks is s_aux is None
-        and not return_lse
-        and type(attention_chunk) is int
-        and attention_chunk == 0
-        and type(window_size) is tuple
-    ):
-        # Most calls look like one that was checked, and need not be made rows of a batch.
-        alone = make_arrays(q=q, k=k, v=v, out=out)
-        plain = make_dense_options(
-            q_shape=getattr(q, "shape", None),
-            k_shape=getattr(k, "shape", None),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            num_splits=num_splits,
-        )
-        answer = run_cached(alone, plain)
-        if answer is not None:
-            return answer
-    else:
-        alone = None
-    common = Common(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_of(window_size),
-        attention_chunk=_chunk(attention_chunk),
-        softcap=softcap,
-        num_splits=num_splits,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        alibi_slopes=alibi_slopes,
-        sinks=_either(sinks=sinks, s_aux=s_aux),
-        out=out,
-        return_lse=return_lse,
-    )
-    batch = _dense_batch(q, k, v, qv)
-    answer = None
-    if _is_repeatable(batch, common):
-        arrays, options = _repeated(batch, common)
-        answer = run_cached(arrays, options)
-        if answer is not None and alone is not None:
-            remember(alone, plain, arrays, options)
-    return attend(batch, common) if answer is None else answer
-
-
-def _dense_batch(q: Any, k: Any, v: Any, qv: Any) -> Batch:
-    """Requests of one length as rows of all requests, or each as a page where they are apart."""
-    views, vq = view_cache(k, v, _DENSE), array.view(q, "q")
+def dense(arrays: Arrays, qv: Any, options: FlashOptions) -> Any:
+    """Requests of one length, as rows of all requests, or each as a page where they are apart."""
+    views, vq = view_cache(arrays.k, arrays.v, DENSE), array.view(arrays.q, "q")
     count, seqlen_k = views[0].shape[:2]
     if len(vq.shape) == 4 and vq.shape[0] != count:
         raise ArgumentError(f"k: holds {count} requests and q {vq.shape[0]}; wanted as many")
-    kv_lens = progression(count, seqlen_k, 0, vq)
-    batch = Batch(_DENSE, q, k, v, kv_lens, max_seqlen_k=seqlen_k, qv=qv)
-    rows = as_rows(k, v, views, _DENSE)
+    asked = Asked(arrays, options, {}, NO_MORE if qv is None else MoreArrays(qv=qv))
+    batch = Batch(asked, arrays, options, max_kv_len=seqlen_k, qv=qv)
+    # Keys that many rows read may be converted first: that depends on how many there are.
+    may_widen = views[0].dtype.is_fp8 and len(vq.shape) == 4 and vq.shape[1] > _FEW_ROWS
+    put = batch.take if may_widen else batch.share
+    put(kv_lens=progression(count, seqlen_k, 0, vq))
+    rows = as_rows(arrays.k, arrays.v, views, DENSE)
     if rows is None:
-        batch.table = progression(count, 0, 1, vq)[:, None]
+        put(block_tables=progression(count, 0, 1, vq)[:, None])
     else:
-        batch.k, batch.v, apart = rows
-        batch.kv_offsets = progression(count, 0, apart, vq)
-    return batch
-
-
-def _is_repeatable(batch: Batch, common: Common) -> bool:
-    """Whether kernels read these arrays as they are, so that a call like an earlier one needs no
-    further look."""
-    if batch.table is not None or batch.qv is not None or common.return_lse:
-        return False
-    if (
-        common.attention_chunk
-        or not common.q_descale is common.k_descale is common.v_descale is None
-    ):
-        return False
-    if not array.view(batch.k, "k").dtype.is_fp8:
-        return True
-    shape = array.view(batch.q, "q").shape
-    return len(shape) == 4 and shape[1] <= _FEW_ROWS
-
-
-def _repeated(batch: Batch, common: Common) -> tuple[Arrays, FlashOptions]:
-    """The arrays and options of such a call."""
-    arrays = make_arrays(
-        q=batch.q,
-        k=batch.k,
-        v=batch.v,
-        kv_lens=batch.kv_lens,
-        out=common.out,
-        kv_offsets=batch.kv_offsets,
-        sinks=common.sinks,
-        alibi_slopes=common.alibi_slopes,
-    )
-    options = make_options(
-        names=_DENSE,
-        max_q_len=None,
-        max_kv_len=next_power_of_two(batch.max_seqlen_k),
-        softmax_scale=common.softmax_scale,
-        causal=common.causal,
-        window_size=common.window_size,
-        softcap=common.softcap,
-        num_splits=common.num_splits,
-    )
-    return arrays, options
+        k, v, apart = rows
+        put(k=k, v=v, kv_offsets=progression(count, 0, apart, vq))
+    return attend(batch)
 
 
 def varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
+    arrays: Arrays,
+    more: MoreArrays,
+    options: FlashOptions,
     cu_seqlens_k: Any,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
-    seqused_q: Any,
-    seqused_k: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
-    block_table: Any,
-    page_table: Any,
-    qv: Any,
-    q_descale: Any,
-    k_descale: Any,
-    v_descale: Any,
-    attention_chunk: Any,
-    num_splits: Any,
-    out: Any,
-    sinks: Any,
-    s_aux: Any,
-    dynamic_causal: Any = None,
 ) -> Any:
-    """Requests of any lengths, whose rows follow each other: `flash_attn_varlen_func`."""
-    # Most calls take their arrays as they are and look like one that was checked.
-    window = window_size if type(window_size) is tuple else window_of(window_size)
-    if (
-        qv is q_descale is k_descale is v_descale is s_aux is dynamic_causal is None
-        and return_lse is False
-        and (block_table is None or page_table is None)
-        and type(max_seqlen_k) is type(attention_chunk) is int
-        and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
-        and not attention_chunk
-        and max_seqlen_k >= 0
-        # Keys of long prompts may be converted first, but for those of pages.
-        and (
-            max_seqlen_q is None
-            or max_seqlen_q <= _FEW_ROWS
-            or not block_table is page_table is None
-            or not _is_fp8(k)
-        )
-    ):
-        table = page_table if block_table is None else block_table
-        lens, offsets = seqused_k, None if table is not None else cu_seqlens_k
-        names, has_kv_steps = _VARLEN, False
-        if lens is None:
-            names, has_kv_steps = _VARLEN_BY_OFFSETS, table is not None
-            lens = None if table is None else cu_seqlens_k
-        arrays = make_arrays(
-            q=q,
-            k=k,
-            v=v,
-            block_tables=table,
-            kv_lens=lens,
-            out=out,
-            qo_lens=seqused_q,
-            qo_offsets=cu_seqlens_q,
-            kv_offsets=offsets,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-        )
-        options = make_options(
-            names=names,
-            max_q_len=None if max_seqlen_q is None else min(max(max_seqlen_q, 1), MANY_ROWS),
-            max_kv_len=next_power_of_two(max_seqlen_k),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window,
-            softcap=softcap,
-            num_splits=num_splits,
-            has_kv_steps=has_kv_steps,
-        )
-        answer = run_cached(arrays, options)
-        if answer is not None:
-            return answer
-    if cu_seqlens_q is None:
+    """Requests of any lengths, whose rows follow each other."""
+    if arrays.qo_offsets is None:
         raise ArgumentError("cu_seqlens_q: got None; wanted offsets of q's rows, [batch + 1]")
-    common = Common(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window,
-        attention_chunk=_chunk(attention_chunk),
-        softcap=softcap,
-        num_splits=num_splits,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        alibi_slopes=alibi_slopes,
-        sinks=_either(sinks=sinks, s_aux=s_aux),
-        out=out,
-        return_lse=return_lse,
-    )
+    most_rows, most_keys = bound(max_seqlen_q, "max_seqlen_q"), bound(max_seqlen_k, "max_seqlen_k")
     batch = Batch(
-        names=_VARLEN,
-        q=q,
-        k=k,
-        v=v,
-        kv_lens=seqused_k,
-        table=_either(block_table=block_table, page_table=page_table),
-        qo_lens=seqused_q,
-        qo_offsets=cu_seqlens_q,
-        kv_offsets=cu_seqlens_k,
-        max_seqlen_q=_bound(max_seqlen_q, "max_seqlen_q"),
-        max_seqlen_k=_bound(max_seqlen_k, "max_seqlen_k"),
-        qv=qv,
-        are_causal=dynamic_causal,
+        Asked(arrays, options, {}, more),
+        arrays,
+        options,
+        most_rows,
+        most_keys,
+        qv=more.qv,
+        are_causal=more.are_causal,
     )
-    _place_keys(batch, common)
-    return attend(batch, common)
-
-
-def _place_keys(batch: Batch, common: Common) -> None:
-    """Say how long the keys of ragged requests are and where they begin."""
-    cu_seqlens_k = batch.kv_offsets
-    if batch.kv_lens is None:
+    if arrays.kv_lens is None or options.has_kv_steps:
         if cu_seqlens_k is None:
             raise ArgumentError("cu_seqlens_k: got None without seqused_k; wanted one of them")
-        batch.names = _VARLEN_BY_OFFSETS
         offsets_of(cu_seqlens_k, "cu_seqlens_k")
-    if batch.are_causal is not None and not parse.flag(common.causal, "causal"):
+    if more.are_causal is not None and not parse.flag(options.causal, "causal"):
         raise ArgumentError(
             "dynamic_causal: says which requests of a causal call are; pass causal=True"
         )
-    if batch.table is not None:
-        views = view_cache(batch.k, batch.v, batch.names)
-        batch.table = page_table_of(batch.table, "block_table", views)
-        batch.kv_offsets = None
-        if batch.kv_lens is None:
-            batch.kv_lens, batch.has_kv_steps = cu_seqlens_k, True
+    if arrays.block_tables is not None:
+        views = view_cache(arrays.k, arrays.v, batch.names)
+        batch.take(block_tables=page_table_of(arrays.block_tables, "block_table", views))
     elif cu_seqlens_k is None:
         # Keys of each request in a row of their own, of which the first count.
-        views = view_cache(batch.k, batch.v, batch.names)
-        batch.table = progression(views[0].shape[0], 0, 1, views[0])[:, None]
-        _prefer_rows(batch, views, common.attention_chunk)
+        views = view_cache(arrays.k, arrays.v, batch.names)
+        batch.take(block_tables=progression(views[0].shape[0], 0, 1, views[0])[:, None])
+        _prefer_rows(batch, views)
+    return attend(batch)
 
 
-def with_kvcache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    rotary_cos: Any,
-    rotary_sin: Any,
-    cache_seqlens: Any,
-    cache_batch_idx: Any,
-    cache_leftpad: Any,
-    block_table: Any,
-    page_table: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    rotary_interleaved: Any,
-    alibi_slopes: Any,
-    num_splits: Any,
-    return_lse: bool,
-    qv: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k_new: Any,
-    max_seqlen_q: Any,
-    rotary_seqlens: Any,
-    q_descale: Any,
-    k_descale: Any,
-    v_descale: Any,
-    attention_chunk: Any,
-    out: Any,
-    sinks: Any,
-    s_aux: Any,
-) -> Any:
-    """A batch's last tokens over a cache: `flash_attn_with_kvcache`."""
-    # Most calls of a decoding loop take the cache as it is and look like one that was checked.
-    window = window_size if type(window_size) is tuple else window_of(window_size)
-    if k is v is qv is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None and (
-        q_descale is k_descale is v_descale is s_aux is None
-        and (block_table is None or page_table is None)
-        and return_lse is False
-        and rotary_interleaved is True
-        and type(attention_chunk) is int
-        and not attention_chunk
-        and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
-    ):
-        table = page_table if block_table is None else block_table
-        arrays = make_arrays(
-            q=q,
-            k=k_cache,
-            v=v_cache,
-            block_tables=table,
-            kv_lens=cache_seqlens,
-            out=out,
-            qo_offsets=cu_seqlens_q,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-        )
-        options = make_options(
-            names=_BLOCKS if page_table is None else _CACHE,
-            max_q_len=None if max_seqlen_q is None else min(max(max_seqlen_q, 1), MANY_ROWS),
-            max_kv_len=None,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window,
-            softcap=softcap,
-            num_splits=num_splits,
-        )
-        answer = run_cached(arrays, options)
-        if answer is not None:
-            return answer
-    if rotary_interleaved is not True:
-        parse.flag(rotary_interleaved, "rotary_interleaved")
-    common = Common(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        num_splits=num_splits,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        alibi_slopes=alibi_slopes,
-        sinks=_either(sinks=sinks, s_aux=s_aux),
-        out=out,
-        return_lse=return_lse,
-    )
-    cache = CacheArrays(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k=k,
-        v=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_seqlens=rotary_seqlens,
-        rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        table=_either(page_table=page_table, block_table=block_table),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        max_seqlen_q=max_seqlen_q,
-        qv=qv,
-    )
-    return _attend_cache(cache, common, _BLOCKS if page_table is None else _CACHE)
-
-
-def _attend_cache(cache: CacheArrays, common: Common, names: Names) -> Any:
-    """A call over a cache that is none of those that were checked."""
-    most = _bound(cache.max_seqlen_q, "max_seqlen_q")
-    if cache.qv is not None and is_latent(cache, common):
-        return attend_latent(cache, common, most)
-    common = replace(common, attention_chunk=_chunk(common.attention_chunk))
+def with_kvcache(arrays: Arrays, more: MoreArrays, options: FlashOptions, max_seqlen_q: Any) -> Any:
+    """A batch's last tokens over a cache."""
+    most = bound(max_seqlen_q, "max_seqlen_q")
+    parse.flag(options.rotary_interleaved, "rotary_interleaved")
+    if more.qv is not None and is_latent(arrays, more, options):
+        return attend_latent(arrays, more.qv, options, most)
     # --- 1. Find the keys ---
-    views = view_cache(cache.k_cache, cache.v_cache, names)
-    is_paged = cache.table is not None
-    names, table, room = _pages_or_rows(names, views, cache.table, cache.cache_batch_idx)
-    begin = _begin(cache, views[0], table.shape[0], room, names if is_paged else False)
+    asked, is_paged = Asked(arrays, options, {}, more), arrays.block_tables is not None
+    views, cache_rows = view_cache(arrays.k, arrays.v, options.names), more.cache_rows
+    names, table, room = _pages_or_rows(options.names, views, arrays.block_tables, cache_rows)
+    begin = _begin(arrays, more, views[0], table.shape[0], room, names if is_paged else False)
     # --- 2. Rotate, and write new keys ---
-    cache, rotation, is_fp8_q = _rotated(cache, common, begin, names)
+    arrays, more, rotation, is_fp8_q = _rotated(arrays, more, options, begin)
     append, kv_lens = None, begin
-    if cache.k is not None or cache.v is not None:
-        append = _append(cache, begin, table, rotation)
-        has_padded_rows = cache.cache_leftpad is not None and not is_paged
-        is_split = bool(common.attention_chunk) or has_padded_rows
+    if more.new_k is not None or more.new_v is not None:
+        append = _append(arrays, more, begin, table, rotation)
+        has_padded_rows = arrays.kv_begin is not None and not is_paged
+        is_split = bool(options.attention_chunk) or has_padded_rows
         kv_lens = append.lengths_after(are_read_early=is_split)
     # --- 3. Attend ---
     batch = Batch(
-        names=names,
-        q=cache.q,
-        k=cache.k_cache,
-        v=cache.v_cache,
-        kv_lens=kv_lens,
-        table=table,
-        qo_offsets=cache.cu_seqlens_q,
-        kv_begin=cache.cache_leftpad,
-        max_seqlen_q=most,
+        asked,
+        arrays._replace(kv_lens=kv_lens, block_tables=table),
+        options._replace(names=names),
+        max_q_len=most,
         # The table says it to the kernels.
-        max_seqlen_k=room if not is_paged or common.attention_chunk else None,
-        qv=cache.qv,
+        max_kv_len=room if not is_paged or options.attention_chunk else None,
         is_fp8_q=is_fp8_q,
         append=append,
+        qv=more.qv,
     )
     if not is_paged:
-        _prefer_rows(batch, views, common.attention_chunk)
-    return attend(batch, common)
+        if cache_rows is None:
+            batch.share(block_tables=table)
+        _prefer_rows(batch, views)
+    return attend(batch)
 
 
 def _begin(
-    cache: CacheArrays, vk: ArrayView, count: int, room: int, names: Names | Literal[False]
+    arrays: Arrays,
+    more: MoreArrays,
+    vk: ArrayView,
+    count: int,
+    room: int,
+    names: Names | Literal[False],
 ) -> Any:
     """The keys of each request before the new ones. names: of a cache with pages."""
-    lens = cache.cache_seqlens
+    lens = arrays.kv_lens
     if lens is None:
         return progression(count, room, 0, vk)
     begin = lengths(lens, count, vk, "cache_seqlens")
     if isinstance(lens, (int, np.integer)):
-        _check_room(int(lens), cache.k, cache.cu_seqlens_k_new, room, names)
+        _check_room(int(lens), more.new_k, more.new_offsets, room, names)
     return begin
 
 
 def _rotated(
-    cache: CacheArrays, common: Common, begin: Any, names: Names
-) -> tuple[CacheArrays, Any, bool]:
-    """The call with rotated rows, the rotation that is left for new keys on a GPU, and whether fp8
-    rows became rows of 16 bits."""
-    if cache.rotary_cos is None and cache.rotary_sin is None:
-        return cache, None, False
-    has_window = parse_window(common.window_size) != (-1, -1)
+    arrays: Arrays, more: MoreArrays, options: FlashOptions, begin: Any
+) -> tuple[Arrays, MoreArrays, Any, bool]:
+    """The arrays with rotated rows, the rotation that is left for new keys on a GPU, and whether
+    fp8 rows became rows of 16 bits."""
+    if more.rotary_cos is None and more.rotary_sin is None:
+        return arrays, more, None, False
+    has_window = parse_window(options.window_size) != (-1, -1)
     rotary = Rotary(
-        cache.rotary_cos,
-        cache.rotary_sin,
-        begin if cache.rotary_seqlens is None else cache.rotary_seqlens,
-        parse.flag(cache.rotary_interleaved, "rotary_interleaved"),
-        bool(common.causal or common.attention_chunk) or has_window,
+        more.rotary_cos,
+        more.rotary_sin,
+        begin if more.rotary_begin is None else more.rotary_begin,
+        parse.flag(options.rotary_interleaved, "rotary_interleaved"),
+        bool(options.causal or options.attention_chunk) or has_window,
     )
-    q, is_fp8_q = cache.q, False
+    q, is_fp8_q = arrays.q, False
     vq = array.view(q, "q")
     if vq.dtype.is_fp8:
         # Rotated numbers of 16 bits keep what fp8 would lose.
-        is_fp8_q, q = True, widened_queries(vq, cache.k_cache, names)
+        is_fp8_q, q = True, widened_queries(vq, arrays.k, options.names)
     if vq.device.kind == "cuda":
-        q, rotation = rotary.on_gpu(q, cache.k, cache.cu_seqlens_q)
-        return cache._replace(q=q), rotation, is_fp8_q
-    q, k = rotary.on_cpu(q, cache.k, cache.cu_seqlens_q, cache.cu_seqlens_k_new)
-    return cache._replace(q=q, k=k), None, is_fp8_q
+        q, rotation = rotary.on_gpu(q, more.new_k, arrays.qo_offsets)
+        return arrays._replace(q=q), more, rotation, is_fp8_q
+    q, k = rotary.on_cpu(q, more.new_k, arrays.qo_offsets, more.new_offsets)
+    return arrays._replace(q=q), more._replace(new_k=k), None, is_fp8_q
 
 
-def _append(cache: CacheArrays, begin: Any, table: Any, rotation: Any) -> Append:
+def _append(arrays: Arrays, more: MoreArrays, begin: Any, table: Any, rotation: Any) -> Append:
     """What writes new keys and values."""
-    if cache.k is None or cache.v is None:
+    if more.new_k is None or more.new_v is None:
         raise ArgumentError("k, v: got one of the two; wanted both, or none")
-    if cache.cache_seqlens is None:
+    if arrays.kv_lens is None:
         raise ArgumentError("cache_seqlens: got None; wanted where k and v are written to")
-    caches = cache.k_cache, cache.v_cache
-    return Append((cache.k, cache.v), cache.cu_seqlens_k_new, begin, caches, table, rotation)
+    return Append(arrays, more, begin, table, rotation)
 
 
 def refuse_given(**arguments: Any) -> None:
@@ -592,16 +262,28 @@ def window_of(window_size: Any) -> Any:
     return tuple(array.as_numpy(v).tolist())
 
 
-def _is_fp8(x: Any) -> bool:
+def is_fp8(x: Any) -> bool:
     """Whether elements have one byte. x may be no array; the look costs under a microsecond."""
     return getattr(getattr(x, "dtype", None), "itemsize", 0) == 1
 
 
-def _chunk(x: Any) -> int:
-    return x if type(x) is int else parse.require_int(x, "attention_chunk", 0)
+def max_rows(max_seqlen_q: Any) -> int | None:
+    """The most rows of one request, as far as it matters."""
+    if type(max_seqlen_q) is int and max_seqlen_q >= 0:
+        return min(max_seqlen_q, MANY_ROWS) or 1
+    most = bound(max_seqlen_q, "max_seqlen_q")
+    return None if most is None else min(max(most, 1), MANY_ROWS)
 
 
-def _either(**names: Any) -> Any:
+def max_keys(max_seqlen_k: Any) -> int | None:
+    """The most keys of one request, rounded up so that growing requests have equal signatures."""
+    if type(max_seqlen_k) is int and max_seqlen_k > 0:
+        return 1 << (max_seqlen_k - 1).bit_length()
+    most: int | None = next_power_of_two(bound(max_seqlen_k, "max_seqlen_k"))
+    return most
+
+
+def either(**names: Any) -> Any:
     """What one of two names of an argument has."""
     (first, x), (second, y) = names.items()
     if x is not None and y is not None:
@@ -609,7 +291,7 @@ def _either(**names: Any) -> Any:
     return y if x is None else x
 
 
-def _bound(x: Any, name: str) -> int | None:
+def bound(x: Any, name: str) -> int | None:
     """An integer, or one in an array of the host's; None for what is unknown or on a GPU."""
     if x is None or type(x) is int:
         number = x
@@ -640,46 +322,48 @@ def _check_room(
 
 
 def _pages_or_rows(
-    names: Names, views: tuple[ArrayView, ArrayView], table: Any, cache_batch_idx: Any
+    names: Names, views: tuple[ArrayView, ArrayView], table: Any, rows: Any
 ) -> tuple[Names, Any, int]:
     """(names, table, most keys of a request); without pages each row of a cache is a page."""
     if table is not None:
         table = page_table_of(table, names.block_tables, views)
-        if cache_batch_idx is not None:
-            table = select_rows(table, cache_batch_idx, names.block_tables)
+        if rows is not None:
+            table = select_rows(table, rows, names.block_tables)
         return names, table, table.shape[1] * views[0].shape[1]
     num_rows, room, *_ = views[0].shape
-    rows, label = cache_batch_idx, "cache_batch_idx"
-    if rows is None:
-        rows, label = progression(num_rows, 0, 1, views[0]), "requests of k_cache"
-    names = names._replace(block_tables=label)
-    return names, vector(rows, "cache_batch_idx")[:, None], room
+    has_own_rows = rows is None
+    if has_own_rows:
+        rows = progression(num_rows, 0, 1, views[0])
+    label = "requests of k_cache" if has_own_rows else "cache_batch_idx"
+    return names.but(block_tables=label), vector(rows, "cache_batch_idx")[:, None], room
 
 
-def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -> None:
+def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView]) -> None:
     """Take a cache without pages as rows of all requests, the first of each behind its padding,
     where they are all of one array."""
-    names, is_empty = batch.names, 0 in views[0].shape
-    is_plain = batch.kv_begin is None and not chunk
+    names, arrays, is_empty = batch.names, batch.arrays, 0 in views[0].shape
+    is_plain = arrays.kv_begin is None and not batch.options.attention_chunk
     if not is_empty and (is_plain or views[0].device.kind == "cpu"):
         return
-    rows = as_rows(batch.k, batch.v, views, names)
+    rows = as_rows(arrays.k, arrays.v, views, names)
     if rows is None:
         return
-    first = array.view(batch.table.reshape(-1), "cache_batch_idx")
-    batch.k, batch.v, apart = rows
-    batch.table = None
-    if batch.kv_begin is None:
-        batch.kv_offsets = compute(lambda i: i * apart, first)
+    first = array.view(arrays.block_tables.reshape(-1), "cache_batch_idx")
+    k, v, apart = rows
+    batch.take(k=k, v=v, block_tables=None)
+    if arrays.kv_begin is None:
+        batch.take(kv_offsets=compute(lambda i: i * apart, first))
         return
-    pad = array.view(vector(batch.kv_begin, names.kv_begin), names.kv_begin)
-    kv_lens = array.view(batch.kv_lens, names.kv_lens)
+    pad = array.view(vector(arrays.kv_begin, names.kv_begin), names.kv_begin)
+    kv_lens = array.view(arrays.kv_lens, names.kv_lens)
     for v, name in ((pad, names.kv_begin), (kv_lens, names.kv_lens)):
         if v.shape != first.shape or v.dtype.name not in ("int32", "int64"):
             raise ArgumentError(
                 f"{name}: {v.dtype} of shape {list(v.shape)}; wanted int32 or int64 "
                 f"{list(first.shape)}"
             )
-    batch.kv_offsets = compute(lambda i, p: i * apart + p, first, pad)
-    batch.kv_lens = compute(lambda n, p: n - p, kv_lens, pad)
-    batch.kv_begin = None
+    batch.take(
+        kv_offsets=compute(lambda i, p: i * apart + p, first, pad),
+        kv_lens=compute(lambda n, p: n - p, kv_lens, pad),
+        kv_begin=None,
+    )

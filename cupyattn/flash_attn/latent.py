@@ -8,13 +8,13 @@ from typing import Any
 from .. import array
 from ..core import parse
 from ..core.problem import LATENT_HEAD_DIMS
-from ..engine.arrays import Arrays
+from ..engine.arrays import Arrays, MoreArrays
 from ..engine.check_planless_latent import NAMES, Options, run
 from ..engine.index_arrays import progression
 from ..engine.latent_rows import Dims
 from ..errors import ArgumentError
-from .attend import Common
-from .caches import CacheArrays, lengths
+from .batch import FlashOptions
+from .caches import lengths
 
 _NAMES = NAMES._replace(
     q="qv",
@@ -28,39 +28,39 @@ _NAMES = NAMES._replace(
 )
 
 
-def is_latent(cache: CacheArrays, common: Common) -> bool:
+def is_latent(arrays: Arrays, more: MoreArrays, options: FlashOptions) -> bool:
     """Whether kernels of latent attention serve the call: one head of keys, head dims of theirs,
     and none of the other options. They read values once, and keys in place."""
     others = (
-        cache.k,
-        cache.v,
-        cache.rotary_cos,
-        cache.rotary_sin,
-        cache.cache_batch_idx,
-        cache.cache_leftpad,
-        common.window_size,
-        common.attention_chunk,
-        common.softcap,
-        common.q_descale,
-        common.k_descale,
-        common.v_descale,
-        common.alibi_slopes,
+        more.new_k,
+        more.new_v,
+        more.rotary_cos,
+        more.rotary_sin,
+        more.cache_rows,
+        arrays.kv_begin,
+        options.window_size,
+        options.attention_chunk,
+        options.softcap,
+        arrays.scale_q,
+        arrays.scale_k,
+        arrays.scale_v,
+        arrays.alibi_slopes,
     )
     if any(map(_is_given, others)):
         return False
-    arrays = {"v_cache": cache.v_cache, "k_cache": cache.k_cache, "qv": cache.qv, "q": cache.q}
-    views = [array.view(x, name) for name, x in arrays.items()]
+    parts = {"v_cache": arrays.v, "k_cache": arrays.k, "qv": more.qv, "q": arrays.q}
+    views = [array.view(x, name) for name, x in parts.items()]
     if any(len(v.shape) < 2 for v in views) or views[0].shape[-2] != 1:
         return False
     dims = views[2].shape[-1], views[3].shape[-1]
     return dims in LATENT_HEAD_DIMS and dims == tuple(v.shape[-1] for v in views[:2])
 
 
-def attend_latent(cache: CacheArrays, common: Common, max_seqlen_q: int | None) -> Any:
+def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: int | None) -> Any:
     """out, or (out, lse)."""
-    vq, rope = array.view(cache.qv, "qv"), array.view(cache.q, "q")
-    vk, table, return_lse = array.view(cache.v_cache, "v_cache"), cache.table, common.return_lse
-    is_ragged = cache.cu_seqlens_q is not None
+    vq, rope = array.view(qv, "qv"), array.view(arrays.q, "q")
+    vk, table, return_lse = array.view(arrays.v, "v_cache"), arrays.block_tables, options.return_lse
+    is_ragged = arrays.qo_offsets is not None
     if len(vq.shape) != (3 if is_ragged else 4) or len(rope.shape) != len(vq.shape):
         wanted = "[batch, seqlen, heads, columns]"
         if is_ragged:
@@ -77,35 +77,35 @@ def attend_latent(cache: CacheArrays, common: Common, max_seqlen_q: int | None) 
         table = progression(vk.shape[0], 0, 1, vk)[:, None]
     entries = array.view(table, "page_table").shape
     count, room = entries[0], math.prod(entries[1:]) * vk.shape[1]
-    if cache.cache_seqlens is None:
+    if arrays.kv_lens is None:
         kv_lens = progression(count, room, 0, vk)
     else:
-        kv_lens = lengths(cache.cache_seqlens, count, vk, "cache_seqlens")
-    q_len = 1 if is_ragged else vq.shape[1]
-    options = Options(
+        kv_lens = lengths(arrays.kv_lens, count, vk, "cache_seqlens")
+    scale = options.softmax_scale
+    latent = Options(
         _NAMES,
         dims,
-        parse.finite(common.softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, dims.both))),
+        parse.finite(scale, "softmax_scale", 1.0 / math.sqrt(max(1, dims.both))),
         q_axes=(len(vq.shape),),
-        q_len=q_len,
+        q_len=1 if is_ragged else vq.shape[1],
         max_q_len=max_seqlen_q,
-        causal=parse.flag(common.causal, "causal"),
+        causal=parse.flag(options.causal, "causal"),
         pads_lse=return_lse and not is_ragged,
         natural_lse=return_lse,
         return_lse=return_lse,
     )
-    arrays = Arrays(
-        q=cache.qv,
-        q_rope=cache.q,
-        k=cache.v_cache,
-        k_rope=cache.k_cache,
+    parts = Arrays(
+        q=qv,
+        q_rope=arrays.q,
+        k=arrays.v,
+        k_rope=arrays.k,
         block_tables=table,
         kv_lens=kv_lens,
-        out=common.out,
-        qo_offsets=cache.cu_seqlens_q,
-        sinks=common.sinks,
+        out=arrays.out,
+        qo_offsets=arrays.qo_offsets,
+        sinks=arrays.sinks,
     )
-    answer = run(arrays, options)
+    answer = run(parts, latent)
     if return_lse and is_ragged:
         return answer[0], answer[1].swapaxes(-1, -2)
     return answer

@@ -3,15 +3,16 @@ queries of values, which are columns of the queries' copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import array
 from ..array import ArrayView
 from ..array.match import match_output, require_contiguous_last
 from ..core import dtypes
 from ..core.problem import MAX_HEAD_DIM, WIDE_HEAD_DIMS
+from ..engine.arrays import Arrays, MoreArrays
+from ..engine.planless_cache import Append
+from ..engine.prepared import Before
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.ops import copy_rows
 from .batch import Batch
@@ -24,9 +25,10 @@ _WIDE_VALUES = 256, 512
 def needs_copies(batch: Batch, vq: ArrayView) -> bool:
     """Whether head dims are none of the kernels', but could be with columns of zeros; or queries
     are multiplied with values too, which are then columns of keys."""
+    arrays = batch.arrays
     if batch.qv is not None:
         return True
-    k, v = array.view(batch.k, batch.names.k), array.view(batch.v, batch.names.v)
+    k, v = array.view(arrays.k, batch.names.k), array.view(arrays.v, batch.names.v)
     if not (k.shape and v.shape):
         return False  # which are refused behind this
     dims = vq.shape[-1], v.shape[-1]
@@ -48,16 +50,15 @@ def _kernel_dims(dim_qk: int, dim_vo: int) -> tuple[int, int] | None:
     return None
 
 
-def copy_into_kernel_dims(batch: Batch, vq: ArrayView, out: Any) -> tuple[Batch, Any]:
-    """The batch with copies of q, k and v that a kernel has head dims for, and an array for their
-    answer, or None.
+def copy_into_kernel_dims(batch: Batch, vq: ArrayView) -> None:
+    """Let the batch go on with copies of q, k and v that a kernel has head dims for, and with an
+    array for their answer if there is one for the caller's.
 
     The copies are filled by `append`, once the call is checked and new keys are written. With `qv`
     they are [q, qv] and [k, v], whose products are the sums of both.
-    out: the caller's array, to which `narrowed` copies the answer.
     """
-    names = batch.names
-    views = [vq, array.view(batch.k, names.k), array.view(batch.v, names.v)]
+    names, arrays, out = batch.names, batch.arrays, batch.arrays.out
+    views = [vq, array.view(arrays.k, names.k), array.view(arrays.v, names.v)]
     inputs = dict(zip(("q", names.k, names.v), views, strict=True))
     dims = [v.shape[-1] for v in views]
     if batch.qv is not None:
@@ -67,24 +68,23 @@ def copy_into_kernel_dims(batch: Batch, vq: ArrayView, out: Any) -> tuple[Batch,
         require_contiguous_last(v, name)
     # The checks of the call say that there is no such kernel.
     wanted = _kernel_dims(dims[0], dims[2]) or (dims[0], dims[2])
-    target = None
     if out is not None:
         vout = array.view(out, "out")
         match_output(vout, (*vq.shape[:-1], dims[2]), vout.dtype, "out", **inputs)
-        target = array.empty((*vq.shape[:-1], wanted[1]), vout.dtype, vq)
-    given, copies = [batch.q, batch.k, batch.v], []
-    for place, columns in enumerate((wanted[0], *wanted)):
+        batch.take(out=array.empty((*vq.shape[:-1], wanted[1]), vout.dtype, vq))
+    copies = []
+    for place, (role, columns) in enumerate(zip("qkv", (wanted[0], *wanted), strict=True)):
         v = views[place]
         if v.shape[-1] == columns:
             continue
-        given[place] = made = _empty_of(v, columns)
+        made = _empty_of(v, columns)
+        batch.take(**{role: made})
         second = None
         if batch.qv is not None and place < 2:
             second = inputs["qv"] if place == 0 else views[2]
         copies.append((array.view(made, "a copy"), v, second))
-    append = _filling(copies, batch.append)
-    q, k, v = given
-    return replace(batch, q=q, k=k, v=v, qv=None, append=append), target
+    batch.append = _Filling(copies, batch.append)
+    batch.qv = None
 
 
 def _view_second(batch: Batch, vq: ArrayView, vk: ArrayView, vv: ArrayView) -> ArrayView:
@@ -138,17 +138,18 @@ def _empty_of(v: ArrayView, columns: int) -> Any:
     return ArrayView(made.ptr, made.shape, made.strides, v.dtype, *rest)
 
 
-def _filling(
-    copies: list[tuple[ArrayView, ArrayView, ArrayView | None]],
-    append: Callable[[], None] | None,
-) -> Callable[[], None]:
-    """What fills copies with the columns of one or two arrays, and then zeros."""
+class _Filling(NamedTuple):
+    """What fills copies with the columns of one or two arrays, and then zeros, once new keys are
+    written. Each call has copies of its own, so that none is like another."""
 
-    def fill() -> None:
-        if append is not None:
-            append()
+    copies: list[tuple[ArrayView, ArrayView, ArrayView | None]]
+    append: Append | None
+
+    def __call__(self) -> None:
+        if self.append is not None:
+            self.append()
         pairs = []
-        for made, first, second in copies:
+        for made, first, second in self.copies:
             if second is None:
                 pairs.append((first, made))
                 continue
@@ -158,7 +159,11 @@ def _filling(
         for begin in range(0, len(pairs), 2):
             copy_columns(pairs[begin : begin + 2])
 
-    return fill
+    def roles(self, given: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
+        return frozenset()
+
+    def before(self) -> Before:
+        raise NotImplementedError
 
 
 def _columns(v: ArrayView, begin: int, end: int) -> ArrayView:

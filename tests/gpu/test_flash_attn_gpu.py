@@ -91,3 +91,38 @@ def test_calls_as_the_reference_answers_them(name: str, monkeypatch: pytest.Monk
         out, lse = flash_attn.flash_attn_func(*map(_on_gpu, (q, k, v)), **given, **options)
         np.testing.assert_allclose(out.float().cpu().numpy(), want.astype(np.float32), 3e-2, 3e-2)
         np.testing.assert_allclose(lse.cpu().numpy(), want_lse, 1e-2, 1e-2)
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_steps_that_append_keys_are_those_of_the_reference(
+    is_paged: bool, is_rotated: bool
+) -> None:
+    """From the second step on a call is found again, and only addresses are new."""
+    torch = pytest.importorskip("torch")
+    count, heads, kv_heads, dim, room, page_size = 3, 8, 2, 64, 48, 16
+    rng = np.random.default_rng(3)
+    caches = [rng.normal(0, 1, (count, room, kv_heads, dim)).astype(np.float16) for _ in "kv"]
+    named: dict[str, Any] = {"causal": True}
+    if is_paged:
+        caches = [x.reshape(-1, page_size, kv_heads, dim) for x in caches]
+        table = np.arange(count * room // page_size, dtype=np.int32).reshape(count, -1)
+        named["block_table"] = table
+    if is_rotated:
+        angles = rng.normal(0, 1, (room, dim // 2))
+        named |= {f"rotary_{x}": f(angles).astype(np.float16) for x, f in
+                  (("cos", np.cos), ("sin", np.sin))}  # fmt: skip
+    on_gpu = [torch.from_numpy(x.copy()).cuda() for x in caches]
+    fixed = {name: _on_gpu(x) for name, x in named.items()}
+    for step in range(6):
+        q = rng.normal(0, 1, (count, 1, heads, dim)).astype(np.float16)
+        k, v = rng.normal(0, 1, (2, count, 1, kv_heads, dim)).astype(np.float16)
+        lens = np.array([step, 20 + step, 40], np.int32)
+        want = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lens, **named)
+        new = (torch.from_numpy(x).cuda() for x in (k, v))
+        got = flash_attn.flash_attn_with_kvcache(
+            torch.from_numpy(q).cuda(), *on_gpu, *new, cache_seqlens=_on_gpu(lens), **fixed
+        )
+        np.testing.assert_allclose(got.cpu().numpy(), want, 1e-2, 1e-2)
+        for cache, wanted in zip(on_gpu, caches, strict=True):
+            np.testing.assert_allclose(cache.cpu().numpy(), wanted, 2e-3, 2e-3)

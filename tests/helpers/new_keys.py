@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.core import dtypes
+from cupyattn.engine.arrays import Arrays, MoreArrays
 from cupyattn.flash_attn.caches import Append
 from cupyattn.flash_attn.rotary import Rotary
 
@@ -80,9 +81,10 @@ class NewKeysCase:
             tables = [embed(x).array for x in (cos, sin)]
             rotary = Rotary(*tables, ints(starts), self.is_interleaved, self.moves)
             rotated, rotation = rotary.on_gpu(given[2], given[0], offsets[0])
-        pages = caches[0].array, caches[1].array
+        arrays = Arrays(q=given[2], k=caches[0].array, v=caches[1].array)
+        more = MoreArrays(new_k=given[0], new_v=given[1], new_offsets=offsets[1])
         table_given = embed(table.astype(np.int32)).array
-        append = Append((given[0], given[1]), offsets[1], ints(begin), pages, table_given, rotation)
+        append = Append(arrays, more, ints(begin), table_given, rotation)
         append()
 
         # What must be there.

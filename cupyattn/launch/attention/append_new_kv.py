@@ -23,7 +23,9 @@ TABLE_DTYPES = dtypes.float32, dtypes.float16, dtypes.bfloat16
 ROTATED_DTYPES = dtypes.float16, dtypes.bfloat16
 
 # kernels/cupyattn/params/append_new_kv.cuh
-_PARAMS = struct.Struct(f"<{2 * (16 + params.APPENDED_ROWS.size)}s 10Q 64s 8q 12i")
+_ROWS = f"2Q {params.APPENDED_ROWS.size}s"  # of K, and of V
+_REST = struct.Struct("<64s 8q 12i")
+_PARAMS = struct.Struct(f"<{_ROWS} {_ROWS} 10Q {_REST.size}s")
 
 
 class Rotation(NamedTuple):
@@ -89,13 +91,10 @@ def config(
 class _Rotated(NamedTuple):
     """What the kernel is told of a rotation; zeros: there is none.
 
-    addresses      of q, rotated_q, cosines and sines
     table_strides  of a row of cosines, and of sines
     extents        elements that rotate, and positions of the tables
     """
 
-    addresses: tuple[int, int, int, int] = (0, 0, 0, 0)
-    q_offsets: int = 0
     q_strides: tuple[int, int] = (0, 0)
     table_strides: tuple[int, int] = (0, 0)
     extents: tuple[int, int] = (0, 0)
@@ -112,8 +111,6 @@ _NOT_ROTATED = _Rotated()
 def _told(rotation: Rotation) -> _Rotated:
     q, cosines, sines = rotation.q, rotation.cosines, rotation.sines
     return _Rotated(
-        (q.ptr, rotation.rotated_q.ptr, cosines.ptr, sines.ptr),
-        0 if rotation.q_offsets is None else rotation.q_offsets.ptr,
         q_strides=(q.strides[0], q.strides[1]),
         table_strides=(cosines.strides[0], sines.strides[0]),
         extents=(2 * cosines.shape[1], min(cosines.shape[0], 2**31 - 1)),
@@ -133,14 +130,51 @@ def _are_queries_aligned(rotation: Rotation) -> bool:
     return is_row_aligned(rows, q.dtype, q.dtype)
 
 
-def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) -> None:
-    """Enqueue it."""
-    dtype, batch_size, begin = new.dtype, new.lens.shape[0], new.lens
+class Places(NamedTuple):
+    """Addresses of the arrays of a launch, 0 for none; `begin` is `lens` where nothing else says
+    where rotation begins."""
+
+    new_k: int
+    k_cache: int
+    new_v: int
+    v_cache: int
+    q: int
+    rotated_q: int
+    cosines: int
+    sines: int
+    lens: int
+    begin: int
+    q_offsets: int
+    k_offsets: int
+    lens_after: int
+    table: int
+
+
+class Bound(NamedTuple):
+    """A launch with everything packed but the addresses of its arrays."""
+
+    launch: Launch
+    k_rows: bytes
+    v_rows: bytes
+    rest: bytes
+    device: int
+
+    def enqueue(self, places: Places, stream: int) -> None:
+        arguments = params.this_thread.launch_buffer
+        new_k, k_cache, new_v, v_cache, *others = places
+        keys = new_k, k_cache, self.k_rows, new_v, v_cache, self.v_rows
+        _PARAMS.pack_into(arguments.buffer, arguments.offset, *keys, *others, self.rest)
+        enqueue(self.launch, arguments, self.device, stream)
+
+
+def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
+    """The launch of such arrays, wherever they are as far aligned."""
+    dtype, batch_size = new.dtype, new.lens.shape[0]
     is_aligned = all(is_row_aligned(rows, dtype, dtype) for rows in (new.k, new.v))
     dtype_table, dtype_q, rotated = None, None, _NOT_ROTATED
     if rotation is not None:
         dtype_table, dtype_q = rotation.cosines.dtype, rotation.q.dtype
-        rotated, begin = _told(rotation), rotation.begin
+        rotated = _told(rotation)
         is_aligned = is_aligned and _are_queries_aligned(rotation) and not dtype.is_fp8
     kernel = jit.load(
         "append_new_kv",
@@ -150,20 +184,7 @@ def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) ->
     )
     chunks = max(new.k.head_dim, new.v.head_dim) // (16 // dtype.itemsize if is_aligned else 1)
     lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
-    arguments = params.this_thread.launch_buffer
-    _PARAMS.pack_into(
-        arguments.buffer,
-        arguments.offset,
-        b"".join(
-            struct.pack("<2Q", rows.source, rows.cache) + pack_rows(rows) for rows in (new.k, new.v)
-        ),
-        *rotated.addresses,
-        new.lens.ptr,
-        begin.ptr,
-        rotated.q_offsets,
-        0 if new.k_offsets is None else new.k_offsets.ptr,
-        new.lens_after.ptr,
-        new.table.ptr,
+    rest = _REST.pack(
         _formats(new, rotation),
         *rotated.q_strides,
         *rotated.table_strides,
@@ -187,7 +208,35 @@ def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) ->
     most = max(new.num_rows * new.num_kv_heads, rotated.q_rows * rotated.num_qo_heads, 1)
     blocks = min(-(-most // (_THREADS >> lane_bits)), _MAX_BLOCKS)
     grid = blocks, 2 if rotation is None else 3, 1
-    enqueue(Launch(kernel.function, grid, _THREADS, 0), arguments, device, stream)
+    launch = Launch(kernel.function, grid, _THREADS, 0)
+    return Bound(launch, pack_rows(new.k), pack_rows(new.v), rest, device)
+
+
+def places_of(new: NewKeys, rotation: Rotation | None) -> Places:
+    """Where the arrays are."""
+
+    def place(v: ArrayView | None) -> int:
+        return 0 if v is None else v.ptr
+
+    q = rotated_q = cosines = sines = begin = q_offsets = None
+    if rotation is not None:
+        cosines, sines, begin, q, rotated_q, q_offsets, *_ = rotation
+    return Places(
+        new.k.source,
+        new.k.cache,
+        new.v.source,
+        new.v.cache,
+        place(q),
+        place(rotated_q),
+        place(cosines),
+        place(sines),
+        lens=new.lens.ptr,
+        begin=place(new.lens if begin is None else begin),
+        q_offsets=place(q_offsets),
+        k_offsets=place(new.k_offsets),
+        lens_after=new.lens_after.ptr,
+        table=new.table.ptr,
+    )
 
 
 def _formats(new: NewKeys, rotation: Rotation | None) -> bytes:

@@ -737,3 +737,79 @@ def test_an_array_in_two_places_is_compared_once(
         planned = gpu.launches[0].params
         addresses = {struct.unpack_from("<Q", planned, 8 * i)[0] for i in range(8)}
         assert {pointer(offsets), pointer(others)} <= addresses
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [f"decode, {x}" for x in ("new keys", "new rows", "rotated", "new fp8 keys", "padding")],
+)
+def test_calls_that_append_are_found_again(
+    gpu: Gpu, make: Callable[..., Any], variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their own arrays: lengths behind the new keys, and rotated queries, are in scratch memory
+    of the call, where attention reads them."""
+    if not has_guards():
+        pytest.skip("this torch has no comparison of its own")
+    function, changes, launches = VARIANTS[variant]
+    for _ in range(3):
+        gpu.launches.clear()
+        function(make, **changes)
+    first = [x.params for x in gpu.launches]
+    monkeypatch.setattr(forward, "view_cache", None)
+    named = {name: x(make) if callable(x) else x for name, x in changes.items()}
+    lens = ints(41, 51, 61, 1)
+    named = {"q": make(B, 1, H, D), "cache_seqlens": lens} | named
+    gpu.launches.clear()
+    function(make, **named)
+    assert names_of(gpu) == launches
+    told = struct.unpack_from("<2Q 48x 2Q 48x 10Q", gpu.launches[0].params)
+    new_k, _, new_v, _, q, rotated, *_, lens_at, begin, _, _, after, _ = told
+    assert (new_k, new_v, lens_at, begin) == tuple(
+        map(pointer, (named["k"], named["v"], lens, lens))
+    )
+    assert struct.unpack_from("<Q", gpu.launches[1].params, 8) == (after,)
+    read = unpack(gpu.attentions()[-1].params)["q"]
+    assert read == (rotated if "rotary_cos" in named else pointer(named["q"]))
+    assert q == (pointer(named["q"]) if "rotary_cos" in named else 0)
+    # All but addresses is as it was.
+    assert gpu.launches[0].params[208:] == first[0][208:]
+    assert gpu.launches[1].params[96:] == first[1][96:]
+
+
+def test_appends_that_are_found_again_are_checked_for_overlaps(
+    gpu: Gpu, make: Callable[..., Any]
+) -> None:
+    k_cache, new_k, new_v = make(PAGES, PAGE, HK, D), make(B, 1, HK, D), make(B, 1, HK, D)
+    for _ in range(4):
+        decode(make, k_cache=k_cache, k=new_k, v=new_v)
+    gpu.launches.clear()
+    with pytest.raises(ArgumentError, match="overlap"):
+        decode(make, k_cache=k_cache, k=k_cache[3, :B][:, None], v=new_v)
+    both = make(PAGES, PAGE, HK, D)
+    with pytest.raises(ArgumentError, match="v_cache: is at the address of k_cache"):
+        decode(make, k_cache=both, v_cache=both.view(both.shape), k=new_k, v=new_v)
+    assert not gpu.launches
+
+
+def test_caches_without_pages_are_found_again(
+    gpu: Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request has the row of its number, which all calls share."""
+    if not has_guards():
+        pytest.skip("this torch has no comparison of its own")
+    for changes in ({}, {"k": new, "v": new}):
+        for count in (B, 2, B, 2):
+            caches = {name: make(count, ROOM, HK, D) for name in ("k_cache", "v_cache")}
+            lens = torch.full((count,), 9, dtype=torch.int32)
+            step = {"q": make(count, 1, H, D), "cache_seqlens": lens, "page_table": None}
+            step |= {name: make(count, 1, HK, D) for name in changes}
+            for _ in range(3):
+                decode(make, **caches, **step)
+            with monkeypatch.context() as patch:
+                patch.setattr(forward, "view_cache", None)
+                gpu.launches.clear()
+                decode(make, **caches, **step)
+            planned = gpu.launches[-2].params
+            assert struct.unpack_from("<i", planned, 96 + 80) == (count,)
+            found = unpack(gpu.attentions()[-1].params)
+            assert (found["k"], found["v"]) == tuple(map(pointer, caches.values()))
