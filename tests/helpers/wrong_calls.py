@@ -12,19 +12,21 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.errors import CupyAttnError
 
+from .wrong_rules import RULES, Rule
 from .wrong_values import Rejected, ignored, makers_of, scalars
 
 _BAND = 64
 _SENTINEL = 0xA5
 Arguments = dict[str, Any]
-Rule = Callable[[Any], Any]
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Room(NamedTuple):
@@ -62,9 +64,9 @@ class Entry(NamedTuple):
 
     steps    (prefix of its arguments, what is called, with the object of the steps before)
     base     arguments "step.name" of a good call
-    rules    what values of an argument mean, by name, or by "step.name" where names are not enough
     samples  arrays for optional arguments of a good call
     answer   the oracle: arrays that the call gives, from all arguments in their plain form
+    rules    what values of arguments mean that do not mean what RULES says, by name or "step.name"
     written  names of arguments that the call may write
     filled   names of those that a step may have written when a later one is refused
     gather   what the call gives, from its result and its arguments; by default the result
@@ -73,9 +75,9 @@ class Entry(NamedTuple):
     name: str
     steps: tuple[tuple[str, Callable[..., Any]], ...]
     base: Arguments
-    rules: dict[str, Rule]
-    samples: Arguments
+    samples: Mapping[str, Any] = _NONE
     answer: Callable[[Arguments], list[Any]] | None = None
+    rules: Mapping[str, Rule | None] = _NONE
     written: tuple[str, ...] = ("out", "lse")
     gather: Callable[[Any, Arguments], Any] | None = None
     filled: tuple[str, ...] = ()
@@ -101,7 +103,11 @@ class Entry(NamedTuple):
         return result if self.gather is None else self.gather(result, arguments)
 
     def rule(self, name: str) -> Rule | None:
-        return self.rules.get(name) or self.rules.get(name.split(".")[1])
+        for rules in (self.rules, RULES):
+            for known in (name, name.split(".")[1]):
+                if known in rules:
+                    return rules[known]
+        return None
 
     def plain(self, arguments: Arguments) -> Arguments:
         """All arguments in their plain form, and names of those that plan() is given.
@@ -126,6 +132,18 @@ class Entry(NamedTuple):
             except Exception:  # values raise what they like
                 raise Rejected(name) from None
         return found
+
+
+def function(call: Any) -> tuple[tuple[str, Any], ...]:
+    return (("run", call),)
+
+
+def wrapper(cls: Any, run: str = "run") -> tuple[tuple[str, Any], ...]:
+    return (("make", cls), ("plan", cls.plan), ("run", getattr(cls, run)))
+
+
+def step(name: str, **arguments: Any) -> Arguments:
+    return {f"{name}.{key}": x for key, x in arguments.items()}
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import math
 from itertools import pairwise
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import cupyattn
@@ -15,26 +14,12 @@ import cupyattn
 from . import plain_answers as plain
 from .batches import SMALL_WORKSPACE as WORKSPACE
 from .plain_answers import LOG2_E, Logits, attend, by_offsets
-from .wrong_calls import Arguments, Entry, Rule
-from .wrong_values import (
-    Rejected,
-    above,
-    array,
-    flag,
-    ignored,
-    integers,
-    nothing,
-    number,
-    one_of,
-    scale,
-    whole,
-)
-from .wrong_values import dtype as a_dtype
+from .wrong_calls import Arguments, Entry, function, step, wrapper
+from .wrong_rules import FP32, HALF, flag_off, or_default
+from .wrong_values import above, dtype, flag, ignored, nothing, number, one_of, whole
 
 HQ, HKV, D, PAGE = 4, 2, 16, 4
 RNG = np.random.default_rng(0)
-HALF, BF16, FP32 = np.float16, ml_dtypes.bfloat16, np.float32
-FP8 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def values(*shape: int, dtype: Any = HALF) -> np.ndarray:
@@ -51,110 +36,6 @@ def bools(*shape: int) -> np.ndarray:
 
 def little(mask: np.ndarray) -> np.ndarray:
     return np.packbits(mask.reshape(-1), bitorder="little")
-
-
-# --- rules ---
-
-floats = array(HALF, BF16, FP32)
-keys = array(HALF, BF16, FP32, *FP8)
-float32s = array(FP32)
-indices = integers()
-lengths = integers(np.int32, np.int64, np.uint32)
-words = array(bool, np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64)
-
-
-def workspace(value: Any) -> np.ndarray:
-    if (
-        not isinstance(value, np.ndarray)
-        or not value.flags.writeable
-        or not value.flags.c_contiguous
-    ):
-        raise Rejected
-    return WORKSPACE
-
-
-def pages(value: Any) -> Any:
-    """One tensor of both, or a pair."""
-    if isinstance(value, (tuple, list)):
-        if len(value) != 2:
-            raise Rejected
-        return keys(value[0]), keys(value[1])
-    return keys(value)
-
-
-def several(rule: Rule) -> Rule:
-    def meant(value: Any) -> list[Any]:
-        if not isinstance(value, (tuple, list)):
-            raise Rejected
-        return [rule(x) for x in value]
-
-    return meant
-
-
-def or_default(rule: Rule, default: Any) -> Rule:
-    return lambda value: default if value is None else rule(value)
-
-
-def flag_off(value: Any) -> None:
-    if flag(value):
-        raise Rejected
-
-
-def one_minus(value: Any) -> int:
-    """-1, which says nothing."""
-    return whole(-1, -1)(value)
-
-
-def item_length(value: Any) -> int:
-    """Without items it only has to be a length."""
-    is_one = isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "iu"
-    return whole(0)(value.item() if is_one else value)
-
-
-LAYOUT = one_of("NHD", "HND")
-MODE = one_of("NONE", "ROPE_LLAMA", "ALIBI")
-BACKEND = one_of(
-    *("auto", "fa2", "fa3", "cudnn", "cutlass", "cute-dsl", "trtllm-gen", "trtllm-native", "xqa")
-)
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(("q", "query"), floats),
-    **dict.fromkeys(("k", "v", "k_cache", "v_cache", "key", "value"), keys),
-    **dict.fromkeys(("k_shared", "v_shared", "k_unique", "v_unique"), keys),
-    **dict.fromkeys(("paged_kv_cache", "kv_cache", "unique_kv_cache", "unique_kv_data"), pages),
-    **dict.fromkeys(("float_workspace_buffer", "workspace_buffer"), workspace),
-    **dict.fromkeys(("sinks", "sink", "attention_sinks"), float32s),
-    **dict.fromkeys(("kv_layout",), LAYOUT),
-    "pos_encoding_mode": MODE,
-    "backend": BACKEND,
-    **dict.fromkeys(("causal", "return_lse", "use_cuda_graph", "is_causal"), flag),
-    **dict.fromkeys(("use_fp16_qk_reduction", "use_tensor_cores", "disable_split_kv"), flag),
-    **dict.fromkeys(("sm_scale", "q_scale", "k_scale", "v_scale", "bmm1_scale"), number),
-    **dict.fromkeys(("bmm2_scale", "kv_scale", "rcp_out_scale", "scale", "o_scale"), number),
-    "skip_softmax_threshold_scale_factor": number,
-    **dict.fromkeys(("rope_scale", "rope_theta"), above(0.0)),
-    **dict.fromkeys(("logits_soft_cap", "logits_soft_cap_scale"), above(0.0, is_open=False)),
-    **dict.fromkeys(("window_left", "window_right"), whole(-1)),
-    **dict.fromkeys(("scale_q", "scale_k", "scale_v"), scale),
-    **dict.fromkeys(("o_dtype", "q_data_type", "kv_data_type", "o_data_type"), a_dtype),
-    **dict.fromkeys(("data_type", "out_dtype"), a_dtype),
-    **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim", "page_size"), whole(1)),
-    **dict.fromkeys(("head_dim_qk", "head_dim_vo", "q_len_per_req", "q_seq_len"), whole(1)),
-    **dict.fromkeys(("num_levels", "M", "N", "R", "C"), whole(1)),
-    "fixed_split_size": whole(-1),
-    "custom_mask": array(bool),
-    "packed_custom_mask": array(np.uint8),
-    **dict.fromkeys(("kv_cache_sf", "jit_args", "k_sf_cache", "v_sf_cache"), nothing),
-    **dict.fromkeys(("o_sf_vec_size", "batch_offsets_stats"), nothing),
-    "bmm1_scale_log2": or_default(number, None),
-    **dict.fromkeys(("o_sf_scale", "enable_block_sparse_attention", "save_softmax_stats"), nothing),
-    **dict.fromkeys(("enable_pdl", "non_blocking", "is_cuda_graph_compatible"), ignored),
-    **dict.fromkeys(("seq_lens_q", "max_sequence_kv", "max_item_len_ptr", "sm_count"), ignored),
-    **dict.fromkeys(("semaphores", "multi_ctas_kv_counter_buffer"), ignored),
-    **dict.fromkeys(("bf16q_fp8kv_transform_mode", "allow_fp16_qk_reduction"), ignored),
-    "lse_base": one_of("log2", "ln"),
-    "lse_layout": one_of("NH", "HN"),
-    "logits_transform": one_of("1"),  # of the wrong values, the one that is an expression
-}
 
 
 def logits(c: Arguments, step: str = "", **changes: Any) -> Logits:
@@ -217,8 +98,11 @@ SINGLE_SAMPLES = {
 def singles() -> list[Entry]:
     one, many = {"run.q": Q[0], "run.k": K, "run.v": V}, {"run.q": Q, "run.k": K, "run.v": V}
     decode = {"lse": np.zeros(HQ, FP32), "out": Q[0] * 0}
+    rules = dict.fromkeys(("q_scale", "k_scale", "v_scale"), number) | {
+        "use_fp16_qk_reduction": flag
+    }
     found = [
-        Entry(name, (("run", call),), base, RULES, SINGLE_SAMPLES | more, single)
+        Entry(name, function(call), base, SINGLE_SAMPLES | more, single, rules)
         for name, call, base, more in (
             ("single_decode", cupyattn.single_decode_with_kv_cache, one, decode),
             ("single_prefill", cupyattn.single_prefill_with_kv_cache, many, {}),
@@ -243,10 +127,6 @@ ROWS = ints(0, 3, 3, 5)
 SIZES = {"num_qo_heads": HQ, "num_kv_heads": HKV}
 PLAN_MASK = bools(3 * 9 + 2 * 5)
 PLAN_BITS = np.concatenate([little(PLAN_MASK[:27]), little(PLAN_MASK[27:])])
-
-
-def step(name: str, **arguments: Any) -> Arguments:
-    return {f"{name}.{key}": x for key, x in arguments.items()}
 
 
 def run_scales(c: Arguments) -> tuple[Any, Any, Any]:
@@ -367,21 +247,6 @@ def ranges(c: Arguments) -> list[np.ndarray]:
 
 def planned_entries() -> list[Entry]:
     make = step("make", float_workspace_buffer=WORKSPACE)
-    rules = RULES | {f"run.{n}_scale": scale for n in "qkv"} | {"mask": words}
-    rules |= dict.fromkeys(
-        ("indptr", "indices", "last_page_len", "qo_indptr", "kv_indptr"), indices
-    )
-    rules |= dict.fromkeys(("paged_kv_indptr", "paged_kv_indices"), indices)
-    rules |= dict.fromkeys(("paged_kv_last_page_len", "kv_indices", "kv_len_arr"), indices)
-    rules |= dict.fromkeys(("block_tables", "seq_lens", "max_token_per_sequence"), ignored)
-    rules |= {"run.window_left": whole(-1), "use_profiler": nothing, "profiler_buffer": nothing}
-    rules |= {"q_data_type": a_dtype, "make.device": one_of("cpu"), "run.o_scale": nothing}
-    rules |= dict.fromkeys(("v_indptr", "o_indptr", "jit_kwargs"), nothing)
-    rules |= dict.fromkeys(("use_fp16_softmax", "uses_spcompress"), ignored)
-    rules |= {"make.q_data_type": a_dtype, "make.kv_data_type": a_dtype}
-    rules |= {"make.workspace_buffer": ignored, "plan.use_fp16_qk_reduction": ignored}
-    rules |= {"plan.q_data_type": or_default(a_dtype, HALF), "use_profiler": flag_off}
-    rules |= {"token_pos_in_items_len": item_length}
     table = {"indptr": INDPTR, "indices": IDS, "last_page_len": LAST}
     sizes = {**SIZES, "page_size": PAGE}
     samples = {"sinks": OF_HEADS, "run.q_scale": OF_HEADS, "run.k_scale": OF_HEADS[:2]}
@@ -391,33 +256,28 @@ def planned_entries() -> list[Entry]:
     base = make | step("plan", **table, **sizes, head_dim=D, q_len_per_req=2)
     base |= step("run", q=q, paged_kv_cache=POOL, return_lse=True)
     cls: Any = cupyattn.BatchDecodeWithPagedKVCacheWrapper
-
-    def made(cls: Any) -> Any:
-        return (("make", cls), ("plan", cls.plan), ("run", cls.run))
-
-    found = [Entry("decode", made(cls), base, rules, samples, decode)]
+    found = [Entry("decode", wrapper(cls), base, samples, decode)]
     graph: Any = cupyattn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper
     buffers = {"indptr_buffer": INDPTR * 0, "indices_buffer": np.zeros(9, np.int32)}
     buffers |= {"last_page_len_buffer": LAST * 0}
     given = {n: x for n, x in base.items() if not n.startswith("make.")}
     given |= step("make", workspace_buffer=WORKSPACE, **buffers)
-    written = ("out", "lse", *buffers)
-    entry = Entry("graph decode", made(graph), given, rules, samples, decode, written)
-    found.append(entry._replace(filled=tuple(buffers)))
+    entry = Entry("graph decode", wrapper(graph), given, samples, decode)
+    found.append(entry._replace(written=("out", "lse", *buffers), filled=tuple(buffers)))
     table = {f"paged_kv_{n}": x for n, x in table.items()}
     samples |= {"custom_mask": PLAN_MASK, "packed_custom_mask": PLAN_BITS}
     samples |= {"out": values(5, HQ, D) * 0, "lse": np.zeros((5, HQ), FP32)}
     cls = cupyattn.BatchPrefillWithPagedKVCacheWrapper
     base = make | step("plan", qo_indptr=ROWS, **table, **sizes, head_dim_qk=D, causal=True)
     run = step("run", q=Q, paged_kv_cache=POOL, return_lse=True)
-    found.append(Entry("paged", made(cls), base | run, rules, samples, prefill))
+    found.append(Entry("paged", wrapper(cls), base | run, samples, prefill))
     cls = cupyattn.BatchAttentionWithAttentionSinkWrapper
     sunk = base | run | step("run", sink=OF_HEADS, sm_scale=0.3)
     sunk |= step("make", q_data_type="float16", kv_data_type="float16", head_dim_qk=D)
     sunk |= step("make", head_dim_vo=D) | step("plan", q_data_type="float16")
     sunk["plan.kv_data_type"] = "float16"
-    with_sinks = rules | {"plan.sm_scale": ignored, "make.use_fp16_qk_reduction": ignored}
-    found.append(Entry("sinks", _sinks(made(cls)), sunk, with_sinks, samples, prefill))
+    no_scale = {"plan.sm_scale": ignored}  # the run says it
+    found.append(Entry("sinks", _sinks(wrapper(cls)), sunk, samples, prefill, no_scale))
     cls = cupyattn.BatchPrefillWithCausalBidirectionalRangesWrapper
     base = make | step("plan", qo_indptr=ROWS, **table, **sizes, head_dim_qk=D) | run
     base |= step("make", q_data_type="float16", kv_data_type="float16", head_dim_qk=D)
@@ -425,35 +285,27 @@ def planned_entries() -> list[Entry]:
     base["run.bidirectional_ranges"] = np.array(
         [[2, 8], [2, 8], [-1, -1], [0, 4], [4, 4]], np.int32
     )
-    of_ranges = rules | {f"plan.{n}": nothing for n in ("custom_mask", "packed_custom_mask")}
-    of_ranges |= {"bidirectional_ranges": indices, "plan.causal": flag_off}
-    of_ranges |= {
-        "plan.pos_encoding_mode": one_of("NONE"),
-        "make.pos_encoding_mode": one_of("NONE"),
-    }
-    of_ranges |= dict.fromkeys(("causal_window_left", "range_window_left"), whole(-(2**31)))
-    of_ranges |= {"plan.window_left": one_minus} | dict.fromkeys(("prefix_len_ptr",), nothing)
-    of_ranges |= dict.fromkeys(("token_pos_in_items_ptr", "max_item_len_ptr"), nothing)
-    of_ranges |= {"token_pos_in_items_len": whole(0, 0)}
-    found.append(Entry("ranges", made(cls), base, of_ranges, samples, ranges))
+    refused = "custom_mask packed_custom_mask prefix_len_ptr token_pos_in_items_ptr"
+    of_ranges: dict[str, Any] = dict.fromkeys((*refused.split(), "max_item_len_ptr"), nothing)
+    of_ranges |= {"causal": flag_off, "pos_encoding_mode": one_of("NONE")}
+    of_ranges |= {"plan.window_left": whole(-1, -1), "token_pos_in_items_len": whole(0, 0)}
+    found.append(Entry("ranges", wrapper(cls), base, samples, ranges, of_ranges))
     cls = cupyattn.BatchPrefillWithRaggedKVCacheWrapper
     base = make | step("plan", qo_indptr=ROWS, kv_indptr=ints(0, 9, 13, 18), **SIZES)
     base |= step("plan", head_dim_qk=D, causal=True, pos_encoding_mode="ROPE_LLAMA")
     base |= step("run", q=Q, k=values(18, HKV, D), v=values(18, HKV, D), return_lse=True)
-    found.append(Entry("ragged", made(cls), base, rules, samples, prefill))
+    found.append(Entry("ragged", wrapper(cls), base, samples, prefill))
     cls = cupyattn.BatchAttention
     base = step("make", device="cpu") | step("plan", qo_indptr=ROWS, kv_indptr=INDPTR, **sizes)
     base |= step("plan", kv_indices=IDS, kv_len_arr=ints(*KV_LEN), head_dim_qk=D, head_dim_vo=D)
     base |= step("plan", q_data_type="float16", kv_data_type="float16", logits_soft_cap=4.0)
     base |= step("run", q=Q, kv_cache=POOL)
-    cap = above(0.0, is_open=False)
     unset = {
-        "plan.head_dim_vo": or_default(whole(1), None),
-        "run.logits_soft_cap": or_default(cap, 0),
+        "plan.head_dim_vo": or_default(whole(1)),
+        "plan.kv_data_type": or_default(dtype),
+        "run.logits_soft_cap": or_default(above(0.0, is_open=False), 0),
     }
-    unset |= {"plan.kv_data_type": or_default(a_dtype, None)}
-    found.append(Entry("mixed", made(cls), base, rules | unset, samples, mixed))
-    return found
+    return [*found, Entry("mixed", wrapper(cls), base, samples, mixed, unset)]
 
 
 def _sinks(steps: Any) -> Any:

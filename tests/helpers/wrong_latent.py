@@ -12,9 +12,8 @@ import cupyattn
 from . import plain_answers as plain
 from .batches import SMALL_WORKSPACE as WORKSPACE
 from .plain_answers import Logits, attend, by_offsets
-from .wrong_calls import Arguments, Entry
+from .wrong_calls import Arguments, Entry, function, step, wrapper
 from .wrong_entries import (
-    HALF,
     HQ,
     IDS,
     INDPTR,
@@ -22,27 +21,19 @@ from .wrong_entries import (
     OF_HEADS,
     PAGE,
     ROWS,
-    RULES,
-    a_dtype,
-    above,
     answers,
-    flag_off,
-    floats,
-    indices,
     ints,
-    keys,
-    lengths,
-    or_default,
-    step,
     values,
-    workspace,
 )
-from .wrong_tables import LENS, TABLE, bound
-from .wrong_values import flag, ignored, nothing, number, one_of, whole
+from .wrong_rules import HALF, one, or_default, workspace
+from .wrong_tables import LENS, TABLE
+from .wrong_values import above, dtype, flag, ignored, nothing, number, one_of, whole
 
 RANK, ROPE = 512, 64
 POOL = values(8, PAGE, RANK + ROPE)
-one = or_default(number, 1.0)
+
+
+_ROOM = {"float_workspace_buffer": or_default(workspace)}
 
 
 def _pages(cache: np.ndarray) -> np.ndarray:
@@ -178,16 +169,11 @@ def _caches(result: Any, arguments: Arguments) -> Any:
     return arguments["run.ckv_cache"], arguments["run.kpe_cache"]
 
 
-def _older_wrapper(rules: dict[str, Any]) -> Entry:
+def _older_wrapper() -> Entry:
     """FlashInfer's, for decode."""
-    rules = rules | dict.fromkeys(("indptr", "indices", "last_page_len"), indices)
-    rules |= {"head_dim_compressed_kv": whole(1), "sm_scale": number, "data_type": a_dtype}
+    rules = dict.fromkeys(("q_scale", "k_scale", "v_scale"), one) | {"q_data_type": dtype}
     rules |= {"window_left": whole(-1, -1), "logits_soft_cap": or_default(number, 0.0)}
-    rules |= dict.fromkeys(("rope_scale", "rope_theta"), ignored)
-    rules |= dict.fromkeys(("paged_ckv_cache", "paged_kpe_cache"), keys)
-    rules |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), one) | {"run.enable_pdl": ignored}
-    names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
-    rules |= dict.fromkeys((f"make.{name}" for name in names), ignored)
+    rules |= dict.fromkeys(("rope_scale", "rope_theta"), ignored) | _ROOM
     cls: Any = cupyattn.BatchDecodeMlaWithPagedKVCacheWrapper
     base = step("make", float_workspace_buffer=WORKSPACE)
     base |= step("plan", indptr=INDPTR, indices=IDS, last_page_len=LAST, num_qo_heads=HQ)
@@ -196,32 +182,13 @@ def _older_wrapper(rules: dict[str, Any]) -> Entry:
     base |= step("run", paged_ckv_cache=POOL[..., :RANK].copy())
     base |= step("run", paged_kpe_cache=POOL[..., RANK:].copy())
     samples = {"out": values(3, HQ, RANK) * 0, "lse": np.zeros((3, HQ), np.float32)}
-    steps = ("make", cls), ("plan", cls.plan), ("run", cls.run)
-    return Entry("latent decode", steps, base, rules, samples)
+    return Entry("latent decode", wrapper(cls), base, samples, rules=rules)
 
 
 def latent_entries() -> list[Entry]:
-    rules = RULES | dict.fromkeys(("block_tables", "page_table"), indices)
-    rules |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), indices)
-    rules |= dict.fromkeys(("q_nope", "q_pe"), floats) | dict.fromkeys(
-        ("ckv_cache", "kpe_cache", "append_ckv", "append_kpe"), keys
-    )
-    rules |= {"num_heads": whole(1), "head_dim_ckv": whole(1), "head_dim_kpe": whole(0)}
-    rules |= {"causal": or_default(flag, False), "use_profiler": flag_off, "metadata": nothing}
-    rules |= dict.fromkeys(("cum_seq_lens_q", "max_q_len", "seq_lens"), ignored)
-    rules |= {"plan.block_tables": nothing, "lse_mode": one_of("none", "base2", "basee")}
-    layouts = or_default(one_of("packed", "split"), None)
-    rules |= dict.fromkeys(("query_layout", "kv_cache_layout"), layouts)
-    rules |= {"output_dtype": a_dtype, "output_scale": one_of("none")}
-    rules |= {"scale_mode": one_of("default", "kv-per-tensor", "bmm-scalar")}
-    rules |= dict.fromkeys(("skip_softmax", "enable_pdl", "use_sinks"), ignored)
-    rules |= dict.fromkeys(("profiler_buffer", "kv_len", "page_table", "o_scale"), nothing)
-    rules |= dict.fromkeys(("ckv_scale", "ckv_scale_arr", "kpe_scale"), nothing)
-    rules |= {"return_lse_base_on_e": flag, "bmm1_scale": number, "bmm2_scale": one}
-    rules |= {"float_workspace_buffer": _room}
-    rules |= {"skip_softmax_threshold_scale_factor": ignored}
-    buffers = "make.qo_indptr", "make.kv_indptr", "make.kv_indices", "make.kv_len_arr"
-    rules |= dict.fromkeys(buffers, ignored)  # without a graph
+    rules = _ROOM | {"causal": or_default(flag, False), "bmm1_scale": number}
+    rules |= {"plan.block_tables": nothing, "page_table": nothing, "q_data_type": dtype}
+    rules |= {"output_scale": one_of("none"), "skip_softmax_threshold_scale_factor": ignored}
     q = values(5, HQ, RANK + ROPE)
     base = step("make", float_workspace_buffer=WORKSPACE)
     base |= step("plan", qo_indptr=ROWS, kv_indptr=INDPTR, kv_indices=IDS, kv_len_arr=LENS)
@@ -231,20 +198,11 @@ def latent_entries() -> list[Entry]:
     out, lse = values(5, HQ, RANK) * 0, np.zeros((5, HQ), np.float32)
     samples = {"sinks": OF_HEADS, "out": out, "lse": lse, "ckv_scale_arr": np.ones((8, PAGE))}
     cls: Any = cupyattn.BatchMLAPagedAttentionWrapper
-    steps = ("make", cls), ("plan", cls.plan), ("run", cls.run)
-    found = [Entry("latent batch", steps, base, rules, samples, batch), _older_wrapper(rules)]
+    found = [Entry("latent batch", wrapper(cls), base, samples, batch, rules), _older_wrapper()]
 
-    of_calls = {n: x for n, x in rules.items() if n not in ("page_table", "seq_lens")}
-    of_calls |= {"page_table": indices, "seq_lens": lengths, "workspace_buffer": _room}
-    of_calls |= dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim"), whole(0))
-    of_calls |= {"max_seq_len": bound, "bmm1_scale": one, "cum_seq_lens_q": lengths}
-    of_calls |= {"max_q_len": or_default(whole(1), None), "sparse_mla_top_k": whole(0)}
-    of_calls |= dict.fromkeys(("enable_dcp", "causal_seqlens_kv_global"), nothing)
-    of_calls |= {"return_lse_base": nothing, "cp_world": whole(1, 1)}
-    of_calls |= {"uses_shared_paged_kv_idx": _true, "sparse_mla_top_k_lens": ignored}
-    of_calls |= {"backend": one_of("auto", "trtllm-gen", "xqa", "cute-dsl")}
-    of_calls |= dict.fromkeys(("q_scale", "kv_scale"), one)
-    of_calls |= {"sm_count": ignored, "semaphores": ignored}
+    rules = {"skip_softmax_threshold_scale_factor": ignored, "q_scale": one}
+    rules |= {"backend": one_of("auto", "trtllm-gen", "xqa", "cute-dsl")}
+    rules |= {"max_q_len": or_default(whole(1))}
     q = values(3, 1, HQ, RANK + ROPE)
     table = {"workspace_buffer": WORKSPACE, "block_tables": TABLE, "seq_lens": LENS}
     base = step("run", query=q, kv_cache=POOL, **table, qk_nope_head_dim=128, kv_lora_rank=RANK)
@@ -253,38 +211,26 @@ def latent_entries() -> list[Entry]:
     samples |= {"lse": np.zeros((3, 1, HQ), np.float32)}
     call: Any = cupyattn.trtllm_batch_decode_with_kv_cache_mla
     more = step("run", return_lse=True)
-    found.append(Entry("latent trtllm", (("run", call),), base | more, of_calls, samples, trtllm))
+    found.append(Entry("latent trtllm", function(call), base | more, samples, trtllm, rules))
     call = cupyattn.xqa_batch_decode_with_kv_cache_mla
     samples = {"sinks": OF_HEADS, "out": values(3, 1, HQ, RANK)}
-    found.append(Entry("latent xqa batch", (("run", call),), base, of_calls, samples, xqa_batch))
+    found.append(Entry("latent xqa batch", function(call), base, samples, xqa_batch, rules))
     pages = POOL[:, :, None]
     base = step("run", q=q, k_cache=pages, page_table=TABLE, seq_lens=LENS)
     base |= step("run", workspace_buffer=WORKSPACE, q_scale=0.07, page_size=PAGE)
     call = _xqa_of_one_cache
     samples = {"output": values(3, 1, HQ, RANK)}
-    found.append(
-        Entry("latent xqa", (("run", call),), base, of_calls, samples, xqa, ("output",), _output)
-    )
+    entry = Entry("latent xqa", function(call), base, samples, xqa, rules)
+    found.append(entry._replace(written=("output",), gather=_output))
     base = step("run", append_ckv=values(4, RANK), append_kpe=values(4, ROPE))
     base |= step("run", batch_indices=ints(0, 2, 2, -1), positions=ints(8, 3, 4, 0))
     base |= step("run", ckv_cache=POOL[..., :RANK].copy(), kpe_cache=POOL[..., RANK:].copy())
     base |= step("run", kv_indices=IDS, kv_indptr=INDPTR, kv_last_page_len=ints(1, 4, 1))
-    of_append = RULES | dict.fromkeys(("batch_indices", "positions", "kv_indices"), indices)
-    of_append |= dict.fromkeys(("kv_indptr", "kv_last_page_len"), indices)
-    of_append |= dict.fromkeys(("append_ckv", "append_kpe", "ckv_cache", "kpe_cache"), keys)
-    of_append |= dict.fromkeys(("ckv_scale", "kpe_scale"), above(0.0))
-    call = cupyattn.append_paged_mla_kv_cache
-    written = "ckv_cache", "kpe_cache"
-    entry = Entry("latent append", (("run", call),), base, of_append, {}, append, written, _caches)
-    return [*found, entry]
-
-
-def _room(value: Any) -> Any:
-    return None if value is None else workspace(value)
-
-
-def _true(value: Any) -> None:
-    assert flag(value)
+    positive = dict.fromkeys(("ckv_scale", "kpe_scale"), above(0.0))
+    entry = Entry(
+        "latent append", function(cupyattn.append_paged_mla_kv_cache), base, {}, append, positive
+    )
+    return [*found, entry._replace(written=("ckv_cache", "kpe_cache"), gather=_caches)]
 
 
 def _output(result: Any, arguments: Arguments) -> Any:

@@ -13,7 +13,7 @@ import cupyattn
 from . import plain_answers as plain
 from .batches import SMALL_WORKSPACE as WORKSPACE
 from .plain_answers import Logits, attend, by_offsets
-from .wrong_calls import Arguments, Entry
+from .wrong_calls import Arguments, Entry, function, step
 from .wrong_entries import (
     HKV,
     HQ,
@@ -23,41 +23,20 @@ from .wrong_entries import (
     OF_HEADS,
     PAGE,
     POOL,
-    RULES,
     D,
     answers,
     bools,
-    float32s,
-    floats,
-    indices,
     ints,
-    keys,
-    lengths,
-    or_default,
     product,
-    step,
     values,
-    words,
-    workspace,
 )
-from .wrong_values import (
-    HUGE,
-    above,
-    array,
-    flag,
-    ignored,
-    integer,
-    nothing,
-    number,
-    one_of,
-    whole,
-)
+from .wrong_rules import float32s, floats, indices, one, or_default
+from .wrong_values import above, array, ignored, one_of, whole
 
 TABLE = np.array([[7, 0, 5], [3, 4, 4], [1, 2, 6]], np.int32)
 LENS = ints(9, 4, 5)
 LSE = np.zeros((3, HQ), np.float32)
 SAMPLES = {"sinks": OF_HEADS, "out": values(3, HQ, D) * 0, "lse": LSE, "output": values(3, HQ, D)}
-one = or_default(number, 1.0)
 
 
 def over_table(
@@ -185,19 +164,9 @@ def cudnn_prefill(c: Arguments) -> list[np.ndarray]:
 
 
 def table_entries() -> list[Entry]:
-    rules = RULES | dict.fromkeys(("block_tables", "page_table"), indices)
-    rules |= dict.fromkeys(("seq_lens", "cum_seq_lens_q", "q_cu_seq_lens"), lengths)
-    rules |= dict.fromkeys(("actual_seq_lens_q", "actual_seq_lens_kv", "batch_offsets_q"), lengths)
-    rules |= dict.fromkeys(("batch_offsets_k", "batch_offsets_v", "batch_offsets_o"), nothing)
-    rules |= dict.fromkeys(("bmm1_scale", "bmm2_scale", "o_scale", "q_scale", "k_scale"), one)
-    rules |= dict.fromkeys(("v_scale", "kv_scale", "skip_softmax_threshold_scale_factor"), one)
-    rules |= {"mask": words, "uses_shared_paged_kv_idx": _true, "sliding_win_size": whole(0)}
-    rules |= dict.fromkeys(("max_seq_len", "max_kv_len", "max_sequence_kv"), bound)
-    rules |= {"q_len_per_req": or_default(whole(1), 1), "max_q_len": bound, "batch_size": whole(0)}
-    rules |= {"max_token_per_sequence": whole(1), "cum_seq_lens_kv": ignored, "backend": TRTLLM}
-    rules |= {"batch_offsets_units": one_of("elements", "tokens")}
-    rules |= dict.fromkeys(("use_fp16_softmax", "uses_spcompress"), ignored)
-    rules |= {"workspace_buffer": or_default(workspace, None), "rcp_out_scale": one}
+    rules = {"o_scale": one, "skip_softmax_threshold_scale_factor": one}
+    rules |= {"q_len_per_req": or_default(whole(1), 1)}
+    rules |= {"backend": one_of("auto", "xqa", "trtllm-gen")}
     q, two = values(3, HQ, D), values(6, HQ, D)
     table = {"workspace_buffer": WORKSPACE, "block_tables": TABLE, "seq_lens": LENS}
     decode = step("run", kv_cache=POOL, **table, max_seq_len=12, bmm1_scale=0.25, kv_layout="NHD")
@@ -207,7 +176,7 @@ def table_entries() -> list[Entry]:
     q_two = step("run", query=two, q_len_per_req=2)
     calls = cupyattn
     found = [
-        Entry(name, (("run", call),), base, rules, samples, answer)
+        Entry(name, function(call), base, samples, answer, rules)
         for name, call, base, answer in (
             (
                 "trtllm decode",
@@ -227,42 +196,32 @@ def table_entries() -> list[Entry]:
     context |= step("run", query=two, max_q_len=4, max_kv_len=12, batch_size=3)
     context |= step("run", cum_seq_lens_q=ints(0, 2, 2, 6), cum_seq_lens_kv=ints(0, 9, 13, 18))
     call: Any = calls.trtllm_batch_context_with_kv_cache
-    found.append(Entry("trtllm context", (("run", call),), context, rules, samples, trtllm_context))
+    rules = rules | {"cum_seq_lens_kv": ignored}
+    entry = Entry("trtllm context", function(call), context, samples, trtllm_context, rules)
+    found.append(entry)
     base = step("run", q=q[:, None], k_cache=POOL[:, 0].copy(), v_cache=POOL[:, 1].copy())
     base |= step(
         "run", page_table=TABLE, seq_lens=LENS, workspace_buffer=WORKSPACE, return_lse=True
     )
     call = calls.xqa.xqa if hasattr(calls.xqa, "xqa") else calls.xqa
     samples = SAMPLES | {"mask": bools(3, 1, 1), "q_cu_seq_lens": ints(0, 1, 2, 3)}
-    written = "output", "lse"
-    found.append(Entry("xqa", (("run", call),), base, rules, samples, xqa, written))
+    entry = Entry("xqa", function(call), base, samples, xqa, {"q_scale": one})
+    found.append(entry._replace(written=("output", "lse")))
     heads_first = (POOL[:, i].swapaxes(1, 2).copy() for i in (0, 1))
     base = step("run", **dict(zip(("k_cache", "v_cache"), heads_first, strict=True)), scale=0.25)
     base |= step("run", workspace_buffer=WORKSPACE, max_sequence_kv=12, block_tables=TABLE)
     base |= step("run", actual_seq_lens_kv=LENS.reshape(3, 1, 1, 1), return_lse=True)
     call = calls.cudnn_batch_decode_with_kv_cache
     samples = SAMPLES | {"batch_offsets_q": ints(64, 0, 128)}
-    entry = Entry("cudnn decode", (("run", call),), base, rules, samples, cudnn_decode)
+    entry = Entry("cudnn decode", function(call), base, samples, cudnn_decode)
     found.append(entry._replace(base=base | step("run", q=q)))
     base = base | step("run", q=two, max_token_per_sequence=4, actual_seq_lens_q=ints(2, 0, 4))
     base |= step("run", batch_offsets_q=ints(0, 2, 2, 6), batch_offsets_units="tokens", causal=True)
     call = calls.cudnn_batch_prefill_with_kv_cache
-    rules |= {"backend": ignored, "scale": one}
+    rules = dict.fromkeys(("q_scale", "k_scale", "v_scale"), one) | {"backend": ignored}
     samples = {"out": two, "lse": np.zeros((3, 4, HQ), np.float32)}
-    found.append(Entry("cudnn prefill", (("run", call),), base, rules, samples, cudnn_prefill))
-    return found
-
-
-TRTLLM = one_of("auto", "xqa", "trtllm-gen")
-
-
-def bound(value: Any) -> int | None:
-    """The largest length that a caller promises, or None where none is promised."""
-    return None if value is None else integer(value, 0, HUGE)
-
-
-def _true(value: Any) -> None:
-    assert flag(value)
+    entry = Entry("cudnn prefill", function(call), base, samples, cudnn_prefill, rules)
+    return [*found, entry]
 
 
 # --- pages, masks, states ---
@@ -358,14 +317,6 @@ def merge_many(c: Arguments) -> list[np.ndarray]:
 
 
 def op_entries() -> list[Entry]:
-    of_ops = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
-    rules = RULES | dict.fromkeys((*of_ops, "append_indptr", "seq_lens"), indices)
-    rules |= dict.fromkeys(("append_key", "append_value"), keys) | {"page_size": whole(1)}
-    rules |= {"k_scale": above(0.0), "v_scale": above(0.0), "nnz": whole(0), "indptr": indices}
-    rules |= {"x": array(bool), "bitorder": one_of("little", "big"), "lse_base_on_e": flag}
-    rules |= dict.fromkeys(("v_a", "v_b", "s_a", "s_b", "v", "s", "v_other"), floats)
-    rules |= {"s_other": floats, "mask": array(bool, np.uint8)}
-    in_place = rules | {"s": float32s, "s_other": float32s}
     base = step("run", append_key=values(4, HKV, D), append_value=values(4, HKV, D))
     base |= step("run", batch_indices=ints(0, 2, 2, -1), positions=ints(8, 3, 4, 0))
     base |= step(
@@ -379,38 +330,39 @@ def op_entries() -> list[Entry]:
     def states(result: Any, arguments: Arguments) -> Any:
         return arguments["run.v"], arguments["run.s"]
 
-    def one(call: Any) -> Any:
-        return (("run", call),)
-
-    calls, written = cupyattn, ("paged_kv_cache",)
-    name = "append"
-    found = [Entry(name, one(calls.append_paged_kv_cache), base, rules, {}, append, written, cache)]
+    calls, positive = cupyattn, {"k_scale": above(0.0), "v_scale": above(0.0)}
+    entry = Entry("append", function(calls.append_paged_kv_cache), base, {}, append, positive)
+    found = [entry._replace(written=("paged_kv_cache",), gather=cache)]
     base = step("run", append_indptr=ints(0, 2, 2, 4), seq_lens=LENS, nnz=5)
     samples = {"batch_indices": ints(9, 9, 9, 9, 9), "positions": ints(9, 9, 9, 9, 9)}
     call: Any = calls.get_batch_indices_positions
     of_outputs = "batch_indices", "positions"
-    others = {n: rule for n, rule in rules.items() if n not in of_outputs}
-    found.append(Entry("positions", one(call), base, others, samples, positions, of_outputs))
+    rules: dict[str, Any] = dict.fromkeys(of_outputs) | {"seq_lens": indices}
+    entry = Entry("positions", function(call), base, samples, positions, rules)
+    found.append(entry._replace(written=of_outputs))
     base = step("run", kv_indptr=INDPTR, kv_last_page_len=LAST, page_size=PAGE)
-    found.append(Entry("seq_lens", one(calls.get_seq_lens), base, rules, {}, seq_lens, ()))
+    found.append(Entry("seq_lens", function(calls.get_seq_lens), base, {}, seq_lens, written=()))
     base = step("run", x=bools(21))
-    found.append(Entry("packbits", one(calls.packbits), base, rules, {}, packbits, ()))
+    found.append(Entry("packbits", function(calls.packbits), base, {}, packbits, written=()))
     base = base | step("run", indptr=ints(0, 3, 3, 20), bitorder="little")
     call = calls.segment_packbits
-    found.append(Entry("segment_packbits", one(call), base, rules, {}, segment_packbits, ()))
+    found.append(Entry("segment_packbits", function(call), base, {}, segment_packbits, written=()))
     n, s = 5, values(5, HQ, dtype=np.float32)
     pair = step("run", v_a=values(n, HQ, D), s_a=s, v_b=values(n, HQ, D), s_b=s[::-1].copy())
     samples = {"out": values(n, HQ, D), "lse": s * 0, "mask": bools(n)}
-    found.append(Entry("merge_state", one(calls.merge_state), pair, rules, samples, merge_pair))
+    found.append(Entry("merge_state", function(calls.merge_state), pair, samples, merge_pair))
     names = {"v_a": "v", "s_a": "s", "v_b": "v_other", "s_b": "s_other"}
     base = {f"run.{names[name.split('.')[1]]}": x for name, x in pair.items()}
     call = calls.merge_state_in_place
-    written = "v", "s"
-    found.append(Entry("in place", one(call), base, in_place, samples, merge_pair, written, states))
+    of_states = {"v": floats}
+    rules = of_states | {"s": float32s, "mask": array(bool, np.uint8)}
+    entry = Entry("in place", function(call), base, samples, merge_pair, rules)
+    found.append(entry._replace(written=("v", "s"), gather=states))
     base = step("run", v=values(n, 3, HQ, D), s=values(n, 3, HQ, dtype=np.float32))
-    found.append(Entry("merge_states", one(calls.merge_states), base, rules, samples, merge_many))
+    call = calls.merge_states
+    found.append(Entry("merge_states", function(call), base, samples, merge_many, of_states))
     base = step("run", v=values(7, HQ, D), s=values(7, HQ, dtype=np.float32))
     base |= step("run", indptr=ints(0, 3, 3, 4, 7, 7))
     call = calls.variable_length_merge_states
-    found.append(Entry("segments", one(call), base, rules, samples, merge_many))
+    found.append(Entry("segments", function(call), base, samples, merge_many, of_states))
     return found
