@@ -74,7 +74,7 @@ def run_cases() -> None:
             run.batch(case, spoil, **facts).check()
     for seed in range(40):
         with gpu.plugged_in(arch=(900, 800)[seed % 2], **facts):
-            Append.prepare(page_cases.random_case(seed), np).run_and_check()
+            Append(page_cases.random_case(seed), np).run_and_check()
     for seed in range(40):
         with gpu.plugged_in(**facts):
             run_and_check(merge_calls.Call(merge_calls.random_case(seed), np))

@@ -328,7 +328,7 @@ def test_every_entry_file_runs() -> None:
         answer = check(replace(SMALL, **changes), num_sms=16)
         seen |= {launch.name for launch in answer.launches}
     with gpu.plugged_in() as emulated:
-        append = Append.prepare(AppendCase(), np)
+        append = Append(AppendCase(), np)
         append.run()
         lengths = cupyattn.get_seq_lens(*(np.array(x, np.int32) for x in ([0, 2], [3])), 4)
         cupyattn.get_batch_indices_positions(np.array([0, 5], np.int32), lengths, 5)

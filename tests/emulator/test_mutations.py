@@ -126,7 +126,7 @@ def _cascade(num_sms: int = 16, **changes: object) -> Callable:
 
 def _append(**facts: object) -> None:
     with gpu.plugged_in(**facts):
-        append = Append.prepare(STRAY, np)
+        append = Append(STRAY, np)
         page_cases.spoil(append)
         append.run()
         append.check()

@@ -29,17 +29,17 @@ def test_random_appends(emulated: gpu.EmulatedGpu, first: int) -> None:
     for seed in range(first, first + 20):
         emulated.forget()
         emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
-        Append.prepare(random_case(seed), np).run_and_check()
+        Append(random_case(seed), np).run_and_check()
 
 
 def test_stray_indices_touch_nothing(emulated: gpu.EmulatedGpu) -> None:
-    append = Append.prepare(STRAY, np)
+    append = Append(STRAY, np)
     assert spoil(append) >= 10
     append.run_and_check()
 
 
 def test_offsets_that_fall(emulated: gpu.EmulatedGpu) -> None:
-    append = Append.prepare(STRAY, np)
+    append = Append(STRAY, np)
     append.slots = []
     append.run_and_check(kv_indptr=np.array([2**31 - 1, -5, -(2**31), 3, -7], np.int32))
 
@@ -47,7 +47,7 @@ def test_offsets_that_fall(emulated: gpu.EmulatedGpu) -> None:
 def test_debug_counts_what_is_left_out(
     emulated: gpu.EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = Append.prepare(STRAY, np)
+    append = Append(STRAY, np)
     count = spoil(append)
     monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
     with pytest.raises(ArgumentError, match=f"positions: {count} of "):

@@ -174,7 +174,7 @@ def logits(seed: int, card: Card) -> Drawn:
 
 
 def append(seed: int, card: Card) -> Drawn:
-    call = page_cases.Append.prepare(page_cases.random_case(seed), np)
+    call = page_cases.Append(page_cases.random_case(seed), np)
     card.name("", call.arguments)
     return described(call.case), call.run
 

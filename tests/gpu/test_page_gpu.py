@@ -36,7 +36,7 @@ def ints(*x: int) -> np.ndarray:
 
 
 def run_and_check(case: AppendCase, xp: ModuleType) -> None:
-    Append.prepare(case, xp).run_and_check()
+    Append(case, xp).run_and_check()
 
 
 # --- append: every kernel, every form ---
@@ -104,14 +104,14 @@ def test_every_rounding(dtype: str, cache_dtype: str, dim: int) -> None:
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("form", ["array", "pair"])
 def test_stray_indices_write_nothing(xp: ModuleType, form: str, cache_dtype: str) -> None:
-    append = Append.prepare(replace(STRAY, form=form, cache_dtype=cache_dtype), xp)
-    assert spoil(append, xp=xp) >= 10
+    append = Append(replace(STRAY, form=form, cache_dtype=cache_dtype), xp)
+    assert spoil(append) >= 10
     append.run_and_check()
 
 
 def test_a_page_table_that_is_cut_short(xp: ModuleType) -> None:
     """kv_indptr reaches beyond kv_indices: what lies behind is not read."""
-    append = Append.prepare(STRAY, xp)
+    append = Append(STRAY, xp)
     keep = 5
     indices = download(append.arguments["kv_indices"])
     kept = poison.embed(indices[:keep], xp=xp)
@@ -120,23 +120,23 @@ def test_a_page_table_that_is_cut_short(xp: ModuleType) -> None:
 
 
 def test_offsets_that_fall(xp: ModuleType) -> None:
-    append = Append.prepare(STRAY, xp)
+    append = Append(STRAY, xp)
     append.slots = []
     append.run_and_check(kv_indptr=upload(ints(2**31 - 1, -5, -(2**31), 3, -7), xp))
 
 
 def test_debug_counts_what_is_left_out(xp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    append = Append.prepare(STRAY, xp)
+    append = Append(STRAY, xp)
     call_cache.clear_all()  # of calls before debugging, which a process begins with
     monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
     append.run_and_check()
-    count = spoil(append, xp=xp)
+    count = spoil(append)
     with pytest.raises(ArgumentError, match=f"positions: {count} of "):
         append.run()
 
 
 def test_int64_indices_are_converted_on_the_device(xp: ModuleType) -> None:
-    append = Append.prepare(PLAIN, xp)
+    append = Append(PLAIN, xp)
     names = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
     long = {name: upload(download(append.arguments[name]).astype(np.int64), xp) for name in names}
     append.run_and_check(**long)
@@ -238,7 +238,7 @@ def test_jax_arrays_go_into_a_cupy_cache() -> None:
     jax = pytest.importorskip("jax")
     if not any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("JAX is here without CUDA")
-    append = Append.prepare(replace(PLAIN, dtype="float32", cache_dtype="float32"), cupy)
+    append = Append(replace(PLAIN, dtype="float32", cache_dtype="float32"), cupy)
     names = [name for name in append.arguments if name not in ("paged_kv_cache", "kv_layout")]
     values = {name: jax.numpy.asarray(download(append.arguments[name])) for name in names}
     append.run_and_check(**values)
@@ -251,9 +251,9 @@ def test_jax_arrays_go_into_a_cupy_cache() -> None:
 
 def test_the_callers_stream(torch: Any) -> None:
     """On a side stream, behind a kernel that waits and the write of what is appended."""
-    append = Append.prepare(PLAIN, torch)
+    append = Append(PLAIN, torch)
     append.run()  # compiled and loaded
-    append = Append.prepare(PLAIN, torch)
+    append = Append(PLAIN, torch)
     key = append.arguments["append_key"]
     right = raw(key).clone()
     raw(key).zero_()
@@ -267,7 +267,7 @@ def test_the_callers_stream(torch: Any) -> None:
 
 
 def test_a_torch_cache_and_cupy_keys(torch: Any) -> None:
-    append, other = Append.prepare(PLAIN, torch), Append.prepare(PLAIN, cupy)
+    append, other = Append(PLAIN, torch), Append(PLAIN, cupy)
     torch.cuda.synchronize()
     cupy.cuda.Device().synchronize()
     other.run(paged_kv_cache=append.arguments["paged_kv_cache"])

@@ -26,13 +26,46 @@ Answer = tuple[np.ndarray, np.ndarray | None]
 States = list[np.ndarray]
 
 
-class Call:
+class Placed:
+    """Arrays of a call among poison, on a device of a framework.
+
+    case   says what is called, and names the call in failures
+    owned  the arrays, by name
+    """
+
+    def __init__(self, case: Any, xp: ModuleType, *seed: int, device: str = "cuda") -> None:
+        self.case, self.xp, self.device = case, xp, device
+        self.rng = np.random.default_rng(seed)
+        self.owned: dict[str, poison.Poisoned] = {}
+
+    def values(self, *shape: int, dtype: str) -> np.ndarray:
+        values = self.rng.standard_normal(shape).astype(np.float32)
+        return values.astype(dtypes.parse(dtype).numpy)
+
+    def embed(self, name: str, values: np.ndarray, strides: Any = None, **where: Any) -> Any:
+        """The values on the device."""
+        placed = poison.embed(values, strides, xp=self.xp, device=self.device, **where)
+        self.owned[name] = placed
+        return placed.array
+
+    def blank(
+        self, name: str, shape: Sequence[int], dtype: Any, strides: Any = None
+    ) -> poison.Poisoned:
+        """An output on the device, poison itself."""
+        where = {"xp": self.xp, "device": self.device}
+        self.owned[name] = poison.blank(shape, np.dtype(dtype), strides, **where)
+        return self.owned[name]
+
+    def assert_intact(self) -> None:
+        for name, placed in self.owned.items():
+            placed.assert_intact(f"{self.case}: {name}")
+
+
+class Call(Placed):
     """A call on the device: what is called, its inputs, the oracle's answer and the tolerance.
 
     A subclass makes the inputs and defines `start`, and `requests` or `expected`.
 
-    case      says what is called, and names the call in failures
-    owned     inputs and outputs among poison, by name
     outputs   those that the call is given to write, out first
     returned  what the last call gave, (out, lse) as arrays of the device
     answer_shape  heads and columns of the output, and the dtype that the kernels round it to
@@ -46,31 +79,15 @@ class Call:
     logit_magnitude = 0.0
 
     def __init__(self, case: Any, xp: ModuleType, *seed: int) -> None:
-        self.case, self.xp = case, xp
-        self.rng = np.random.default_rng(seed)
-        self.owned: dict[str, poison.Poisoned] = {}
+        super().__init__(case, xp, *seed)
         self.outputs: list[poison.Poisoned] = []
         self.returned: Sequence[Any] = ()
-
-    # --- inputs ---
-
-    def values(self, *shape: int, dtype: str) -> np.ndarray:
-        values = self.rng.standard_normal(shape).astype(np.float32)
-        return values.astype(dtypes.parse(dtype).numpy)
-
-    def embed(self, name: str, values: np.ndarray, strides: Any = None, **where: Any) -> Any:
-        """The values on the device, among poison."""
-        self.owned[name] = poison.embed(values, strides, xp=self.xp, **where)
-        return self.owned[name].array
 
     def blank(
         self, name: str, shape: Sequence[int], dtype: Any, strides: Any = None
     ) -> poison.Poisoned:
-        """An output on the device, poison itself."""
-        placed = poison.blank(shape, np.dtype(dtype), strides, xp=self.xp)
-        self.owned[name] = placed
-        self.outputs.append(placed)
-        return placed
+        self.outputs.append(super().blank(name, shape, dtype, strides))
+        return self.outputs[-1]
 
     # --- the call ---
 
@@ -133,10 +150,6 @@ class Call:
             head_dim_qk=self.head_dim_qk,
         )
         self.assert_intact()
-
-    def assert_intact(self) -> None:
-        for name, placed in self.owned.items():
-            placed.assert_intact(f"{self.case}: {name}")
 
 
 def drawn_sinks(rng: np.random.Generator, count: int) -> np.ndarray:

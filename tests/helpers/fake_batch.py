@@ -133,12 +133,6 @@ def forget() -> None:
     shared_prefix._padded.clear()
 
 
-def _batch_module() -> Any:
-    from cupyattn.engine import wrapper
-
-    return wrapper
-
-
 def _alloc(num_words: int) -> tuple[np.ndarray, object]:
     words = np.full(num_words, -1, np.int32)
     return words, words

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn import flash_attn
 
-from . import poison
+from . import calls, compare, poison
 from .plain_answers import dense
 
 FORMS = "func", "varlen", "varlen pages", "varlen rows", "cache", "cache pages", "cache ragged"
@@ -34,15 +34,15 @@ def turned(
     return made.astype(x.dtype)
 
 
-class Case:
+class Case(calls.Placed):
     """One call. `run` makes it and compares the answer, and what it may and may not write."""
 
     def __init__(
         self, seed: int, xp: ModuleType = np, device: str = "cpu", *, is_gpu: bool = False
     ) -> None:
         """is_gpu: only what has GPU kernels, which are few."""
-        self.xp, self.seed, self.device, self.is_gpu = xp, seed, device, is_gpu
-        self.rng = rng = np.random.default_rng((seed, 25))
+        super().__init__(self, xp, seed, 25, device=device)
+        self.seed, self.is_gpu, rng = seed, is_gpu, self.rng
         self.form = FORMS[seed % len(FORMS)]
         self.count = int(rng.integers(1, 5))
         self.kv_heads = int(rng.integers(1, 4))
@@ -60,7 +60,6 @@ class Case:
             if rng.random() < 0.3:
                 self.dtype_kv = np.dtype(ml_dtypes.float8_e4m3fn)
         self.index = np.dtype(rng.choice(["int32", "int64"]))
-        self.owned: dict[str, poison.Poisoned] = {}
         self.named: dict[str, Any] = {}
         self.options: dict[str, Any] = {"scale": 1 / math.sqrt(self.dim)}
         self.descales = np.ones((3, self.count, self.kv_heads))
@@ -162,9 +161,7 @@ class Case:
 
     def _array(self, x: np.ndarray) -> Any:
         """A poisoned copy that the call may not write."""
-        found = poison.embed(np.ascontiguousarray(x), xp=self.xp, device=self.device)
-        self.owned[f"{len(self.owned)}"] = found
-        return found.array
+        return self.embed(f"{len(self.owned)}", np.ascontiguousarray(x))
 
     def _strided(self, name: str, x: np.ndarray) -> Any:
         """The same with gaps between rows or heads."""
@@ -174,9 +171,7 @@ class Case:
             if self.is_gpu and name.startswith("kv") and len(strides) != 2:
                 gap = 0  # a whole number of tokens from request to request
             strides.append(strides[-1] * max(1, extent) + gap)
-        found = poison.embed(x, strides=tuple(strides[::-1]), xp=self.xp, device=self.device)
-        self.owned[name] = found
-        return found.array
+        return self.embed(name, x, tuple(strides[::-1]))
 
     def _ints(self, x: Any) -> Any:
         return self._array(np.asarray(x).astype(self.index))
@@ -218,9 +213,8 @@ class Case:
         for place in range(2):
             stacked = np.stack([pair[place] for pair in self.keys])
             if layouts[place]:  # heads first in memory
-                found = poison.embed(stacked.swapaxes(1, 2).copy(), xp=self.xp, device=self.device)
-                self.owned[f"kv{place}"] = found
-                self.args.append(found.array.swapaxes(1, 2))
+                heads_first = self.embed(f"kv{place}", stacked.swapaxes(1, 2).copy())
+                self.args.append(heads_first.swapaxes(1, 2))
             else:
                 self.args.append(self._strided(f"kv{place}", stacked))
 
@@ -371,9 +365,7 @@ class Case:
                     pool[page, at] = row
             self.pools.append(pool.copy())
         if rng.random() < 0.4:  # heads first, keys and values side by side, as vLLM has them
-            found = poison.embed(both.swapaxes(1, 2).copy(), xp=self.xp, device=self.device)
-            self.owned["pool"] = found
-            whole = found.array.swapaxes(1, 2)
+            whole = self.embed("pool", both.swapaxes(1, 2).copy()).swapaxes(1, 2)
             self.args += [whole[..., : self.dim], whole[..., self.dim :]]
         else:
             self.args += [self._strided(f"kv{i}", x.copy()) for i, x in enumerate(parts)]
@@ -443,8 +435,7 @@ class Case:
 
     def _check_writes(self) -> None:
         """New keys are where they belong, and nothing else was written."""
-        for name, found in self.owned.items():
-            found.assert_intact(f"{self}: {name}")
+        self.assert_intact()
         if not self.new.any():
             return
         for place in range(2):
@@ -453,11 +444,7 @@ class Case:
                 places = self.slots[index][self.kv_lens[index] :]
                 for (page, at), row in zip(places, self.added[index][place], strict=False):
                     want[page, at] = row
+            # Rounding of a rotation may differ by one step.
+            near = (1e-2, 1e-3) if self.unturned else (0.0, 0.0)
             got = poison.download(self.args[1 + place])
-            bits = f"u{want.itemsize}"
-            is_nan = np.isnan(want.astype(np.float32))
-            same = got.copy().view(bits) == want.copy().view(bits)
-            if self.unturned:  # rounding of a rotation may differ by one step
-                a, b = (x.astype(np.float64) for x in (got, want))
-                same |= np.isclose(a, b, 1e-2, 1e-3)
-            assert (same | (is_nan & np.isnan(got.astype(np.float32)))).all(), f"{self}: cache"
+            compare.assert_bitwise_equal(got, want, f"{self}: cache", near=near)

@@ -14,7 +14,7 @@ from cupyattn.engine.arrays import Arrays, MoreArrays
 from cupyattn.flash_attn.caches import Append
 from cupyattn.flash_attn.rotary import Rotary
 
-from . import poison
+from . import calls, compare, poison
 from .flash_cases import turned
 
 
@@ -40,8 +40,8 @@ class NewKeysCase:
 
     def run(self, xp: ModuleType = np, device: str = "cpu") -> None:
         """Make the call and compare all that it may and may not write."""
-        rng, where = np.random.default_rng((self.seed, 77)), {"xp": xp, "device": device}
-        count, width, size = 5, 4, self.page_size
+        placed = calls.Placed(self, xp, self.seed, 77, device=device)
+        rng, count, width, size = placed.rng, 5, 4, self.page_size
         new = np.array([2, 0, 3, 1, 4]) if self.is_ragged else np.full(count, 3)
         rows = np.array([1, 0, 4, 2, 3]) if self.is_ragged else np.full(count, 2)
         # An absent request, one whose keys run past its pages, and one with a page of nobody.
@@ -56,12 +56,8 @@ class NewKeysCase:
         kind_q = dtypes.parse(self.dtype_q, "dtype").numpy if "8" in self.dtype else kind
         heads, dim = self.num_kv_heads, self.head_dim
 
-        def embed(x: np.ndarray, strides: str = "packed") -> poison.Poisoned:
-            x = np.ascontiguousarray(x)
-            return poison.embed(x, poison.gaps(strides, x.shape), **where)
-
-        def ints(values: Any) -> Any:
-            return embed(np.asarray(values).astype(self.index)).array
+        def ints(name: str, values: Any) -> Any:
+            return placed.embed(name, np.asarray(values).astype(self.index))
 
         tokens = int(new.sum()) + spare
         k, v = (rng.normal(0, 1, (tokens, heads, d)).astype(kind) for d in (dim, 24))
@@ -70,30 +66,35 @@ class NewKeysCase:
         of_tables = dtypes.parse(self.dtype_table, "dtype").numpy
         cos, sin = (f(angles).astype(of_tables) for f in (np.cos, np.sin))
         shapes = [(num_pages, size, heads, d) for d in (dim, 24)]
-        caches = [poison.blank(s, kind, poison.gaps(self.strides, s), **where) for s in shapes]
-        inputs = [embed(x, self.strides) for x in (k, v, q)]
-        given = [x.array for x in inputs]
+        caches = [
+            placed.blank(f"cache {i}", shape, kind, poison.gaps(self.strides, shape))
+            for i, shape in enumerate(shapes)
+        ]
+        given = [
+            placed.embed(name, x, poison.gaps(self.strides, x.shape))
+            for name, x in (("k", k), ("v", v), ("q", q))
+        ]
         if not self.is_ragged:
             given = [x.reshape(count, -1, *x.shape[1:]) for x in given]
-        offsets = [ints([0, *np.cumsum(n)]) if self.is_ragged else None for n in (rows, new)]
+        offsets = [
+            ints(f"offsets of {name}", [0, *np.cumsum(n)]) if self.is_ragged else None
+            for name, n in (("q", rows), ("k", new))
+        ]
         rotated, rotation = None, None
         if self.half:
-            tables = [embed(x).array for x in (cos, sin)]
-            rotary = Rotary(*tables, ints(starts), self.is_interleaved, self.moves)
+            tables = placed.embed("cos", cos), placed.embed("sin", sin)
+            rotary = Rotary(*tables, ints("starts", starts), self.is_interleaved, self.moves)
             rotated, rotation = rotary.on_gpu(given[2], given[0], offsets[0])
         arrays = Arrays(q=given[2], k=caches[0].array, v=caches[1].array)
         more = MoreArrays(new_k=given[0], new_v=given[1], new_offsets=offsets[1])
-        table_given = embed(table.astype(np.int32)).array
-        append = Append(arrays, more, ints(begin), table_given, rotation)
+        held = placed.embed("table", table.astype(np.int32))
+        append = Append(arrays, more, ints("begin", begin), held, rotation)
         append()
 
         # What must be there.
         after = poison.download(append.after)
         np.testing.assert_array_equal(after, np.where(begin < 0, 0, begin + new), str(self))
-        wanted = [c.values().copy() for c in caches]
-        for place in wanted:
-            bits = np.dtype(f"u{place.itemsize}")
-            place.view(bits)[...] = np.full(place.shape, poison._pattern(place.dtype)).view(bits)
+        wanted = [poison.blank(shape, kind).values() for shape in shapes]
         ends = np.cumsum(new)
         for index in np.flatnonzero(begin >= 0):
             for i in range(new[index]):
@@ -104,20 +105,17 @@ class NewKeysCase:
                 slot = table[index, entry], position % size
                 wanted[0][slot] = self._rotated(k[row], starts[index], i, cos, sin)
                 wanted[1][slot] = v[row]
-        for got, want, found in zip((c.values() for c in caches), wanted, caches, strict=True):
-            self._compare(got, want)
-            found.assert_intact(f"{self}: cache")
-        for found in inputs:
-            found.assert_intact(f"{self}: input")
+        for found, want in zip(caches, wanted, strict=True):
+            self._compare(found.values(), want)
+        placed.assert_intact()
         if rotated is None:
             return
-        got_q = poison.download(rotated).reshape(q.shape)
         want_q, ends = q.copy(), np.cumsum(rows)
         for index in range(count):
             for i in range(rows[index]):
                 row = int(ends[index] - rows[index]) + i
                 want_q[row] = self._rotated(q[row], starts[index], i * self.moves, cos, sin)
-        self._compare(got_q, want_q)
+        self._compare(poison.download(rotated).reshape(q.shape), want_q)
 
     def _rotated(
         self, x: np.ndarray, start: int, i: int, cos: np.ndarray, sin: np.ndarray
@@ -132,15 +130,9 @@ class NewKeysCase:
 
     def _compare(self, got: np.ndarray, want: np.ndarray) -> None:
         """Equal bits, but that a rotation may differ by one rounding; NaN is NaN."""
-        bits = np.dtype(f"u{want.itemsize}")
-        a, b = (np.ascontiguousarray(x) for x in (got, want))
-        with np.errstate(invalid="ignore"):
-            x, y = a.astype(np.float32), b.astype(np.float32)
-            same = (a.view(bits) == b.view(bits)) | (np.isnan(x) & np.isnan(y))
-            if self.half:
-                is_fp8 = want.itemsize == 1
-                same |= np.isclose(x, y, *((0.3, 2e-3) if is_fp8 else (1e-2, 2e-3)))
-        assert same.all(), f"{self}: {np.argwhere(~same)[:3].tolist()}, {(~same).sum()} differ"
+        of_rotation = (0.3, 2e-3) if want.itemsize == 1 else (1e-2, 2e-3)
+        near = of_rotation if self.half else (0.0, 0.0)
+        compare.assert_bitwise_equal(got, want, self, near=near)
 
 
 def random_new_keys(seed: int) -> NewKeysCase:

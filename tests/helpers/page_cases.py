@@ -3,7 +3,7 @@ what must be in the caches afterwards, by loops."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import cupyattn
 from cupyattn.core import dtypes
 
-from . import poison
+from . import calls, compare, poison
 
 WIDE = ("float16", "bfloat16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -37,48 +37,56 @@ class AppendCase:
     seed: int = 0
 
 
-@dataclass
-class Append:
-    """A prepared call. `new` are the keys and values in NumPy, `caches` their poisoned pools."""
+class Append(calls.Placed):
+    """A call. `new` are the keys and values in NumPy, `caches` their poisoned pools, `slots` the
+    (row, page, offset) of what is written."""
 
-    case: AppendCase
-    new: list[np.ndarray]
-    caches: list[poison.Poisoned]
-    arguments: dict[str, Any]
-    slots: list[tuple[int, int, int]]  # (row, page, offset)
-    inputs: list[poison.Poisoned] = field(default_factory=list)
-
-    @classmethod
-    def prepare(cls, case: AppendCase, xp: ModuleType, device: str = "cuda") -> Append:
-        rng = np.random.default_rng(case.seed)
-        where = {"xp": xp, "device": device}
-        pg, heads = case.page_size, case.num_kv_heads
+    def __init__(self, case: AppendCase, xp: ModuleType, device: str = "cuda") -> None:
+        super().__init__(case, xp, case.seed, device=device)
+        rng, pg, heads = np.random.default_rng(case.seed), case.page_size, case.num_kv_heads
         indptr, indices, last, num_pages = _page_table(case, rng)
-        batch, positions, slots = [], [], []
+        batch, positions, self.slots = [], [], list[tuple[int, int, int]]()
         for b, (before, count) in enumerate(case.lengths):
             for position in range(before, before + count):
-                slots.append((len(batch), indices[indptr[b] + position // pg], position % pg))
+                page = indices[indptr[b] + position // pg]
+                self.slots.append((len(batch), page, position % pg))
                 batch.append(b)
                 positions.append(position)
                 if rng.random() < 0.2:  # a row that is skipped, whatever its position
                     batch.append(-int(rng.integers(1, 9)))
                     positions.append(int(rng.integers(-9, 2**31)))
-        new = [special(rng, (len(batch), heads, dim), case.dtype) for dim in case.head_dims]
-        cache_dtype = dtypes.parse(case.cache_dtype).numpy
-        caches = _blank_caches(case, num_pages, cache_dtype, where)
-        inputs = [poison.embed(x, poison.gaps(case.strides, x.shape), **where) for x in new]
-        names = ("append_key", "append_value", "batch_indices", "positions")
-        values = [p.array for p in inputs] + [_upload(x, where) for x in (batch, positions)]
-        arguments = dict(zip(names, values, strict=True))
-        arguments["paged_kv_cache"] = tuple(c.array for c in caches)
+        self.new = [special(rng, (len(batch), heads, dim), case.dtype) for dim in case.head_dims]
+        self._make_caches(num_pages)
+        names = "append_key", "append_value"
+        self.arguments = {
+            name: self.embed(name, x, poison.gaps(case.strides, x.shape))
+            for name, x in zip(names, self.new, strict=True)
+        }
+        tables = {"batch_indices": batch, "positions": positions}
+        tables |= {"kv_indices": indices, "kv_indptr": indptr, "kv_last_page_len": last}
+        pools = tuple(c.array for c in self.caches)
+        self.arguments |= {"paged_kv_cache": pools[0] if case.form == "array" else pools}
+        self.arguments |= {n: self.embed(n, np.array(x, np.int32)) for n, x in tables.items()}
+        self.arguments |= {"kv_layout": case.kv_layout}
+        scales = zip(("k_scale", "v_scale"), case.scales, strict=True)
+        self.arguments |= {n: x for n, x in scales if x is not None}
+
+    def _make_caches(self, num_pages: int) -> None:
+        case, pg, heads = self.case, self.case.page_size, self.case.num_kv_heads
+        inner = (pg, heads) if case.kv_layout == "NHD" else (heads, pg)
+        shapes = [(num_pages, *inner, dim) for dim in case.head_dims]
         if case.form == "array":
-            arguments["paged_kv_cache"] = caches[0].array
-        tables = {"kv_indices": indices, "kv_indptr": indptr, "kv_last_page_len": last}
-        arguments |= {name: _upload(x, where) for name, x in tables.items()}
-        arguments |= {"kv_layout": case.kv_layout}
-        names = ("k_scale", "v_scale")
-        arguments |= {n: x for n, x in zip(names, case.scales, strict=True) if x is not None}
-        return cls(case, new, caches, arguments, slots, inputs)
+            shapes = [(num_pages, 2, *inner, case.head_dims[0])]
+        if case.form == "no page axis":
+            assert pg == 1
+            shapes = [(num_pages, heads, dim) for dim in case.head_dims]
+        # K's and V's own gaps, so that strides must not be mixed up.
+        kinds = case.strides, "packed" if case.strides == "unaligned" else case.strides
+        dtype = dtypes.parse(case.cache_dtype).numpy
+        self.caches = [
+            self.blank(f"cache {extra}", shape, dtype, poison.gaps(kind, shape, extra))
+            for extra, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
+        ]
 
     def run(self, **changes: Any) -> None:
         assert cupyattn.append_paged_kv_cache(**(self.arguments | changes)) is None
@@ -88,29 +96,20 @@ class Append:
         self.check()
 
     def check(self) -> None:
-        """Every bit of the caches, and of all around them, is as it must be."""
-        for index, (got, wanted) in enumerate(zip(self._parts(), self.expected(), strict=True)):
-            bits = np.dtype(f"u{got.dtype.itemsize}")
-            differs = got.view(bits) != wanted.view(bits)
-            if differs.any():
-                place = tuple(int(i) for i in np.argwhere(differs)[0])
-                raise AssertionError(
-                    f"{self.case}: {'KV'[index]} at [page, slot, head, dim] {place} is "
-                    f"{got[place]} ({int(got.view(bits)[place]):#x}), wanted {wanted[place]}"
-                    f" ({int(wanted.view(bits)[place]):#x}); {differs.sum()} differ"
-                )
-        for what, p in [*(("cache", c) for c in self.caches), *(("input", x) for x in self.inputs)]:
-            p.assert_intact(f"{self.case}: {what}")
+        """Every bit of the caches [page, slot, head, dim], and of all around them, is as it must
+        be."""
+        for name, got, wanted in zip("KV", self._parts(), self.expected(), strict=True):
+            compare.assert_bitwise_equal(got, wanted, f"{self.case}: {name}")
+        self.assert_intact()
 
     def expected(self) -> list[np.ndarray]:
         """K and V [P, page_size, Hkv, D]: poison but for the rows that were appended."""
         found = []
         for part, x, scale in zip(self._parts(), self.new, self.case.scales, strict=True):
-            bits = np.dtype(f"u{part.dtype.itemsize}")
-            cache = np.full(part.shape, poison._pattern(part.dtype)).view(part.dtype)
+            cache = poison.blank(part.shape, part.dtype).values()
             stored = x if x.dtype == part.dtype else rounded(x, scale or 1.0, part.dtype)
             for row, page, offset in self.slots:
-                cache.view(bits)[page, offset] = stored.view(bits)[row]
+                poison.raw(cache)[page, offset] = poison.raw(stored)[row]
             found.append(cache)
         return found
 
@@ -166,29 +165,6 @@ def _page_table(
     return indptr, indices, last, num_pages
 
 
-def _blank_caches(
-    case: AppendCase, num_pages: int, dtype: np.dtype, where: dict[str, Any]
-) -> list[poison.Poisoned]:
-    pg, heads = case.page_size, case.num_kv_heads
-    inner = (pg, heads) if case.kv_layout == "NHD" else (heads, pg)
-    shapes = [(num_pages, *inner, dim) for dim in case.head_dims]
-    if case.form == "array":
-        shapes = [(num_pages, 2, *inner, case.head_dims[0])]
-    if case.form == "no page axis":
-        assert pg == 1
-        shapes = [(num_pages, heads, dim) for dim in case.head_dims]
-    # K's and V's own gaps, so that strides must not be mixed up.
-    kinds = (case.strides, "packed" if case.strides == "unaligned" else case.strides)
-    return [
-        poison.blank(shape, dtype, poison.gaps(kind, shape, extra), **where)
-        for extra, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
-    ]
-
-
-def _upload(x: list[int], where: dict[str, Any]) -> Any:
-    return poison.embed(np.array(x, np.int32), **where).array
-
-
 # --- index arrays that no caller should pass ---
 
 STRAY = AppendCase(lengths=((5, 20), (0, 7), (9, 0), (2, 25)), page_size=3)
@@ -196,13 +172,11 @@ STRAY = AppendCase(lengths=((5, 20), (0, 7), (9, 0), (2, 25)), page_size=3)
 _BAD_POSITIONS = (-1, 36, -(2**31), 2**31 - 1)
 
 
-def spoil(append: Append, **where: Any) -> int:
+def spoil(append: Append) -> int:
     """Put bad values in the index arrays, and drop the slots of their rows; returns how many."""
     given = append.arguments
     names = ("batch_indices", "positions", "kv_indices")
-    batch, positions, indices = (
-        poison._download(given[name], np.dtype(np.int32)).copy() for name in names
-    )
+    batch, positions, indices = (append.owned[name].values() for name in names)
     num_requests, num_pages = len(append.case.lengths), append.caches[0].array.shape[0]
     before = len(append.slots)
     rows = [row for row, _, _ in append.slots]
@@ -220,7 +194,7 @@ def spoil(append: Append, **where: Any) -> int:
         indices[np.flatnonzero(indices == page)[0]] = bad
     append.slots = [s for s in append.slots if s[0] not in gone and s[1] not in bad_pages]
     changed = zip(names, (batch, positions, indices), strict=True)
-    given |= {name: poison.embed(x, **where).array for name, x in changed}
+    given |= {name: append.embed(name, x) for name, x in changed}
     return before - len(append.slots)
 
 

@@ -91,13 +91,6 @@ class Case:
     def num_qo_heads(self) -> int:
         return self.num_kv_heads * self.group
 
-    @property
-    def has_array_logit_scale(self) -> bool:
-        """xqa's scale of fp8 values is also one of keys."""
-        is_fp8 = "float8" in self.problem.kv_dtype
-        is_shared = self.entry == "xqa" and is_fp8 and self.v_scale == "array"
-        return self.problem.prescale_logits or is_shared
-
 
 def random_case(seed: int) -> Case:
     """The same case for the same seed."""

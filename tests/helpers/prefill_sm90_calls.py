@@ -12,7 +12,6 @@ import numpy as np
 import cupyattn
 
 from . import batches, calls
-from .batch_cases import Problem
 from .poison import upload
 
 
@@ -34,14 +33,8 @@ class Case:
     has_large_rows: bool = False
 
     @property
-    def problem(self) -> Problem:
-        """With the dtype that plan() expects unless told."""
-        return Problem(
-            *("float16", "float16", (self.dim, self.dim_vo or self.dim)),
-            pos_encoding_mode=self.options.get("pos_encoding_mode", "NONE"),
-            is_capped="logits_soft_cap" in self.options,
-            is_masked=self.as_bits,
-        )
+    def dims(self) -> tuple[int, int]:
+        return self.dim, self.dim_vo or self.dim
 
     def plan_options(self) -> dict[str, Any]:
         """The options as plan() is told."""
@@ -52,14 +45,6 @@ class Case:
             for lengths in zip(self.qo_len, self.kv_len, strict=True)
         ]
         return self.options | {"causal": False, "custom_mask": np.concatenate(bits)}
-
-    @property
-    def causal(self) -> bool:
-        return self.options.get("causal", False)
-
-    @property
-    def window_left(self) -> int:
-        return self.options.get("window_left", -1)
 
 
 SHORT = (33, 40, 129, 64, 17, 300, 18, 70)
@@ -106,7 +91,7 @@ CASES = {
 class Call(calls.Call):
     def __init__(self, case: Case, xp: ModuleType, workspace: Any) -> None:
         super().__init__(case, xp)
-        dims, heads = case.problem.dims, (case.num_qo_heads, case.num_kv_heads)
+        dims, heads = case.dims, (case.num_qo_heads, case.num_kv_heads)
         lengths = list(case.qo_len), list(case.kv_len)
         self.batch = b = batches.make(*lengths, case.page_size or 16, heads=heads, dims=dims)
         if case.has_large_rows:

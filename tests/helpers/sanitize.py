@@ -27,39 +27,13 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 # Processes that share the tests of a file, the longest files first.
 PARTS = {
-    "attention": 4,
-    "batch": 4,
-    "batch_graphs": 4,
-    "streams": 3,
-    "cascade": 4,
-    "mla": 4,
-    "serving": 3,
-    "flash_attn": 2,
-    "prefill_sm90": 2,
-    "explain": 1,
-    "tune": 1,
-    "real_engines": 1,
-    "shared_prefix": 1,
-    "masked_wrappers": 2,
-    "planless": 2,
-    "output_gate": 2,
-    "verify": 2,
-    "page": 2,
-    "merge": 1,
-    "sinks": 1,
-    "array": 1,
-    "bad_input": 1,
-    "jit": 1,
-    "integrations": 1,
-    "serve": 1,
-    "trtllm": 1,
-    "workspace": 1,
-    "clusters": 1,
-    "documents": 1,
-    "engines": 1,
-    "logits": 2,
-    "plans": 1,
+    **dict.fromkeys(("attention", "batch", "batch_graphs", "cascade", "mla"), 4),
+    **dict.fromkeys(("streams", "serving"), 3),
+    **dict.fromkeys(("flash_attn", "prefill_sm90", "masked_wrappers", "planless", "verify"), 2),
+    **dict.fromkeys(("page", "logits", "output_gate"), 2),
 }
+for _file in sorted((ROOT / "tests/gpu").glob("test_*_gpu.py")):
+    PARTS.setdefault(_file.stem[len("test_") : -len("_gpu")], 1)
 # Those of its tests that are marked large: a process under the sanitizer gives no memory back.
 LARGE_PARTS = {"batch": 2, "streams": 4, "page": 1, "merge": 1}
 _REPORTS = 99  # the exit status if there are any

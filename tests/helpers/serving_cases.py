@@ -123,6 +123,17 @@ class Case:
 
     def _make_config(self) -> None:
         rng = self.rng
+        deterministic = bool(rng.random() < 0.2)
+        self._set_config(
+            deterministic=deterministic,
+            attention_chunk_size=self.chunk,
+            sliding_window_size=self.window,
+            is_hybrid=self.is_hybrid,
+            has_encoder=self.has_encoder,
+            tree_form="expand" if rng.random() < 0.4 else "mask",
+        )
+
+    def _set_config(self, **named: Any) -> None:
         self.config = BackendConfig(
             self.heads,
             self.kv_heads,
@@ -132,15 +143,10 @@ class Case:
             max_context_len=self.columns,
             q_dtype=self.dtype.name,
             kv_dtype=self.kv_dtype.name,
-            attention_chunk_size=self.chunk,
-            sliding_window_size=self.window,
             topk=self.topk,
             num_draft_steps=self.num_steps,
             num_draft_tokens=self.drafts,
-            deterministic=bool(rng.random() < 0.2),
-            is_hybrid=self.is_hybrid,
-            has_encoder=self.has_encoder,
-            tree_form="expand" if rng.random() < 0.4 else "mask",
+            **named,
         )
 
     def _make_requests(self) -> None:
@@ -369,9 +375,7 @@ class Case:
         backend = self.backend()
         rows = max(4, self.drafts, self.topk)
         modes = (ForwardMode.DECODE,) if mode is ForwardMode.IDLE else (mode,)
-        if self.kind == "draft beams":
-            backend.step = self.step
-        if self.kind == "draft chain":
+        if self.kind in ("draft beams", "draft chain"):
             backend.step = self.step
         backend.init_graph_state(max_bs, max_bs * rows, modes)
         tokens = self.bs * (rows if mode.is_ragged else int(self.q_lens[0]))
@@ -404,14 +408,7 @@ class Case:
                 answer = out.array
         self.check(q, poison.download(answer), lse.T if layout == "ht" else lse)
 
-    def forward(
-        self,
-        backend: serving.AttentionBackend,
-        q: np.ndarray,
-        layer: LayerSpec,
-        out: Any,
-        **kw: Any,
-    ) -> Any:
+    def forward(self, backend: Any, q: np.ndarray, layer: LayerSpec, out: Any, **kw: Any) -> Any:
         return backend.forward(self.put(q), layer, None, out, **kw)
 
     # --- the oracle ---
@@ -459,14 +456,11 @@ class Case:
                 chunk=0 if is_cross else self.layer_chunk,
                 sinks=self.sinks,
             )
-        close = {"rtol": 1e-5, "atol": 2e-6} if self.dtype == np.float32 else {}
-        close = close or {"rtol": 0.02, "atol": 0.02}
+        near = (1e-5, 2e-6) if self.dtype == np.float32 else (0.02, 0.02)
         label = f"seed {self.seed}, {self.kind}, {self.layer_kind}"
-        np.testing.assert_allclose(out.astype(np.float64), wanted, err_msg=label, **close)
-        close_lse = (
-            {"rtol": 1e-5, "atol": 1e-5} if not self.is_gpu else {"rtol": 0.01, "atol": 0.01}
-        )
-        np.testing.assert_allclose(lse, wanted_lse, err_msg=f"lse of {label}", **close_lse)
+        np.testing.assert_allclose(out.astype(np.float64), wanted, *near, err_msg=label)
+        near = (0.01, 0.01) if self.is_gpu else (1e-5, 1e-5)
+        np.testing.assert_allclose(lse, wanted_lse, *near, err_msg=f"lse of {label}")
 
 
 @dataclass
@@ -496,21 +490,7 @@ class LatentCase(Case):
         self.window = self.chunk = None
         self.is_hybrid = self.has_encoder = False
         self.is_split = bool(rng.random() < 0.4)
-        self.config = BackendConfig(
-            self.heads,
-            1,
-            self.dim,
-            v_head_dim=self.dim_v,
-            page_size=self.page,
-            max_context_len=self.columns,
-            q_dtype=self.dtype.name,
-            kv_dtype=self.kv_dtype.name,
-            use_mla=True,
-            topk=self.topk,
-            num_draft_steps=self.num_steps,
-            num_draft_tokens=self.drafts,
-            deterministic=bool(rng.random() < 0.2),
-        )
+        self._set_config(use_mla=True, deterministic=bool(rng.random() < 0.2))
 
     def _choose_layer(self) -> None:
         super()._choose_layer()
@@ -535,14 +515,7 @@ class LatentCase(Case):
         sinks = None if self.sinks is None else self.put(self.sinks)
         return LayerSpec(0, softmax_scale=self.scale, k_scale=scale, sinks=sinks)
 
-    def forward(
-        self,
-        backend: serving.AttentionBackend,
-        q: np.ndarray,
-        layer: LayerSpec,
-        out: Any,
-        **kw: Any,
-    ) -> Any:
+    def forward(self, backend: Any, q: np.ndarray, layer: LayerSpec, out: Any, **kw: Any) -> Any:
         if self.rng.random() < 0.5:
             return super().forward(backend, q, layer, out, **kw)
         latent, rope = self.put(q[..., : self.dim_v]), self.put(q[..., self.dim_v :])

@@ -40,7 +40,7 @@ def ints(*x: int) -> np.ndarray:
 def test_every_dtype(framework: str, dtype: str, cache_dtype: str) -> None:
     scales = (0.3, 17.0) if dtype != cache_dtype else (None, None)
     case = replace(PLAIN, dtype=dtype, cache_dtype=cache_dtype, scales=scales)
-    Append.prepare(case, module(framework), device="cpu").run_and_check()
+    Append(case, module(framework), device="cpu").run_and_check()
 
 
 @pytest.mark.parametrize("strides", ["packed", "gaps", "unaligned"])
@@ -52,7 +52,7 @@ def test_every_form(page_size: int, form: str, kv_layout: str, strides: str) -> 
         return
     dims = (64, 64) if form == "array" else (40, 72)
     case = replace(PLAIN, page_size=page_size, form=form, kv_layout=kv_layout, head_dims=dims)
-    Append.prepare(replace(case, strides=strides, num_kv_heads=3), np).run_and_check()
+    Append(replace(case, strides=strides, num_kv_heads=3), np).run_and_check()
 
 
 def test_one_array_without_a_page_axis() -> None:
@@ -65,7 +65,7 @@ def test_one_array_without_a_page_axis() -> None:
 
 
 def test_long_indices_and_lists_are_taken() -> None:
-    append = Append.prepare(replace(PLAIN, form="pair"), np)
+    append = Append(replace(PLAIN, form="pair"), np)
     names = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
     pair = list(append.arguments["paged_kv_cache"])
     append.run(
@@ -75,7 +75,7 @@ def test_long_indices_and_lists_are_taken() -> None:
 
 
 def test_keys_and_cache_of_different_frameworks() -> None:
-    append = Append.prepare(PLAIN, module("torch"), device="cpu")
+    append = Append(PLAIN, module("torch"), device="cpu")
     names = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
     given = {name: make("jax", append.arguments[name].numpy()) for name in names}
     k, v = (make("jax", x) for x in append.new)
@@ -86,7 +86,7 @@ def test_keys_and_cache_of_different_frameworks() -> None:
 @pytest.mark.parametrize("form", ["array", "pair"])
 def test_a_cache_of_jax_arrays_comes_back_new(form: str, dtype: str, cache_dtype: str) -> None:
     case = replace(PLAIN, form=form, dtype=dtype, cache_dtype=cache_dtype)
-    arguments = Append.prepare(case, np).arguments
+    arguments = Append(case, np).arguments
     pages = arguments["paged_kv_cache"]
     given = [make("jax", x.copy()) for x in (pages if form == "pair" else [pages])]
     cache = tuple(given) if form == "pair" else given[0]
@@ -101,9 +101,9 @@ def test_a_cache_of_jax_arrays_comes_back_new(form: str, dtype: str, cache_dtype
 
 def test_no_work() -> None:
     for lengths in ((), ((3, 0),)):
-        Append.prepare(replace(PLAIN, lengths=lengths), np).run_and_check()
+        Append(replace(PLAIN, lengths=lengths), np).run_and_check()
     for heads, dims in ((0, (64, 64)), (2, (0, 0))):
-        append = Append.prepare(replace(PLAIN, num_kv_heads=heads, head_dims=dims), np)
+        append = Append(replace(PLAIN, num_kv_heads=heads, head_dims=dims), np)
         append.run()
 
 
