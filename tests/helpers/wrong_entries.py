@@ -48,7 +48,13 @@ def product(*factors: float | None) -> float:
 
 
 def answers(pair: plain.Pair, c: Arguments, step: str = "run") -> list[np.ndarray]:
-    """What a run gives of (out, lse)."""
+    """What a run gives of (out, lse), the output behind its gates of heads or of elements."""
+    gate = c.get(f"{step}.output_gate")
+    if gate is not None:
+        assert gate.shape in (pair[0].shape, pair[0].shape[:-1])
+        with np.errstate(over="ignore"):
+            factors = 1.0 / (1.0 + np.exp(-gate.astype(float)))
+        pair = pair[0] * factors.reshape(*gate.shape[: pair[1].ndim], -1), pair[1]
     if not c.get(f"{step}.return_lse"):
         return [pair[0]]
     lse = pair[1] / (LOG2_E if c.get(f"{step}.lse_base") == "ln" else 1.0)
