@@ -19,9 +19,10 @@ from .core.parse import require_int
 from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
-from .engine.check_planless_latent import NAMES, Options, are_numbers, run, run_cached
+from .engine.check_planless_latent import NAMES, Options, are_numbers
 from .engine.index_arrays import fresh_progression, full
 from .engine.latent_rows import Dims
+from .engine.run_planless_latent import run, run_cached
 from .errors import ArgumentError, UnsupportedError
 from .launch.driver import params
 from .reference.latent_rows import NUM_BYTES, unpack_rows
@@ -36,13 +37,13 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
 
-_DENSE = NAMES._replace(
+_DENSE = NAMES.but(
     q="q", k="k_cache", block_tables="block_table", kv_lens="cache_seqlens",
     sm_scale="softmax_scale",
 )  # fmt: skip
-_SPARSE = _DENSE._replace(block_tables="indices", kv_lens="topk_length")
+_SPARSE = _DENSE.but(block_tables="indices", kv_lens="topk_length")
 _LSE_FORM = params.LSE_WITHOUT_SINKS | params.LSE_OF_NO_KEYS_IS_INFINITE
-_FLAT = _SPARSE._replace(k="kv", sm_scale="sm_scale")
+_FLAT = _SPARSE.but(k="kv", sm_scale="sm_scale")
 
 
 class FlashMLASchedMeta:

@@ -17,7 +17,7 @@ from .core.records import maker
 from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import make_arrays
-from .engine.check_planless_latent import NAMES, Options, are_numbers, run, run_cached
+from .engine.check_planless_latent import NAMES, Options, are_numbers, bounded, read_scale
 from .engine.index_arrays import compute
 from .engine.latent_rows import Dims, in_16_bits
 from .engine.mla_dimensions import (
@@ -29,7 +29,7 @@ from .engine.mla_dimensions import (
     supported_mla_head_dimensions,
     supported_mla_layer_dimensions,
 )
-from .engine.run_planless_latent import bounded, read_scale
+from .engine.run_planless_latent import run, run_cached
 from .engine.views import next_power_of_two
 from .errors import ArgumentError, UnsupportedError
 from .page import append_paged_mla_kv_cache
@@ -55,7 +55,7 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
 
-_XQA = NAMES._replace(
+_XQA = NAMES.but(
     q="q", k="k_cache", block_tables="page_table", sm_scale="q_scale", output_scale="kv_scale",
     out="output",
 )  # fmt: skip
@@ -218,7 +218,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         _check_lists(block_tables, top_k, is_ragged)
         options = options._replace(causal=False)
         if has_counts:
-            options = options._replace(names=NAMES._replace(kv_lens="sparse_mla_top_k_lens"))
+            options = options._replace(names=NAMES.but(kv_lens="sparse_mla_top_k_lens"))
         elif seq_lens is not None:
             lens, of_each = _lens_of_lists(seq_lens, cum_seq_lens_q, int(shape[0]), tokens)
             options = options._replace(request_tokens=of_each, counts_later=True)

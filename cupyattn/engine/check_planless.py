@@ -261,6 +261,7 @@ class Call:
 def check(arrays: Arrays, options: Options) -> Call:
     """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
     names, dims = options.names, Dims()
+    # --- 1. Queries, keys and their tables ---
     layout = parse.kv_layout(options.kv_layout)
     given_q = view_rows(arrays.q, names.q, options.q_axes)
     vq = merge_leading(given_q, names.q, 2)
@@ -272,37 +273,21 @@ def check(arrays: Arrays, options: Options) -> Call:
     other_heads = dims["page_size"] if names.has_layout and table is not None else 0
     name = f"{names.q}, {names.k}"
     require_group(vq.shape[1], dims["num_kv_heads"], name, layout, other_heads)
+    # --- 2. Lengths, scales and slopes of each request ---
     indices, count = _indices(arrays, options, table, vq, keys)
     owners = count // options.sharers
-    scales = view_scales(
-        (arrays.scale_q, arrays.scale_k, arrays.scale_v),
-        (options.sm_scale, options.kv_scale, options.output_scale),
-        (names.sm_scale, names.k_scale, names.output_scale),
-        vq.shape[2],
-        keys.k.dtype.is_fp8,
-        (owners, dims["num_kv_heads"]) if options.scales_by_head else None,
-    )
+    scales = _scales(arrays, options, dims, keys, owners)
     slopes = None
     if arrays.alibi_slopes is not None:
         slopes = view_slopes(arrays.alibi_slopes, owners, vq.shape[1])
+    # --- 3. What serves such heads, and lengths as it takes them ---
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
     given = _given(options, layout, vq, vout, scales.logits, value_pages, slopes)
-    geometry = find_geometry(
-        PlanOptions(
-            *(vq.device, vq.shape[1], dims["num_kv_heads"]),
-            *(dims["head_dim_qk"], dims["head_dim_vo"], dims.get("page_size", 0)),
-            *(vq.dtype, keys.k.dtype),
-            None,
-            given,
-        )
-    )
+    geometry = _geometry(vq, keys, dims, given)
     form = _length_form(options, geometry, vq, indices)
-    extents = Extents(
-        count,
-        vq.shape[0],
-        keys.size,
-        None if table is None else (*table.shape, table.strides[0]),  # type: ignore[arg-type]
-    )
+    rows_of_table = None if table is None else (table.shape[0], table.shape[1], table.strides[0])
+    extents = Extents(count, vq.shape[0], keys.size, rows_of_table)
+    per_token = dims["head_dim_vo"] if options.in_elements else 0
     call = Call(
         q=vq,
         keys=keys,
@@ -318,9 +303,7 @@ def check(arrays: Arrays, options: Options) -> Call:
         form=form,
         extents=extents,
         lengths=form.lengths(extents),
-        units=(vq.shape[1] * dims["head_dim_vo"], dims["num_kv_heads"] * dims["head_dim_vo"])
-        if options.in_elements
-        else (1, 1),
+        units=(vq.shape[1] * per_token or 1, dims["num_kv_heads"] * per_token or 1),
         out_shape=(*given_q.shape[:-1], dims["head_dim_vo"]),
         lse_shape=tuple(given_q.shape[:-1]),
         pads_lse=options.pads_lse,
@@ -329,14 +312,48 @@ def check(arrays: Arrays, options: Options) -> Call:
         alibi_slopes=slopes,
         has_table_offsets=options.has_table_offsets,
     )
-    if vq.device.kind == "cuda":
-        _refuse_on_gpu(call, names)
+    _check_rest(call, arrays, options)
+    return call
+
+
+def _check_rest(call: Call, arrays: Arrays, options: Options) -> None:
+    """What depends on all of a call: kernels for it, its mask, and where its arrays are."""
+    if call.q.device.kind == "cuda":
+        _refuse_on_gpu(call, options.names)
     if arrays.mask is not None:
         call.mask, call.mask_bits = _view_mask(arrays.mask, options, call.lengths)
     if options.pads_lse:
         call.lse_shape = _padded_lse_shape(call, options)
-    _check_places(call, names)
-    return call
+    _check_places(call, options.names)
+
+
+def _scales(arrays: Arrays, options: Options, dims: Dims, keys: Keys, owners: int) -> Scales:
+    names = options.names
+    return view_scales(
+        (arrays.scale_q, arrays.scale_k, arrays.scale_v),
+        (options.sm_scale, options.kv_scale, options.output_scale),
+        (names.sm_scale, names.k_scale, names.output_scale),
+        dims["head_dim_qk"],
+        keys.k.dtype.is_fp8,
+        (owners, dims["num_kv_heads"]) if options.scales_by_head else None,
+    )
+
+
+def _geometry(vq: ArrayView, keys: Keys, dims: Dims, given: Given) -> Geometry:
+    return find_geometry(
+        PlanOptions(
+            vq.device,
+            vq.shape[1],
+            dims["num_kv_heads"],
+            dims["head_dim_qk"],
+            dims["head_dim_vo"],
+            dims.get("page_size", 0),
+            vq.dtype,
+            keys.k.dtype,
+            None,
+            given,
+        )
+    )
 
 
 def _view_keys(

@@ -17,7 +17,7 @@ from ..launch.driver.params import LSE_OF_NO_KEYS_IS_INFINITE, LSE_WITHOUT_SINKS
 from . import cpu
 from . import latent_rows as latent
 from .arrays import Arrays
-from .run_planless_latent import Call
+from .check_planless_latent import Call
 
 _SHARPNESS = 2.0**40
 

@@ -25,7 +25,7 @@ from . import planless_reference as reference
 from . import row_mask
 from .arrays import NO_MORE, Arrays, MoreArrays
 from .call_cache import Scalars
-from .check_planless import Call, Options, check
+from .check_planless import Call, check
 from .planless_cache import CALLS, Append, Asked, Repeat, insert, prepared_for, repeat_of
 from .prepared import Prepared, is_bool_mask, prepare
 from .views import merge_leading
@@ -39,12 +39,14 @@ _Q, _K, _V, _WORKSPACE, _OUT, _LSE = map(
 class Layout(NamedTuple):
     """What calls over a layout of keys, heads of their own or latent rows, do each in their way.
 
+    check        of the arrays and options of a call, as far as the host can
     prepare      of a checked call, and the bytes of its workspace: what is launched
     views        its arrays as launches take them, by role
     repeat       how such calls are launched again; None if they need the full checks
     answer_on_cpu, check_values   the reference, and its look at what only the device knows
     """
 
+    check: Callable[[Arrays, Any], Any]
     prepare: Callable[[Any, int | None], Prepared]
     views: Callable[[Any], Arrays]
     repeat: Callable[[Any, Arrays, Prepared], Repeat | None]
@@ -58,8 +60,8 @@ class DoorOptions(Protocol):
     With the shapes, strides and dtypes of the arrays they decide all that is checked.
     """
 
-    def resolve(self, arrays: Arrays) -> Options:
-        """What the checks go by. Raises ArgumentError and UnsupportedError."""
+    def resolve(self, arrays: Arrays) -> Any:
+        """What the checks of its layout go by. Raises ArgumentError and UnsupportedError."""
         ...
 
 
@@ -68,25 +70,24 @@ def run(
     given: DoorOptions,
     append: Append | None = None,
     asked: Asked | None = None,
+    layout: Layout | None = None,
 ) -> Any:
     """The answer of a call: out, or (out, lse) if `return_lse`.
 
     append  what writes new keys and values to k and v, once everything is checked
     asked   the call as its caller made it, if `arrays` are others; it was looked up before
+    layout  of the keys; default: heads of their own
     """
     if asked is None or not asked.covers(arrays, append):
         answer = run_cached(arrays, given, append)
         if answer is not None:
             return answer
         asked = Asked(arrays, given, {})
+    layout = layout or SEPARATE_HEADS
+    return _serve(layout, layout.check(arrays, given.resolve(arrays)), arrays, asked, append)
 
-    call = check(arrays, given.resolve(arrays))
-    return serve(SEPARATE_HEADS, call, arrays, asked, append)
 
-
-def serve(
-    layout: Layout, call: Any, arrays: Arrays, asked: Asked, append: Append | None = None
-) -> Any:
+def _serve(layout: Layout, call: Any, arrays: Arrays, asked: Asked, append: Append | None) -> Any:
     """The answer of a checked call, which `run_cached` finds as it was asked from now on."""
     vq = call.rows
     vworkspace = _view_workspace(arrays.workspace, call)
@@ -251,6 +252,7 @@ def _views(call: Call) -> Arrays:
 
 
 SEPARATE_HEADS = Layout(
+    check=check,
     prepare=prepare,
     views=_views,
     repeat=repeat_of,

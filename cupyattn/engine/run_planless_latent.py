@@ -1,178 +1,229 @@
-"""What calls of latent attention without a plan are told, and what checks make of it."""
+"""Latent attention without a plan: what calls over rows in two parts launch.
+
+As run_planless.py: a block on the device reads the lengths and writes the work list before the
+kernels, so that nothing waits, and a graph can capture a call.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import operator
+from dataclasses import fields, replace
+from typing import Any
 
 from .. import array
 from ..array import ArrayView
-from ..core import dtypes, parse
-from ..core.parse import require_int
-from ..errors import ArgumentError
-from ..launch.attention.plan_batch import Lengths
-from .geometry import Geometry
-from .latent_rows import Dims, Parts
-from .views import merge_leading, next_power_of_two, number_or_array
+from ..array.match import are_rows_aligned
+from ..core import parse
+from ..launch.attention import pad_lse, plan_batch
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.layout import BatchSchedule
+from ..launch.driver.enqueue import cuda
+from . import latent_rows as latent
+from . import planless_latent_reference as latent_reference
+from . import run_planless
+from .arrays import ROLES, Arrays
+from .call_cache import Scalars
+from .check_planless_latent import NAMES, Call, Options, check
+from .geometry import Variant
+from .index_arrays import progression
+from .latent_rows import Dims
+from .planless_cache import Asked, Repeat
+from .prepared import InParts, Prepared, plan_of, prepare_within
+from .run_planless import Layout
+from .run_planless import run_cached as run_cached
+
+_KV_LENS = Arrays._fields.index("kv_lens")
 
 
-class Names(NamedTuple):
-    """What a function calls its arguments, for messages."""
-
-    q: str = "query"
-    q_rope: str = "query[1]"
-    k: str = "kv_cache"
-    k_rope: str = "kv_cache[1]"
-    block_tables: str = "block_tables"
-    kv_lens: str = "seq_lens"
-    qo_offsets: str = "cum_seq_lens_q"
-    kv_offsets: str = "kv_offsets"
-    sm_scale: str = "bmm1_scale"
-    output_scale: str = "bmm2_scale"
-    out: str = "out"
+def decode(arrays: Arrays, *, sm_scale: Any, output_scale: Any = None, return_lse: Any) -> Any:
+    """One row of 512 latent and 64 rope columns for each request."""
+    options = Options(
+        NAMES.but(q="q", q_rope="q[1]", block_tables="page_table", sm_scale="sm_scale"),
+        Dims(512, 64),
+        parse.finite(sm_scale, "sm_scale", 1.0),
+        output_scale=parse.finite(output_scale, "bmm2_scale", 1.0),
+        causal=False,
+        return_lse=parse.flag(return_lse, "return_lse"),
+    )
+    return run(arrays, options)
 
 
-NAMES = Names()
+def run(arrays: Arrays, options: Options, known_as: Scalars = None) -> Any:
+    """The answer of a call: out, or (out, lse) if `return_lse`.
 
-
-class Options(NamedTuple):
-    """What else decides about a call, as given, where it is hashable.
-
-    dims         columns of the two parts
-    q_axes       how many dimensions q may have
-    q_len        rows of each request; 0: qo_offsets say
-    max_q_len    the most of one request; None: unknown
-    max_kv_len   the same of its keys: it bounds how often keys are worth splitting
-    most_kv_len  with kv_offsets, the most keys of a request: more are cut. None: as many as the
-                 table has room for
-    is_list      block_tables names keys
-    key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
-    pads_lse     the LSE is [B, heads, q_len]; else like q
-    natural_lse  it has natural logarithms; else base 2. One that is padded must
-    lse_form     flags of params.LSE_WITHOUT_SINKS, params.LSE_OF_NO_KEYS_IS_INFINITE
-    request_tokens  of lists: tokens in turn that are one request of kv_lens
-    counts_later a token counts one entry of its list less for each token of its request behind it;
-                 kv_lens may be larger than lists
+    known_as: the options as given, by which `run_cached` is to find the call from now on: with the
+    shapes, strides and dtypes of the arrays they decide all of `options`
     """
-
-    names: Names
-    dims: Dims
-    sm_scale: float
-    q_axes: tuple[int, ...] = (3,)
-    q_len: int = 1
-    max_q_len: int | None = None
-    max_kv_len: int | None = None
-    output_scale: float = 1.0
-    rope_scale: float = 1.0
-    causal: bool = True
-    is_list: bool = False
-    pads_lse: bool = False
-    natural_lse: bool = False
-    return_lse: bool = False
-    o_dtype: Any = None
-    key_scales: str = ""
-    most_kv_len: int | None = None
-    lse_form: int = 0
-    request_tokens: int = 1
-    counts_later: bool = False
+    asked = None if known_as is None else Asked(arrays, known_as, {})
+    return run_planless.run(arrays, options, asked=asked, layout=LATENT_ROWS)
 
 
-@dataclass(slots=True)
-class Call:
-    """A checked call. Views of q, out and lse have their leading axes merged; a padded LSE is
-    viewed as [B, q_len, heads], or [B, heads] of one row each.
-
-    kv_lens  None where block_tables names keys, and all of them count
-    gaps     elements of q, of q_rope and of block_tables between the requests of the caller, beside
-             the strides of their tokens
-    """
-
-    options: Options
-    queries: Parts
-    pages: Parts
-    table: ArrayView
-    kv_lens: ArrayView | None
-    qo_offsets: ArrayView | None
-    kv_offsets: ArrayView | None
-    out: ArrayView | None
-    lse: ArrayView | None
-    sinks: ArrayView | None
-    scales: tuple[ArrayView | None, ArrayView | None]
-    geometry: Geometry
-    lengths: Lengths
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    gaps: tuple[int, int, int] = (0, 0, 0)
-    max_logits: ArrayView | None = None
-    spread: tuple[ArrayView, ...] = ()
-    mask: ArrayView | None = None
-    mask_bits: int = 0
-
-    @property
-    def rows(self) -> ArrayView:
-        """The queries."""
-        return self.queries.latent
-
-    @property
-    def names(self) -> Names:
-        return self.options.names
-
-    @property
-    def inputs(self) -> dict[str, ArrayView | None]:
-        """The arrays that the call reads, by what messages call them."""
-        names = self.options.names
-        return {
-            **self.queries.views,
-            **self.pages.views,
-            names.block_tables: self.table,
-            names.kv_lens: self.kv_lens,
-            names.qo_offsets: self.qo_offsets,
-            names.kv_offsets: self.kv_offsets,
-            "sinks": self.sinks,
-            names.sm_scale: self.scales[0],
-            names.output_scale: self.scales[1],
-            **{f"{names.q} {place}": x for place, x in enumerate(self.spread)},
-        }
-
-    @property
-    def launches(self) -> bool:
-        """Whether there is something to write."""
-        return self.queries.latent.shape[0] > 0
-
-    @property
-    def return_lse(self) -> bool:
-        return self.options.return_lse
-
-    def view_lse(self, lse: Any) -> ArrayView:
-        """An LSE with the heads last, and leading axes merged where they are those of q: [rows,
-        heads], else [B, rows of each, heads]."""
-        v = array.view(lse, "lse")
-        if not self.options.pads_lse:
-            return merge_leading(v, "lse", 1)
-        (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
-        if rows == 1 == self.options.q_len:
-            return array.as_strided(v, (count, heads), (step, of_head))
-        return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
+def _prepare(call: Call, have: int | None) -> Prepared:
+    """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
+    return prepare_within(functools.partial(_prepare_within, call), have)
 
 
-def read_scale(scale: Any, name: str) -> tuple[float, Any]:
-    """(number, array of one element or None) of a scale; one on the host is read."""
-    number, held = number_or_array(scale)
-    if held is None:
-        return parse.finite(number, name, 1.0), None
-    v = array.view(held, name)
-    if math.prod(v.shape) != 1 or v.dtype is not dtypes.float32:
-        raise ArgumentError(
-            f"{name}: got {v.dtype} {list(v.shape)}; wanted a number, or a float32 array of one"
-        )
-    if v.device.kind == "cpu":
-        return parse.finite(float(array.as_numpy(v).ravel()[0]), name, 1.0), None
-    return 1.0, held
+def _prepare_within(call: Call, most_bytes: int) -> tuple[Prepared, int]:
+    """The launches of a plan that takes up to most_bytes, if there is one, and what the workspace
+    holds besides."""
+    options, queries, pages, vout = call.options, call.queries, call.pages, call.out
+    assert vout is not None
+    vlse, vq = call.lse, queries.latent
+    rows = [x for x in (queries.latent, queries.rope, vout) if x is not None]
+    keys = [x for x in (pages.latent, pages.rope) if x is not None]
+    pointers = functools.reduce(operator.or_, (x.ptr for x in (*rows, *keys)))
+    steps = [(x.strides[:2], x.dtype) for x in (*rows, *keys)]
+    is_aligned = are_rows_aligned(pointers, [*steps, (call.gaps[:2], vq.dtype)])
+    prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
+    variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
+    launcher = call.geometry.launcher(variant)
+    plan, schedule, partials = None, _schedule_lists(call, launcher, most_bytes), 0
+    if schedule is None:
+        if call.kv_lens is None:
+            count, entries = call.table.shape
+            call.kv_lens = array.view(progression(count, entries, 0, vq), options.names.kv_lens)
+        if _has_parts(call, launcher):
+            return _in_parts(call, launcher, most_bytes), 0
+        lengths = call.lengths._replace(list_gap=call.gaps[2])
+        plan = plan_of(launcher, lengths, most_bytes)
+        schedule, partials = plan.schedule, plan.partials
+    size = of_plan = partials + schedule.workspace_bytes
+    padding, lse_rows = None, 0
+    lens_stride = 0
+    if plan is None and call.kv_lens is not None:
+        lens_stride = call.kv_lens.strides[0] * call.kv_lens.dtype.itemsize // 4
+    lists = latent.Lists(call.lengths.kv_step, call.gaps, call.options.request_tokens, lens_stride)
+    lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
+    lse_scale = math.log(2.0) if options.natural_lse else 1.0
+    if vlse is not None and len(vlse.shape) == 3:
+        lse_scale = 1.0  # the launch that pads takes base 2
+        padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
+        lse_rows, lse_strides = size, (vq.shape[1], 1)
+        size += 4 * vq.shape[0] * vq.shape[1]
+    prepared = Prepared(
+        launcher,
+        plan,
+        schedule,
+        partials,
+        padding,
+        lse_rows,
+        num_bytes=size,
+        strides=latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
+        num_keys=pages.latent.shape[0],
+        sm_scale=options.sm_scale,
+        output_scale=options.output_scale,
+        has_scales=call.scales != (None, None),
+        lse_shape=call.lse_shape,
+        lse_scale=lse_scale,
+        lse_form=options.lse_form,
+        second=latent.second_parts(queries, pages, options.rope_scale, lists),
+    )
+    return prepared, size - of_plan
 
 
-def bounded(max_kv_len: Any, name: str) -> int | None:
-    """A bound of lengths, rounded up, so that calls of growing requests have equal signatures."""
-    if max_kv_len is None:
+def _has_parts(call: Call, launcher: BatchLauncher) -> bool:
+    """Whether there are more requests than a block plans, which can be taken apart."""
+    are_apart = call.options.request_tokens > 1 or any(call.gaps) or call.kv_offsets is not None
+    most = plan_batch.most_requests(launcher.device_index)
+    return call.lengths.num_requests > most and not are_apart
+
+
+def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> Prepared:
+    """What a call of more requests than a block plans launches: one part after the other."""
+    count, tokens = call.lengths.num_requests, 0
+    if call.qo_offsets is None:
+        tokens = call.lengths.qo_len
+    size = -(-count // -(-count // plan_batch.most_requests(launcher.device_index)))
+    parts, vlse = [], call.lse
+    for begin in range(0, count, size):
+        number = min(size, count - begin)
+        if call.lse is not None and len(call.lse.shape) == 3:  # by request
+            shape = number, *call.lse.shape[1:]
+            vlse = array.as_strided(call.lse, shape, call.lse.strides)
+        lengths = call.lengths._replace(num_requests=number)
+        if tokens:
+            lengths = lengths._replace(num_rows=number * tokens)
+        part, _ = _prepare_within(replace(call, lengths=lengths, lse=vlse), most_bytes)
+        parts.append((tuple(begin * step for step in _steps(call, tokens)), part))
+    _, first = parts[0]
+    known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
+    known["num_bytes"] = max(part.num_bytes for _, part in parts)
+    return InParts(**known, parts=tuple(parts))
+
+
+def _steps(call: Call, tokens: int) -> tuple[int, ...]:
+    """Bytes from a request of so many rows to the next one, in the order of ROLES; 0 for what all
+    share."""
+
+    def step(v: ArrayView | None, count: int = 1) -> int:
+        return 0 if v is None else count * v.strides[0] * v.dtype.itemsize
+
+    rows = {
+        "q": call.queries.latent,
+        "q_rope": call.queries.rope,
+        "out": call.out,
+        "lse": call.lse,
+        "max_logits": call.max_logits,
+    }
+    at = {name: step(v, tokens) for name, v in rows.items()}
+    if call.lse is not None and len(call.lse.shape) == 3:
+        at["lse"] = step(call.lse)
+    at["block_tables"] = step(call.table)
+    at["kv_lens"], at["qo_offsets"] = step(call.kv_lens), step(call.qo_offsets)
+    assert at.keys() <= set(ROLES)
+    return tuple(at.get(name, 0) for name in ROLES)
+
+
+def _schedule_lists(call: Call, launcher: BatchLauncher, most_bytes: int) -> BatchSchedule | None:
+    """The launches of lists that are all as long as the table, but for what tokens do not see yet;
+    None for other calls."""
+    knows_length = call.kv_lens is None or call.options.counts_later
+    if not call.options.is_list or not knows_length or call.scales != (None, None):
         return None
-    return int(next_power_of_two(require_int(max_kv_len, name, 0, 2**32)))
+    count, entries = call.table.shape
+    return launcher.schedule_lists(count, entries, most_bytes)
+
+
+def _views(call: Call) -> Arrays:
+    scale_q, scale_v = call.scales
+    return Arrays(
+        q=call.queries.latent,
+        k=call.pages.latent,
+        block_tables=call.table,
+        kv_lens=call.kv_lens,
+        out=call.out,
+        lse=call.lse,
+        qo_offsets=call.qo_offsets,
+        kv_offsets=call.kv_offsets,
+        sinks=call.sinks,
+        scale_q=scale_q,
+        scale_v=scale_v,
+        q_rope=call.queries.rope,
+        k_rope=call.pages.rope,
+        max_logits=call.max_logits,
+    )
+
+
+def _repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
+    """How such a call is launched again; None if what was made for it has no address to keep."""
+    table = array.view(arrays.block_tables, call.names.block_tables)
+    if call.table.ptr != table.ptr:
+        return None
+    if arrays.kv_lens is not None or call.kv_lens is None:
+        return Repeat(prepared)
+    if cuda().is_capturing(array.current_stream(call.rows)):
+        return None  # only the graph writes those lengths
+    shared = ((_KV_LENS, call.kv_lens.ptr, call.kv_lens.owner),)
+    return Repeat(replace(prepared, shared=shared))
+
+
+LATENT_ROWS = Layout(
+    check=check,
+    prepare=_prepare,
+    views=_views,
+    repeat=_repeat_of,
+    answer_on_cpu=latent_reference.answer,
+    check_values=latent_reference.check_values,
+)

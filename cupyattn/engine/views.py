@@ -24,6 +24,7 @@ class Names:
     """What a function calls its arguments, for messages. There is one object of equal names, so
     that records of options which hold it are hashed in no time.
 
+    q_rope, k_rope  of latent attention, whose rows come in two parts
     has_layout  there is a kv_layout, which messages may recommend
     """
 
@@ -44,6 +45,8 @@ class Names:
     out: str = "out"
     o_dtype: str = "out_dtype"
     kv_begin: str = "kv_begin"
+    q_rope: str = "query[1]"
+    k_rope: str = "kv_cache[1]"
     has_layout: bool = True
 
     def but(self, **labels: str) -> Names:
@@ -143,17 +146,9 @@ class Tables(NamedTuple):
     value_pages: int
 
 
-def view_tables(x: Any, name: str, are_shared: bool) -> Tables:
-    """Page tables [B, max_pages], or [B, 2, max_pages] with one for K and one for V, of int32;
-    those of int64 are converted at each call."""
-    v = array.view(x, name)
-    kinds = dtypes.int32, dtypes.int64
-    if are_shared and len(v.shape) == 3:
-        raise ArgumentError(
-            f"{name}: shape {list(v.shape)} has a table each for K and V; wanted one for both, "
-            "[B, max_pages], or uses_shared_paged_kv_idx=False where a call takes it"
-        )
-    match_array(v, "B max_pages" if are_shared else "B 2 max_pages", kinds, name)
+def as_table(v: ArrayView, name: str, shape: str) -> ArrayView:
+    """A table of int32, whose rows lie within what kernels count; int64 is converted."""
+    match_array(v, shape, (dtypes.int32, dtypes.int64), name)
     if v.device.kind == "cuda" and v.dtype is dtypes.int64:
         v = int32_on_device(v, name)
     if min(v.strides) < 0 or v.strides[0] * v.shape[0] > 2**31 - 1:
@@ -161,6 +156,19 @@ def view_tables(x: Any, name: str, are_shared: bool) -> Tables:
             f"{name}: rows are {v.strides[0]} entries apart; {v.shape[0]} of them must lie within "
             "2^31 entries, pass a contiguous table"
         )
+    return v
+
+
+def view_tables(x: Any, name: str, are_shared: bool) -> Tables:
+    """Page tables [B, max_pages], or [B, 2, max_pages] with one for K and one for V, of int32;
+    those of int64 are converted at each call."""
+    v = array.view(x, name)
+    if are_shared and len(v.shape) == 3:
+        raise ArgumentError(
+            f"{name}: shape {list(v.shape)} has a table each for K and V; wanted one for both, "
+            "[B, max_pages], or uses_shared_paged_kv_idx=False where a call takes it"
+        )
+    v = as_table(v, name, "B max_pages" if are_shared else "B 2 max_pages")
     if are_shared:
         return Tables(v, v, 0)
     return Tables(select_kv(v, 0), select_kv(v, 1), v.strides[1])

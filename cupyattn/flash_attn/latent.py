@@ -9,14 +9,15 @@ from .. import array
 from ..core import parse
 from ..core.problem import LATENT_HEAD_DIMS
 from ..engine.arrays import Arrays, MoreArrays
-from ..engine.check_planless_latent import NAMES, Options, run
+from ..engine.check_planless_latent import NAMES, Options
 from ..engine.index_arrays import progression
 from ..engine.latent_rows import Dims
+from ..engine.run_planless_latent import run
 from ..errors import ArgumentError
 from .batch import FlashOptions
 from .caches import lengths
 
-_NAMES = NAMES._replace(
+_NAMES = NAMES.but(
     q="qv",
     q_rope="q",
     k="v_cache",

@@ -13,9 +13,9 @@ from .. import array
 from ..core import parse
 from ..core.dtypes import DType
 from ..engine.arrays import make_arrays
-from ..engine.check_planless_latent import NAMES, Options, run
+from ..engine.check_planless_latent import NAMES, Options, read_scale
 from ..engine.latent_rows import Dims
-from ..engine.run_planless_latent import read_scale
+from ..engine.run_planless_latent import run
 from ..engine.views import next_power_of_two
 from ..errors import ArgumentError, UnsupportedError
 from .attend import MANY_ROWS, Pass, passes_of
@@ -23,7 +23,7 @@ from .metadata import ForwardMetadata
 from .modes import BackendConfig, LayerSpec
 from .pools import view_pages
 
-_NAMES = NAMES._replace(
+_NAMES = NAMES.but(
     q="q",
     q_rope="q_rope",
     k="key_buffer",

@@ -11,9 +11,9 @@ import numpy as np
 from .. import array
 from ..core import parse
 from ..core.parse import require_int
-from ..engine import check_planless_latent as planless
 from ..engine import geometry
 from ..engine import run_latent as latent
+from ..engine import run_planless_latent as planless
 from ..engine.arrays import Arrays
 from ..engine.mask import NO_MASK
 from ..engine.plan_again import repeated

@@ -17,7 +17,6 @@ PACKAGE = ROOT / "cupyattn"
 _LONG: dict[str, int] = {
     "cupyattn/dot_product.py: dot_product_attention": 69,
     "cupyattn/mla.py: trtllm_batch_decode_with_kv_cache_mla": 92,
-    "cupyattn/engine/check_planless.py: check": 77,
     "cupyattn/trtllm.py: trtllm_fmha_v2_prefill": 62,
 }
 _MANY_WAYS: dict[str, int] = {
@@ -44,7 +43,7 @@ _STAR_CALLS: dict[str, int] = {
     "cupyattn/integrations/jax.py": 3,
     "cupyattn/engine/planless_cache.py": 1,
     "cupyattn/engine/run_planless.py": 1,
-    "cupyattn/engine/check_planless.py": 2,
+    "cupyattn/engine/check_planless.py": 1,
     "cupyattn/engine/planless_latent_reference.py": 1,
     "cupyattn/engine/prepared.py": 1,
     "cupyattn/engine/planless_reference.py": 1,
@@ -60,7 +59,6 @@ _UNFORMATTED: dict[str, int] = {
     "cupyattn/flash_mla.py": 1,
     "cupyattn/integrations/torch_others.py": 1,
     "cupyattn/mla.py": 2,
-    "cupyattn/engine/check_planless_latent.py": 1,
     "cupyattn/engine/prepared.py": 1,
 }
 

@@ -19,7 +19,7 @@ from helpers.share import one_of
 import cupyattn
 from cupyattn import mla, reference
 from cupyattn.core import dtypes
-from cupyattn.engine import check_planless_latent as latent
+from cupyattn.engine import run_planless_latent as latent
 from cupyattn.engine.geometry import Variant
 from cupyattn.errors import ArgumentError, UnsupportedError, WorkspaceError
 from cupyattn.launch.attention.layout import ANY_BATCH_BYTES

@@ -10,8 +10,8 @@ import pytest
 from helpers import fake_gpu
 
 from cupyattn import flash_mla, mla
-from cupyattn.engine import check_planless_latent as latent
 from cupyattn.engine import latent_rows as parts
+from cupyattn.engine import run_planless_latent as latent
 from cupyattn.errors import ArgumentError, UnsupportedError
 
 B, H, PAGES, SIZE = 3, 16, 4, 16

@@ -14,8 +14,8 @@ from helpers.fake_gpu import Gpu, pointer
 from helpers.wrong_calls import Entry
 from helpers.wrong_others import entries
 
-from cupyattn.engine import check_planless_latent as latent
 from cupyattn.engine import run_planless as call
+from cupyattn.engine import run_planless_latent as latent
 
 Make = Callable[..., Any]
 
@@ -87,8 +87,8 @@ def repeated(
     """What a call launches that the cache has to find."""
     entry.call(base | {name: scale})
     with monkeypatch.context() as patch:
-        for module, checks in ((call, "check"), (latent, "_check")):
-            patch.setattr(module, checks, None)
+        for module, layout in ((call, "SEPARATE_HEADS"), (latent, "LATENT_ROWS")):
+            patch.setattr(module, layout, getattr(module, layout)._replace(check=None))
         gpu.launches.clear()
         entry.call(base | {name: scale})
     if not isinstance(scale, float):

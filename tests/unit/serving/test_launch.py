@@ -11,14 +11,14 @@ from helpers.fake_gpu import Gpu, count_functions
 
 from cupyattn import array
 from cupyattn.engine import (
-    check_planless_latent as latent,
-)
-from cupyattn.engine import (
     index_arrays,
     prepared,
 )
 from cupyattn.engine import (
     run_planless as call,
+)
+from cupyattn.engine import (
+    run_planless_latent as latent,
 )
 from cupyattn.errors import PlanError
 from cupyattn.serving import (
@@ -152,7 +152,7 @@ def test_a_step_is_one_launch_and_a_layer_few(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a value was read, or a call was checked again")
 
-    monkeypatch.setattr(call, "check", refuse)
+    monkeypatch.setattr(call, "SEPARATE_HEADS", call.SEPARATE_HEADS._replace(check=refuse))
     monkeypatch.setattr(Store, "_views", refuse)
     monkeypatch.setattr(array, "to_host", refuse)
     for method in ("item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__"):
@@ -274,7 +274,7 @@ def test_latent_layers_are_checked_once(
             assert found.count("plan_batch") == launches
             assert found.count("merge_states") == launches - 1
             with monkeypatch.context() as patch:
-                patch.setattr(latent, "_check", None)
+                patch.setattr(latent, "LATENT_ROWS", latent.LATENT_ROWS._replace(check=None))
                 assert backend.forward(q, layer, None, out) is out
             assert names_of(gpu) == found
 
