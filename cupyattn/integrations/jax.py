@@ -8,13 +8,14 @@ arrays as they are.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
-from .. import cascade, dot_product, page
+from .. import cascade, decode, dot_product, flash_attn, mla, page, prefill, trtllm
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes, env
 from ..core.cupy_module import as_stream, cupy_module
@@ -25,7 +26,7 @@ from ..engine.workspace import on_device
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.driver.enqueue import cuda, enqueue_again
 from ..launch.driver.params import this_thread
-from . import jax_calls
+from .calls import CALLS, FLAGS, IGNORED, OUTPUTS, Call, is_default, joined, leaves
 from .xla_exit import settle_at_exit
 from .xla_ffi import Buffer, Frame, handler
 from .xla_graphs import recorded
@@ -50,95 +51,8 @@ __all__ = [
 _TARGET, _RECORDED_TARGET = "cupyattn_call", "cupyattn_recorded_call"
 # Of JAX: XLA runs a program's calls once before it records them, as they must have been.
 _RECORDS_SINCE = 0, 11
-_PARAMETER = "logits_params "  # in front of the name of an array
-
-
-def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: Any = None,
-    kv_lens: Any = None,
-    logits_soft_cap: float | None = None,
-    sinks: Any = None,
-    return_lse: bool = False,
-    return_residual: bool = False,
-    logits_transform: str | None = None,
-    mask_fn: str | None = None,
-    logits_params: Mapping[str, Any] | None = None,
-    causal_alignment: str = "last",
-    out: None = None,
-) -> Any:
-    """`cupyattn.dot_product_attention` of JAX arrays or tracers: dense, ragged and paged requests.
-
-    Arrays may be traced, also those in logits_params. Everything else is a constant of the compiled
-    function: scale, is_causal, local_window_size, causal_alignment, max_seqlen_q, max_seqlen_k,
-    logits_soft_cap, expressions, numbers in logits_params, and the flags.
-
-    Returns as that function does; return_residual: the LSE in query's dtype, as jax.nn's. Under
-    vmap requests are computed one after another. There is no gradient: grad and jvp raise
-    UnsupportedError. Masks that are no bools and float32 queries on a GPU are refused while JAX
-    traces; arguments that do not fit each other raise when the compiled function runs, with
-    cupyattn's sentence in JAX's error.
-    """
-    if out is not None:
-        raise UnsupportedError("out: JAX arrays cannot be written; leave it out")
-    if mask is not None and str(mask.dtype) != "bool":
-        raise ArgumentError(
-            f"mask: dtype is {mask.dtype}; wanted bool, True where a row sees a key; pass what is "
-            "added to logits as bias"
-        )
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "bias": bias,
-        "mask": mask,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "block_table": block_table,
-        "kv_lens": kv_lens,
-        "sinks": sinks,
-    }
-    constants: dict[str, Any] = {
-        "scale": scale,
-        "is_causal": is_causal,
-        "local_window_size": local_window_size,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "logits_soft_cap": logits_soft_cap,
-        "causal_alignment": causal_alignment,
-    }
-    if not logits_transform is mask_fn is logits_params is None:
-        params = dict(logits_params or {})
-        arrays |= {f"{_PARAMETER}{n}": x for n, x in params.items() if hasattr(x, "dtype")}
-        numbers = {n: x for n, x in params.items() if not hasattr(x, "dtype")}
-        constants |= {"logits_transform": logits_transform, "mask_fn": mask_fn}
-        constants |= {"logits_params": numbers}
-    wants_lse = bool(return_lse or return_residual)
-    shape = (*query.shape[:-1], value.shape[-1])
-    outputs = [(shape, query.dtype)]
-    if wants_lse:
-        outputs.append((shape[:-1], "float32"))
-    made = _call("dot_product_attention", arrays, constants, outputs)
-    if not wants_lse:
-        return made[0]
-    return made[0], made[1].astype(query.dtype) if return_residual else made[1]
+_IN_JIT = {call.name: call for call in CALLS if call.is_operator and call.owner is None}
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @needs("jax")
@@ -171,7 +85,7 @@ def attention_fn(
             nothing: softmax is computed in float32.
 
     Returns [batch..., tokens, num_heads, head_dim]. A row that sees no key gives 0. Errors as in
-    `dot_product_attention`.
+    dot_product_attention here.
     """
     import jax
 
@@ -208,65 +122,6 @@ def _over_logits(x: Any, lead: tuple[int, ...]) -> Any:
     return x.reshape(-1, *x.shape[-3:])
 
 
-def append_paged_kv_cache(
-    append_key: Any,
-    append_value: Any,
-    batch_indices: Any,
-    positions: Any,
-    paged_kv_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
-    kv_layout: str = "NHD",
-    *,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-) -> Any:
-    """`cupyattn.append_paged_kv_cache` of JAX arrays or tracers; returns the cache with the tokens
-    in it, in the form that it was given in: one array, or (K, V).
-
-    In a function that the cache is donated to (jax.jit's donate_argnums) it is written in place;
-    otherwise XLA copies it first. Errors as in `dot_product_attention` here.
-    """
-    is_pair = isinstance(paged_kv_cache, (tuple, list))
-    pages = list(paged_kv_cache) if is_pair else [paged_kv_cache]
-    arrays = {
-        "append_key": append_key,
-        "append_value": append_value,
-        "batch_indices": batch_indices,
-        "positions": positions,
-        "kv_indices": kv_indices,
-        "kv_indptr": kv_indptr,
-        "kv_last_page_len": kv_last_page_len,
-        **{f"pages {index}": x for index, x in enumerate(pages)},
-    }
-    constants = {"kv_layout": kv_layout, "k_scale": k_scale, "v_scale": v_scale}
-    outputs = [(x.shape, x.dtype) for x in pages]
-    first = len(arrays) - len(pages)
-    aliases = {first + index: index for index in range(len(pages))}
-    made = _call("append_paged_kv_cache", arrays, constants, outputs, aliases)
-    return tuple(made) if is_pair else made[0]
-
-
-def merge_state(
-    v_a: Any, s_a: Any, v_b: Any, s_b: Any, *, lse_base_on_e: bool = False
-) -> tuple[Any, Any]:
-    """`cupyattn.merge_state` of JAX arrays or tracers: (v [n, H, D], s float32 [n, H])."""
-    arrays = {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
-    outputs = [(v_a.shape, v_a.dtype), (v_a.shape[:-1], "float32")]
-    out, lse = _call("merge_state", arrays, {"lse_base_on_e": lse_base_on_e}, outputs)
-    return out, lse
-
-
-def merge_states(v: Any, s: Any, *, lse_base_on_e: bool = False) -> tuple[Any, Any]:
-    """`cupyattn.merge_states` of JAX arrays or tracers, v [n, m, H, D] and s [n, m, H]."""
-    shape = (v.shape[0], *v.shape[2:])
-    outputs = [(shape, v.dtype), (shape[:-1], "float32")]
-    constants = {"lse_base_on_e": lse_base_on_e}
-    out, lse = _call("merge_states", {"v": v, "s": s}, constants, outputs)
-    return out, lse
-
-
 # --- the call site, while JAX traces ---
 
 
@@ -278,12 +133,11 @@ def _call(
     outputs: list[tuple[Any, Any]],
     aliases: dict[int, int] | None = None,
 ) -> Any:
-    """The outputs of a call, by XLA."""
+    """The outputs of a call, by XLA. aliases: arrays, by their number, that outputs begin as."""
     import jax
 
     _register()
-    given = {name: x for name, x in arrays.items() if x is not None}
-    _refuse_float32(given)
+    _refuse_float32(arrays)
     for constant, x in constants.items():
         if isinstance(x, jax.core.Tracer):
             raise ArgumentError(
@@ -291,8 +145,8 @@ def _call(
                 " or name its argument in jax.jit's static_argnames"
             )
     # What the handler is to do goes along as text, which also compilation caches can keep.
-    shapes = _shapes(given, outputs)
-    text = json.dumps([name, [*given], constants, shapes], default=_plain)
+    shapes = _shapes(arrays, outputs)
+    text = json.dumps([name, [*arrays], constants, shapes], default=_plain)
     is_recorded = jax.__version_info__ >= _RECORDS_SINCE and env.XLA_GRAPHS.flag()
     # XLA refuses graphs in which nothing is launched.
     is_recorded &= shapes is not None and not any(0 in shape for shape, _ in shapes)
@@ -304,17 +158,17 @@ def _call(
     )
 
     @jax.custom_jvp
-    def run(*values: Any) -> Any:
+    def without_gradient(*values: Any) -> Any:
         return call(*values, call=text)
 
-    run.defjvp(functools.partial(_refuse_gradient, name))
-    return run(*given.values())
+    without_gradient.defjvp(functools.partial(_refuse_gradient, name))
+    return without_gradient(*arrays.values())
 
 
-def _shapes(given: dict[str, Any], outputs: list[tuple[Any, Any]]) -> list[Any] | None:
+def _shapes(arrays: dict[str, Any], outputs: list[tuple[Any, Any]]) -> list[Any] | None:
     """Shapes and dtypes of all arrays, which the calls of a call site have in common; None if they
     have not (jax.export's symbolic ones)."""
-    found = [(x.shape, x.dtype) for x in given.values()] + outputs
+    found = [(x.shape, x.dtype) for x in arrays.values()] + outputs
     if not all(isinstance(extent, int) for shape, _ in found for extent in shape):
         return None
     return [[list(shape), str(dtype)] for shape, dtype in found]
@@ -360,15 +214,104 @@ def _refuse_gradient(name: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-_made = functools.partial(jax_calls.function, make=_call)
-flash_attn_func = _made("flash_attn_func")
-flash_attn_varlen_func = _made("flash_attn_varlen_func")
-flash_attn_with_kvcache = _made("flash_attn_with_kvcache")
-single_decode_with_kv_cache = _made("single_decode_with_kv_cache")
-single_prefill_with_kv_cache = _made("single_prefill_with_kv_cache")
-trtllm_batch_context_with_kv_cache = _made("trtllm_batch_context_with_kv_cache")
-trtllm_batch_decode_with_kv_cache = _made("trtllm_batch_decode_with_kv_cache")
-trtllm_batch_decode_with_kv_cache_mla = _made("trtllm_batch_decode_with_kv_cache_mla")
+_TEXT = """`cupyattn.{path}` of JAX arrays or tracers.
+
+    Arrays may be traced, also those in logits_params; everything else is a constant of the compiled
+    function: numbers, flags, expressions. out, lse and workspaces must be None: JAX arrays cannot
+    be written, and workspaces are memory of the call.
+
+    Returns as that function does{returns}. Under vmap requests are computed one after another.
+    There is no gradient: grad and jvp raise UnsupportedError. Masks of dot_product_attention that
+    are no bools and float32 queries on a GPU are refused while JAX traces; arguments that do not
+    fit each other raise when the compiled function runs, with cupyattn's sentence in JAX's error.
+    """
+_WRITTEN = """, but the cache with the tokens in it, in the form that it was given in: one
+    array, or (K, V). In a function that the cache is donated to (jax.jit's donate_argnums) it is
+    written in place; otherwise XLA copies it first"""
+
+
+def _function(function: _F) -> _F:
+    """A public call as a function of JAX's tracers."""
+    call = _IN_JIT[function.__name__]
+    signature = inspect.signature(function)
+    written = call.writes[0] if call.writes and not call.appends else ""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        # A signature need not show all synonyms.
+        shown = {n if n in signature.parameters else call.own_name(n): x for n, x in kwargs.items()}
+        given = {**call.defaults, **signature.bind(*args, **shown).arguments}
+        arrays, constants = _arguments(call, given)
+        if written:
+            return _written(call, arrays, constants, written)
+        outputs = [(x.shape, x.dtype) for _, x in leaves("", call.answers(given))][:2]
+        made = _call(call.name, arrays, constants, outputs)
+        if given.get("return_residual"):
+            return made[0], made[1].astype(outputs[0][1])
+        return made[0] if len(made) == 1 else tuple(made)
+
+    path = call.path.replace(":", ".")
+    traced.__doc__ = _TEXT.format(path=path, returns=_WRITTEN if written else "")
+    traced.__name__ = traced.__qualname__ = call.name
+    vars(traced)["__signature__"] = signature
+    return cast(_F, traced)
+
+
+def _written(call: Call, arrays: dict[str, Any], constants: dict[str, Any], argument: str) -> Any:
+    """An argument as the call leaves it behind."""
+    own = [at for at in arrays if at.partition(".")[0] == argument]
+    outputs = [(arrays[at].shape, arrays[at].dtype) for at in own]
+    aliases = {[*arrays].index(at): index for index, at in enumerate(own)}
+    made = _call(call.name, arrays, constants, outputs, aliases)
+    return made[0] if own == [argument] else tuple(made)
+
+
+def _arguments(call: Call, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a call, by calls.leaves, and its constants but those that change nothing."""
+    arrays: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    for name, x in given.items():
+        if name in IGNORED or name in FLAGS or x is None:
+            continue
+        if name in (*OUTPUTS, "workspace_buffer"):
+            raise UnsupportedError(f"{name}: JAX arrays cannot be written; pass None")
+        kind = call.kinds.get(call.own_name(name), "")
+        if name == call.appends:
+            raise UnsupportedError(
+                f"{name}: JAX arrays cannot be written; append by append_paged_kv_cache first"
+            )
+        if kind.startswith("Tensor"):
+            arrays.update(leaves(name, x))
+        elif name == "logits_params":
+            for at, leaf in leaves(name, x):
+                (arrays if hasattr(leaf, "dtype") else constants)[at] = leaf
+        elif not is_default(x, call.defaults[name]):
+            if not kind and name not in ("logits_transform", "mask_fn"):
+                raise UnsupportedError(
+                    f"{name}: {call.name} does not take it inside jax.jit; leave it out, or make "
+                    "the call outside"
+                )
+            constants[name] = x
+    mask = arrays.get("mask")
+    if mask is not None and call.name == "dot_product_attention" and str(mask.dtype) != "bool":
+        raise ArgumentError(
+            f"mask: dtype is {mask.dtype}; wanted bool, True where a row sees a key; pass what is "
+            "added to logits as bias"
+        )
+    return arrays, constants
+
+
+append_paged_kv_cache = _function(page.append_paged_kv_cache)
+dot_product_attention = _function(dot_product.dot_product_attention)
+flash_attn_func = _function(flash_attn.flash_attn_func)
+flash_attn_varlen_func = _function(flash_attn.flash_attn_varlen_func)
+flash_attn_with_kvcache = _function(flash_attn.flash_attn_with_kvcache)
+merge_state = _function(cascade.merge_state)
+merge_states = _function(cascade.merge_states)
+single_decode_with_kv_cache = _function(decode.single_decode_with_kv_cache)
+single_prefill_with_kv_cache = _function(prefill.single_prefill_with_kv_cache)
+trtllm_batch_context_with_kv_cache = _function(trtllm.trtllm_batch_context_with_kv_cache)
+trtllm_batch_decode_with_kv_cache = _function(trtllm.trtllm_batch_decode_with_kv_cache)
+trtllm_batch_decode_with_kv_cache_mla = _function(mla.trtllm_batch_decode_with_kv_cache_mla)
 
 
 @functools.cache
@@ -420,8 +363,8 @@ def _record(frame: Frame, stream: int) -> None:
     buffers = frame.inputs(), frame.outputs()
     index = _owner((*buffers[0], *buffers[1]))
     with on_device(index), as_stream(stream), recorded(stream, index, buffers[1][0].ptr):
-        arrays = ([_as_cupy(x, index) for x in xs] for xs in buffers)
-        _prepare(frame.text(), *arrays)()
+        inputs, outputs = ([_as_cupy(x, index) for x in xs] for xs in buffers)
+        _prepare(frame.text(), inputs, outputs)()
 
 
 def _on_gpu(frame: Frame) -> None:
@@ -467,8 +410,8 @@ class _Site:
             call = self._calls.get(addresses)
             if call is None:
                 buffers = frame.inputs(), frame.outputs()
-                arrays = ([_as_cupy(x, self.index) for x in xs] for xs in buffers)
-                call = _prepare(frame.text(), *arrays)
+                inputs, outputs = ([_as_cupy(x, self.index) for x in xs] for xs in buffers)
+                call = _prepare(frame.text(), inputs, outputs)
             if not self._has_run:
                 call()
                 self._has_run = True
@@ -526,11 +469,17 @@ def _view(buffer: Buffer, device: Device) -> ArrayView:
 def _prepare(text: bytes, inputs: list[Any], outputs: list[Any]) -> Callable[[], None]:
     """The call that a call site names, from its inputs to its outputs."""
     name, names, constants = _parse(text)
-    arrays = dict(zip(names, inputs, strict=True))
-    prepare = _PREPARES.get(name)
-    if prepare is not None:
-        return prepare(arrays, constants, outputs)
-    return functools.partial(_RUNS[name], arrays, constants, outputs)
+    call, arrays = _IN_JIT[name], dict(zip(names, inputs, strict=True))
+    if name == "dot_product_attention" and len(outputs) == 1 and _is_one_request(arrays, constants):
+        return _one_request(arrays, constants, outputs[0])
+    named = joined([*arrays.items(), *constants.items()])
+    if call.writes and not call.appends:  # XLA has filled the outputs with what is in the arrays
+        is_pair = isinstance(named[call.writes[0]], tuple)
+        named[call.writes[0]] = tuple(outputs) if is_pair else outputs[0]
+        return functools.partial(call.function, **named)
+    if "workspace_buffer" in call.parameters:
+        named["workspace_buffer"] = None
+    return functools.partial(_answer, call, named, outputs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -539,27 +488,36 @@ def _parse(text: bytes) -> tuple[str, list[str], dict[str, Any]]:
     return name, names, constants
 
 
-def _attention(
-    arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]
-) -> Callable[[], None]:
-    """The call of attention on these buffers. The arrays of one dense request are cut here, once,
-    and not at each call."""
+def _answer(call: Call, named: dict[str, Any], outputs: list[Any]) -> None:
+    """Call for the output, and for the LSE if there is a place for it."""
+    out, *more = outputs
+    flag = {call.flag: bool(more)} if call.flag else {}
+    if more and "lse" in call.parameters:
+        call.function(**named, **flag, out=out, lse=more[0])
+        return
+    if more:
+        spoil()
+    answer = call.function(**named, **flag, out=out)
+    if more:
+        more[0][...] = answer[1]
+
+
+def _is_one_request(arrays: dict[str, Any], constants: dict[str, Any]) -> bool:
+    """Whether this is attention of one dense request, whose rows are aligned as in a request."""
+    is_dense = all(len(x.shape) == 4 and x.shape[0] == 1 for x in arrays.values())
+    own = "scale", "is_causal", "local_window_size", "logits_soft_cap"
+    return is_dense and len(arrays) == 3 and all(name in own for name in constants)
+
+
+def _one_request(arrays: dict[str, Any], constants: dict[str, Any], out: Any) -> Callable[[], None]:
+    """Its arrays are cut here, once, and not at each call."""
     q, k, v = (arrays[name] for name in ("query", "key", "value"))
-    is_dense = len(arrays) == 3 and all(len(x.shape) == 4 and x.shape[0] == 1 for x in (q, k, v))
-    is_plain = constants["causal_alignment"] == "last" and "mask_fn" not in constants
-    if not (is_dense and is_plain) or len(outputs) > 1:
-        params = {n.removeprefix(_PARAMETER): x for n, x in arrays.items() if _PARAMETER in n}
-        if "logits_params" in constants:
-            constants = constants | {"logits_params": constants["logits_params"] | params or None}
-            arrays = {name: x for name, x in arrays.items() if _PARAMETER not in name}
-        return functools.partial(_attend, arrays, constants, outputs)
-    window = dot_product._window(constants["local_window_size"])
     options = {
-        "softmax_scale": constants["scale"],
-        "causal": bool(constants["is_causal"]),
-        "window_size": window,
-        "softcap": constants["logits_soft_cap"] or 0.0,
-        "out": outputs[0],
+        "softmax_scale": constants.get("scale"),
+        "causal": bool(constants.get("is_causal", False)),
+        "window_size": dot_product._window(constants.get("local_window_size")),
+        "softcap": constants.get("logits_soft_cap") or 0.0,
+        "out": out,
         "return_softmax_lse": False,
     }
     function, parts, named = dot_product.single_call(q, k, v, q.shape[1], options)
@@ -572,40 +530,6 @@ def _attention(
 
     return attend
 
-
-def _attend(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
-    out, *more = outputs
-    if more:
-        spoil()
-    answer = dot_product.dot_product_attention(
-        **arrays, **constants, out=out, return_lse=bool(more)
-    )
-    if more:
-        more[0][...] = answer[1]
-
-
-def _append(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
-    """Into the outputs, which XLA has filled with what is in the caches."""
-    given = {name: x for name, x in arrays.items() if not name.startswith("pages ")}
-    cache = outputs[0] if len(outputs) == 1 else tuple(outputs)
-    page.append_paged_kv_cache(**given, **constants, paged_kv_cache=cache)
-
-
-def _merge(function: Any, arrays: dict[str, Any], constants: dict[str, Any], to: list[Any]) -> None:
-    function(**arrays, **constants, out=to[0], lse=to[1])
-
-
-_Run = Callable[[dict[str, Any], dict[str, Any], list[Any]], None]
-_RUNS: dict[str, _Run] = {
-    "append_paged_kv_cache": _append,
-    "dot_product_attention": _attend,
-    "merge_state": functools.partial(_merge, cascade.merge_state),
-    "merge_states": functools.partial(_merge, cascade.merge_states),
-    **{name: functools.partial(jax_calls.run, name) for name in jax_calls.TABLE},
-}
-# Calls of which a part depends on the buffers alone, and is done once for them.
-_Prepare = Callable[[dict[str, Any], dict[str, Any], list[Any]], Callable[[], None]]
-_PREPARES: dict[str, _Prepare] = {"dot_product_attention": _attention}
 
 JAX_CALLS["dot_product_attention"] = dot_product_attention
 

@@ -3,44 +3,57 @@ graphs as such operators, where it would break the graph at each of them.
 
 Operators work on CPU and CUDA tensors, FakeTensors and dynamic shapes; CUDA graphs can capture
 them. There is no backward pass: tensors that require grad are refused where grad is enabled.
+
+Many calls have an operator of their own, with the call's arguments in its order. It has four forms,
+by what it returns and writes: `default` returns the answer, `lse` the answer and its LSE, `out`
+writes its last argument, and `out_lse` does so and returns the LSE. A call that appends to a cache
+has each form once more, behind `append`, which writes the cache. All other calls, and arguments
+that those operators do not take, share
+
+    torch.ops.cupyattn.call(function, wrapper, names, read, written, ints, floats, words)
+
+which names the call and its arguments, so that a graph needs nothing beside itself. What the call
+answers is made by the graph and written by the operator.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
-import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from .. import decode, page, prefill
 from ..core import tracing
 from ..core.packages import needs
-from . import torch_others
-from .torch_calls import (
-    APPEND,
+from ..errors import ArgumentError, PlanError, UnsupportedError
+from .calls import (
     CALLS,
-    ONE_FORM,
-    RUN,
+    FLAGS,
+    IGNORED,
+    OUTPUTS,
     Call,
-    answer_dtype,
-    forms,
-    merged_shapes,
-    planned_spec,
-    refuse_grad,
-    unknown,
+    Made,
+    is_default,
+    joined,
+    leaves,
+    positional,
 )
 
 # Wrappers whose runs are in a graph, by id. A graph is guarded by that id, and dropped with them.
 wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # Older Dynamo keeps no object of a user beside its graph, which run() needs for its wrapper.
 RUNS_SINCE = (2, 13)
-_libraries: list[Any] = []
-_WRAPPERS = (
-    decode.BatchDecodeWithPagedKVCacheWrapper,
-    prefill.BatchPrefillWithPagedKVCacheWrapper,
-    prefill.BatchPrefillWithRaggedKVCacheWrapper,
+# `names` are those of `read`, `written`, `ints`, `floats` and `words`, see calls.leaves; those of
+# answers begin with _ANSWER. A word is a string, None or a bool in Python's spelling, or a dtype.
+_ANSWER = "return"
+_CALL = (
+    "call(str function, int wrapper, str[] names, Tensor[] read, Tensor(a!)[] written, SymInt[] "
+    "ints, float[] floats, str[] words) -> ()"
 )
+_BY_PATH = {call.path: call for call in CALLS}
+_libraries: list[Any] = []
 
 
 @needs("torch")
@@ -52,35 +65,25 @@ def register() -> None:
         return
     library = torch.library.Library("cupyattn", "FRAGMENT")
     _libraries.append(library)
-    library.define(torch_others.SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    _implement(library, "call", functools.partial(torch_others.run, wrappers), torch_others.fake)
+    _define(library, "call", _CALL.removeprefix("call"), _run, _fake_run)
     for call in CALLS:
         for form, schema in call.forms.items():
-            name = f"{call.name}.{form}" if form else call.name
-            library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-            _implement(library, name, _operator(call, form), _fake(call, form))
-        _substitute(call.function, _traced(call))
+            name = f"{call.operator}.{form}" if form else call.operator
+            _define(library, name, schema, _operator(call, form), _fake(call, form))
+        if call.owner is not None:
+            _open_method(call)
+            continue
+        traced = _traced(call)
+        _substitute(call.function, _by_position(traced, call.name, call.positional))
         if call.also:
             other = getattr(importlib.import_module(f"cupyattn.{call.also}"), call.name)
-            _substitute(other, _by_name(_traced(call), other))
-    for module, schema in ONE_FORM:
-        _open_one_form(library, module, schema)
-    library.define(APPEND, tags=(torch.Tag.pt2_compliant_tag,))
-    _implement(library, "append_paged_kv_cache", _append, _fake_append)
-    _substitute(page.append_paged_kv_cache, _traced_append)
-    for form, schema in forms(RUN).items():
-        name = f"run.{form}" if form else "run"
-        library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        _implement(library, name, _run(form), _fake_run(form))
-    for kind in _WRAPPERS:
-        _open_run(kind)
-    for other in torch_others.OTHERS:
-        _open_other(other)
+            _substitute(other, _without_third(traced, call.name, positional(other)))
 
 
-def _implement(library: Any, name: str, function: Any, fake: Any) -> None:
+def _define(library: Any, name: str, schema: str, function: Any, fake: Any) -> None:
     import torch
 
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         library.impl(name, function, device)
     torch.library.register_fake(f"cupyattn::{name}", fake, lib=library)
@@ -94,39 +97,49 @@ def _substitute(function: Any, traced: Any) -> None:
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
 
 
-# --- calls ---
+# --- operators of one call ---
 
 
 def _operator(call: Call, form: str) -> Any:
     """What an operator runs: the public call, by position as far as that has the same order."""
-    function, names = call.function, call.arguments
+    function, names, flag = call.function, [*call.kinds], call.flag
+    is_method = call.owner is not None
     writes_out, wants_lse = "out" in form, form.endswith("lse")
     if writes_out:
-        names = *names, "out"
-    count = _count_common(names, tuple(call.parameters))
-    rest, flag = names[count:], call.flag
+        names.append("out")
+    returns_many = wants_lse or call.results == 2
+    returns_nothing = call.results == 0
+    order = call.positional
+    if is_method:
+        names, order = ["wrapper", *names], ("wrapper", *order)
+    count = _count_common(names, order)
+    rest = names[count:]
     # A cache comes as a list: of one tensor, or of K and V.
-    at = names.index("kv_cache") if "kv_cache" in names else None
+    caches = [at for at, name in enumerate(names) if call.kinds.get(name) == "Tensor[]"]
 
     def operator(*args: Any, **named: Any) -> Any:
-        if at is not None:
-            cache = args[at]
-            args = *args[:at], cache[0] if len(cache) == 1 else tuple(cache), *args[at + 1 :]
+        for at in caches:
+            cache = args[at][0] if len(args[at]) == 1 else tuple(args[at])
+            args = *args[:at], cache, *args[at + 1 :]
         if len(args) > count:
             named.update(zip(rest, args[count:], strict=False))
             args = args[:count]
+        if is_method:
+            args = wrappers[args[0]], *args[1:]
         if wants_lse:
             named[flag] = True
         answer = function(*args, **named)
         if writes_out:
             return answer[1].contiguous() if wants_lse else None
+        if returns_nothing:
+            return None
         # What a compiled graph was told: rows one after another.
-        return tuple(x.contiguous() for x in answer) if wants_lse else answer.contiguous()
+        return tuple(x.contiguous() for x in answer) if returns_many else answer.contiguous()
 
     return operator
 
 
-def _count_common(names: tuple[str, ...], parameters: tuple[str, ...]) -> int:
+def _count_common(names: list[str], parameters: tuple[str, ...]) -> int:
     """How many arguments a call takes by position as an operator does."""
     count = 0
     for name, parameter in zip(names, parameters, strict=False):
@@ -137,227 +150,157 @@ def _count_common(names: tuple[str, ...], parameters: tuple[str, ...]) -> int:
 
 
 def _fake(call: Call, form: str) -> Any:
-    names = call.arguments
-    writes_out, wants_lse = "out" in form, form.endswith("lse")
-    key = next(name for name in ("key", "k_cache", "k", "kv_cache") if name in names)
+    names = (*call.kinds, "out") if "out" in form else tuple(call.kinds)
+    is_method, flag = call.owner is not None, call.flag
+    if is_method:
+        names = "wrapper", *names
 
     def fake(*args: Any, **named: Any) -> Any:
-        import torch
-
         named.update(zip(names, args, strict=False))
         refuse_grad(named.items())
-        shape, lse_shape = call.shapes(named)
-        query, cache = named[names[0]], named[key]
-        cache = cache[0] if isinstance(cache, (list, tuple)) else cache
-        lse = query.new_empty(lse_shape, dtype=torch.float32) if wants_lse else None
-        if writes_out:
-            return lse
-        out = query.new_empty(shape, dtype=answer_dtype(query, cache))
-        return (out, lse) if wants_lse else out
+        given = {**call.defaults, **named}
+        if form.endswith("lse"):
+            given[flag] = True
+        if is_method:
+            given["planned"] = planned(wrappers[given.pop("wrapper")])
+        made = [x for _, x in leaves(_ANSWER, _filled(call.answers(given), given))]
+        if "out" in form:
+            made = made[1:]
+        return tuple(made) if len(made) > 1 else made[0] if made else None
 
     return fake
 
 
-def _traced(call: Call) -> Any:
-    """The public call as Dynamo is to trace it: arguments by name, then the operator."""
+def _filled(answers: Any, given: dict[str, Any]) -> Any:
+    """The answers of a call, with tensors for arrays that it makes."""
+    if isinstance(answers, tuple):
+        return tuple(_filled(x, given) for x in answers)
+    if not isinstance(answers, Made):
+        return answers
     import torch
 
-    packet = getattr(torch.ops.cupyattn, call.name)
+    dtype = answers.dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    for x in given.values():
+        x = x[0] if isinstance(x, (list, tuple)) and len(x) else x
+        if isinstance(x, torch.Tensor):
+            return x.new_empty(answers.shape, dtype=dtype)
+    raise ArgumentError("got no tensor")
+
+
+def planned(wrapper: Any) -> tuple[int, str] | None:
+    """(columns, dtype) of what a wrapper is planned for; None if it has no plan of this kind."""
+    spec = getattr(getattr(getattr(wrapper, "_current", None), "geometry", None), "spec", None)
+    if spec is None and hasattr(wrapper, "_current"):
+        raise PlanError("run: nothing is planned; call plan() before the compiled function")
+    return None if spec is None else (spec.head_dim_vo, spec.dtype_o.name)
+
+
+# --- what Dynamo traces ---
+
+
+def _traced(call: Call) -> Callable[..., Any]:
+    """The call as Dynamo is to trace it: of its arguments by name, with the id of its wrapper and
+    what that is planned for."""
+    import torch
+
+    packet = getattr(torch.ops.cupyattn, call.operator) if call.is_operator else None
     operators = {form: getattr(packet, form or "default") for form in call.forms}
-    parameters, names = call.parameters, call.arguments
-    order, aliases = tuple(parameters), dict(call.aliases)
-    ignored, flag, appends, third = call.ignored, call.flag, call.appends, call.third
-    with_all = torch_others.traced(torch_others.of_call(call), call.function, False)
-    defaults = {name: parameters.get(name) for name in names}
-    if "block_table" in names:
-        defaults["block_table"] = None
+    kinds, defaults, appends = call.kinds, call.defaults, call.appends
+    own_names = {x: call.own_name(x) for x in (*call.parameters, "page_table", "s_aux")}
+    is_method, third = call.owner is not None, "return_attn_probs" in call.parameters
+    with_all = _with_all(call)
+    # What is enclosed is not guarded by graphs, as globals are at each of their calls.
+    flags, ignored, fits, plain, is_same = FLAGS, IGNORED, _fits, _plain, is_default
 
-    def with_third(*args: Any, **kwargs: Any) -> Any:
-        named = {**dict(zip(order, args)), **kwargs}  # noqa: B905
-        if not named.pop(third, False):
-            return traced(**named)
-        named[flag] = True
-        made, lse = traced(**named)
-        return made, lse, made.new_empty(0)
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        given = dict(defaults)
+    def traced(named: dict[str, Any], wrapper: int = 0, planned: Any = None) -> Any:
+        if packet is None:
+            return with_all(named, wrapper, planned)
+        given = {name: defaults[name] for name in kinds}
         wants_lse, out = False, None
-        for name, x in [*zip(order, args), *kwargs.items()]:  # noqa: B905
-            name = aliases.get(name, name)
-            if name == flag:
-                wants_lse = wants_lse or x
+        for name, x in named.items():
+            own = own_names.get(name, name)
+            if name in flags:
+                wants_lse = wants_lse or bool(x)
             elif name == "out":
                 out = x
-            elif name in defaults:
+            elif own in kinds and fits(kinds[own], x):
                 # A synonym that is not given leaves the other one.
-                if x is not None or name not in given:
-                    given[name] = _plain(name, x)
-            elif name not in ignored and x is not None and x != parameters.get(name):
-                return with_all(*args, **kwargs)
+                if x is not None or own == name:
+                    given[own] = plain(kinds[own], x)
+            elif name not in ignored and not is_same(x, defaults.get(name)):
+                return with_all(named, wrapper, planned)
         form = "append" if appends and given[appends] is not None else ""
         if out is not None:
             form = form + "_out" if form else "out"
         if wants_lse:
             form = form + "_lse" if form else "lse"
-        values = [given[name] for name in names]
-        if out is None:
-            return operators[form](*values)
-        lse = operators[form](*values, out)
-        return (out, lse) if wants_lse else out
+        if form not in operators:
+            return with_all(named, wrapper, planned)
+        values = [wrapper, *given.values()] if is_method else [*given.values()]
+        if out is not None:
+            lse = operators[form](*values, out)
+            answer = (out, lse) if wants_lse else out
+        else:
+            answer = operators[form](*values)
+        if third and named.get("return_attn_probs"):
+            return answer[0], answer[1], answer[0].new_empty(0)
+        return answer
 
-    return with_third if third else traced
-
-
-def _by_name(traced: Any, function: Any) -> Any:
-    """What Dynamo is to trace for a function that has another order of arguments."""
-    order = tuple(inspect.signature(function).parameters)
-
-    def named(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(order, args)), **kwargs}  # noqa: B905
-        if given.pop("return_attn_probs", False):
-            given["return_softmax_lse"] = True
-        return traced(**given)
-
-    return named
+    return traced
 
 
-def _plain(name: str, x: Any) -> Any:
+def _fits(kind: str, x: Any) -> bool:
+    """Whether an operator's argument may be x: arrays are no numbers, and the other way round."""
+    import torch
+
+    if x is None or kind == "SymInt":
+        return True
+    parts = x if isinstance(x, (list, tuple)) and len(x) else [x]
+    return isinstance(parts[0], torch.Tensor) == kind.startswith("Tensor")
+
+
+def _plain(kind: str, x: Any) -> Any:
     """An argument as a schema has it."""
-    if name in ("local_window_size", "window_size") and x is not None:
-        if isinstance(x, int):
-            return [x, x]
-        return [-1 if side is None else side for side in x]
-    if name == "kv_cache":
+    import torch
+
+    if kind == "SymInt[]" and x is not None:
+        sides = [x, x] if isinstance(x, int) else x
+        return [-1 if side is None else side for side in sides]
+    if kind == "Tensor[]":
         return list(x) if isinstance(x, (list, tuple)) else [x]
-    if name.startswith("max_") and hasattr(x, "shape"):
+    if kind == "SymInt" and isinstance(x, torch.Tensor):
         return None  # a bound in memory, which only speeds up
     return x
 
 
-# --- calls with one form ---
+def _by_position(traced: Any, name: str, order: tuple[str, ...]) -> Any:
+    bind = _named
+
+    def by_position(*args: Any, **kwargs: Any) -> Any:
+        return traced(bind(name, order, args, kwargs))
+
+    return by_position
 
 
-def _open_one_form(library: Any, module: str, schema: str) -> None:
-    import torch
+def _without_third(traced: Any, name: str, order: tuple[str, ...]) -> Any:
+    """As FlashAttention-3's calls, which return_attn_probs asks for the LSE and no more."""
 
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.partition("(")[0]
-    function = getattr(importlib.import_module(f"cupyattn.{module}"), name)
+    bind = _named
 
-    def fake(*args: Any, **named: Any) -> Any:
-        first = args[0] if args else next(iter(named.values()))
-        refuse_grad([*enumerate(args), *named.items()])
-        shapes = merged_shapes(name, first)
-        if shapes is None:
-            return None
-        return first.new_empty(shapes[0]), first.new_empty(shapes[1], dtype=torch.float32)
+    def without_third(*args: Any, **kwargs: Any) -> Any:
+        named = bind(name, order, args, kwargs)
+        if named.pop("return_attn_probs", False):
+            named["return_softmax_lse"] = True
+        return traced(named)
 
-    _implement(library, name, function, fake)
-    operator = getattr(torch.ops.cupyattn, name).default
-    known = {x.name for x in operator._schema.arguments}
-
-    def traced(*args: Any, **named: Any) -> Any:
-        for other, x in named.items():
-            if other not in known and x is not None:
-                raise unknown(name, other)
-        return operator(*args, **{n: x for n, x in named.items() if n in known})
-
-    _substitute(function, traced)
+    return without_third
 
 
-# --- pages ---
-
-
-def _traced_append(
-    append_key: Any,
-    append_value: Any,
-    batch_indices: Any,
-    positions: Any,
-    paged_kv_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
-    kv_layout: str = "NHD",
-    *,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-) -> None:
-    import torch
-
-    pages = paged_kv_cache if isinstance(paged_kv_cache, (list, tuple)) else [paged_kv_cache]
-    torch.ops.cupyattn.append_paged_kv_cache.default(
-        append_key,
-        append_value,
-        batch_indices,
-        positions,
-        list(pages),
-        kv_indices,
-        kv_indptr,
-        kv_last_page_len,
-        kv_layout,
-        k_scale,
-        v_scale,
-    )
-
-
-def _append(*args: Any, **named: Any) -> None:
-    names = inspect.signature(page.append_paged_kv_cache).parameters
-    named.update(zip(names, args, strict=False))
-    pages = named["paged_kv_cache"]
-    named["paged_kv_cache"] = pages[0] if len(pages) == 1 else tuple(pages)
-    page.append_paged_kv_cache(**named)
-
-
-def _fake_append(append_key: Any, append_value: Any, *args: Any, **named: Any) -> None:
-    refuse_grad((("append_key", append_key), ("append_value", append_value)))
-
-
-# --- runs of wrappers ---
-
-_NAMED = tuple(x.partition("=")[0].rpartition(" ")[2] for x in RUN.split(", "))
-
-
-def _run(form: str) -> Any:
-    writes_out, wants_lse = "out" in form, form.endswith("lse")
-    names = (*_NAMED, "out") if writes_out else _NAMED
-
-    def run(*args: Any, **named: Any) -> Any:
-        named.update(zip(names, args, strict=False))
-        given = {name: x for name, x in named.items() if x is not None}
-        wrapper, q, pages = wrappers[given.pop("wrapper")], given.pop("q"), given.pop("kv_cache")
-        arrays = pages
-        if not isinstance(wrapper, prefill.BatchPrefillWithRaggedKVCacheWrapper):
-            arrays = pages[:1] if len(pages) == 1 else [tuple(pages)]
-        answer = _eager_run(wrapper)(q, *arrays, return_lse=wants_lse, **given)
-        if writes_out:
-            return answer[1] if wants_lse else None
-        return answer
-
-    return run
-
-
-def _fake_run(form: str) -> Any:
-    writes_out, wants_lse = "out" in form, form.endswith("lse")
-
-    def fake(wrapper: int, q: Any, kv_cache: list[Any], *args: Any, **named: Any) -> Any:
-        import torch
-
-        refuse_grad((("q", q), ("k, v", kv_cache)))
-        spec = planned_spec(wrappers[wrapper])
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if wants_lse else None
-        if writes_out:
-            return lse
-        dtype = getattr(torch, spec.dtype_o.name)
-        out = q.new_empty((*q.shape[:-1], spec.head_dim_vo), dtype=dtype)
-        return (out, lse) if wants_lse else out
-
-    return fake
-
-
-def _eager_run(wrapper: Any) -> Any:
-    run = type(wrapper).run
-    return functools.partial(getattr(run, "__wrapped__", run), wrapper)
+def _named(name: str, order: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if len(args) > len(order):
+        raise unknown(name, "arguments by position")
+    return {**dict(zip(order, args)), **kwargs}  # noqa: B905
 
 
 def _has_runs(run: Any) -> bool:
@@ -374,95 +317,149 @@ def _has_runs(run: Any) -> bool:
     return False
 
 
-def _open_run(kind: Any) -> None:
-    """Let Dynamo trace run() of a class of wrappers: methods have no substitutes, so the method
+def _open_method(call: Call) -> None:
+    """Let Dynamo trace a method of a class of wrappers: methods have no substitutes, so the method
     itself asks whether it is traced."""
     import torch
 
-    run = kind.run
-    if not _has_runs(run):
-        return
-    packet = torch.ops.cupyattn.run
-    operators = {form: getattr(packet, form or "default") for form in forms(RUN)}
-    is_compiling = torch.compiler.is_compiling
-    is_ragged = kind is prefill.BatchPrefillWithRaggedKVCacheWrapper
-    keys = ("k", "v") if is_ragged else ("paged_kv_cache",)
-    count = len(keys)
-    named = _NAMED[3:]
-    ignored = "enable_pdl", "window_left", "skip_softmax_threshold_scale_factor"
-
-    @torch._dynamo.assume_constant_result
-    def keep(wrapper: Any) -> int:
-        wrappers[id(wrapper)] = wrapper
-        return 0
-
-    def traced(self: Any, q: Any, *arrays: Any, **kwargs: Any) -> Any:
-        arrays = (*arrays, *(kwargs.pop(x) for x in keys[len(arrays) :] if x in kwargs))
-        if len(arrays) != count:
-            raise unknown("run()", "scales by position")
-        keep(self)
-        pages = list(arrays)
-        if count == 1:
-            pages = list(arrays[0]) if isinstance(arrays[0], (list, tuple)) else pages
-        given = dict.fromkeys(named)
-        wants_lse, out = False, None
-        for name, x in kwargs.items():
-            if name == "return_lse":
-                wants_lse = x
-            elif name == "out":
-                out = x
-            elif name in given:
-                given[name] = x
-            elif name not in ignored and x is not None:
-                raise unknown("run()", name)
-        form = "out" if out is not None else ""
-        if wants_lse:
-            form = form + "_lse" if form else "lse"
-        # Dynamo guards the graph by this id.
-        values = [id(self), q, pages, *given.values()]
-        if out is None:
-            return operators[form](*values)
-        lse = operators[form](*values, out)
-        return (out, lse) if wants_lse else out
-
-    @functools.wraps(run)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return traced(self, *args, **kwargs)
-        return run(self, *args, **kwargs)
-
-    tracing.traced(method)
-    kind.run = method
-
-
-def _open_other(other: torch_others.Other) -> None:
-    """Let Dynamo trace a call that has no operator of its own."""
-    import torch
-
-    owner, function = torch_others.public(other.path)
-    call = torch_others.traced(other, function, owner is not None)
-    if owner is None:
-        _substitute(function, call)
-        return
+    function = call.function
     if not _has_runs(function):
         return
-    is_compiling = torch.compiler.is_compiling
+    traced, name, order = _traced(call), call.name, call.positional
+    is_compiling, bind = torch.compiler.is_compiling, _named
 
     @torch._dynamo.assume_constant_result
-    def keep(wrapper: Any) -> int:
+    def keep(wrapper: Any) -> Any:
         wrappers[id(wrapper)] = wrapper
-        return 0
+        return planned(wrapper)
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            keep(self)
-            return call(id(self), *args, **kwargs)
+            # Dynamo guards the graph by this id.
+            return traced(bind(name, order, args, kwargs), id(self), keep(self))
         return function(self, *args, **kwargs)
 
     tracing.traced(method)
     method.outside_of_graphs = function  # type: ignore[attr-defined]
-    setattr(owner, other.path.rpartition(".")[2], method)
+    setattr(call.owner, call.name.rpartition(".")[2], method)
+
+
+# --- the operator of all calls ---
+
+
+def _with_all(call: Call) -> Callable[..., Any]:
+    """The call with any arguments, as Dynamo is to trace it."""
+    import torch
+
+    operator = torch.ops.cupyattn.call.default
+    path, name, defaults, answers = call.path, call.name, call.defaults, call.answers
+    writes, appends = call.writes, call.appends
+
+    def with_all(named: dict[str, Any], wrapper: int, planned: Any) -> Any:
+        given = {**defaults, **named}
+        if planned is not None:
+            given["planned"] = planned
+        answer = _filled(answers(given), given)
+        made = [(at, x) for at, x in leaves(_ANSWER, answer) if x is not None]
+        made = [(at, x) for at, x in made if not any(x is y for y in named.values())]
+        written = OUTPUTS if appends and given[appends] is None else (*OUTPUTS, *writes)
+        groups: dict[str, list[Any]] = {
+            x: [] for x in ("read", "written", "ints", "floats", "words")
+        }
+        for argument, x in named.items():
+            for at, leaf in leaves(argument, x):
+                group, value = _spelled(name, at, leaf, argument in written)
+                groups[group].append((at, value))
+        groups["written"] += made
+        operator(
+            function=path,
+            wrapper=wrapper,
+            names=[at for group in groups.values() for at, _ in group],
+            **{name: [x for _, x in group] for name, group in groups.items()},
+        )
+        return answer
+
+    return with_all
+
+
+def _spelled(name: str, at: str, x: Any, is_written: bool) -> tuple[str, Any]:
+    """The group of the operator's arguments that x belongs to, and x as it stands there."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return ("written" if is_written else "read"), x
+    if x is None or isinstance(x, (bool, str)):
+        return "words", repr(x)
+    if isinstance(x, (int, torch.SymInt)):
+        return "ints", x
+    if isinstance(x, float):
+        return "floats", x
+    if isinstance(x, torch.dtype):
+        return "words", str(x)
+    raise unknown(f"{name}()", at)
+
+
+def _run(
+    function: str,
+    wrapper: int,
+    names: list[str],
+    read: list[Any],
+    written: list[Any],
+    ints: list[int],
+    floats: list[float],
+    words: list[str],
+) -> None:
+    """Make the call that the arguments spell, and write its answers."""
+    call = _BY_PATH[function]
+    parts = dict(zip(names, [*read, *written, *ints, *floats, *map(_read, words)], strict=True))
+    to = {at: parts.pop(at) for at in names if at.partition(".")[0] == _ANSWER}
+    called = call.function
+    if call.owner is not None:
+        called = functools.partial(called, wrappers[wrapper])
+    answer = called(**joined(parts.items()))
+    for at, x in leaves(_ANSWER, answer):
+        if at in to:
+            to[at].copy_(x)
+
+
+def _read(word: str) -> Any:
+    import torch
+
+    if word.startswith("torch."):
+        return getattr(torch, word.removeprefix("torch."))
+    return ast.literal_eval(word)
+
+
+def _fake_run(
+    function: str, wrapper: int, names: list[str], read: list[Any], written: list[Any], *_: Any
+) -> None:
+    refuse_grad(zip(names, [*read, *written], strict=False))
+
+
+# --- errors ---
+
+
+def refuse_grad(arguments: Any) -> None:
+    """ArgumentError for tensors that ask for a gradient; torch is imported."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return
+    for name, x in arguments:
+        parts = x if isinstance(x, (list, tuple)) else (x,)
+        if any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts):
+            raise ArgumentError(
+                f"{name}: requires grad, and cupyattn has no backward pass; pass {name}.detach() "
+                "or call inside torch.no_grad()"
+            )
+
+
+def unknown(call: str, name: str) -> Exception:
+    return UnsupportedError(
+        f"{name}: {call} does not take it inside torch.compile; leave it out, or make the call "
+        "outside of the graph (torch.compiler.disable)"
+    )
 
 
 register()

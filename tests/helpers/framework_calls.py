@@ -182,6 +182,10 @@ OF_JAX: dict[str, Call] = {
         q, x.k, x.v, logits_transform="logit * factor + slopes[head]", mask_fn="kv_idx != 1",
         logits_params={"factor": 0.5, "slopes": x.slopes},
     ),
+    "expression of one request": lambda f, x, q: f.single_prefill_with_kv_cache(
+        q[0], x.k[0], x.v[0], logits_transform="logit + slopes[head]", mask_fn="kv_idx != 1",
+        logits_params={"slopes": x.slopes}, return_lse=True,
+    ),
     "no batch": lambda f, x, q: f.dot_product_attention(q[0], x.k[0], x.v[0], is_causal=True),
     "decode": lambda f, x, q: f.dot_product_attention(
         q[:1, :1], x.k[:1], x.v[:1], return_lse=True

@@ -26,9 +26,6 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in ours:
         for known, key in ((handlers, function), (rules, function), (dispatch, id(function))):
             monkeypatch.delitem(known, key, raising=False)
-    for kind in module._WRAPPERS:
-        monkeypatch.setattr(kind, "run", kind.run.__wrapped__)
-    for other in module.torch_others.OTHERS:
-        kind, function = module.torch_others.public(other.path)
-        if kind is not None:
-            monkeypatch.setattr(kind, "run", function)
+    for call in module.CALLS:
+        if call.owner is not None:
+            monkeypatch.setattr(call.owner, "run", call.function)

@@ -40,7 +40,6 @@ _STAR_CALLS: dict[str, int] = {
     "cupyattn/flash_mla.py": 1,
     "cupyattn/engine/call_cache.py": 2,
     "cupyattn/engine/latent_rows.py": 6,
-    "cupyattn/integrations/jax.py": 3,
     "cupyattn/engine/planless_cache.py": 1,
     "cupyattn/engine/run_planless.py": 1,
     "cupyattn/engine/check_planless.py": 1,
@@ -57,7 +56,6 @@ _STAR_CALLS: dict[str, int] = {
 _UNFORMATTED: dict[str, int] = {
     "cupyattn/flash_attn/states.py": 1,
     "cupyattn/flash_mla.py": 1,
-    "cupyattn/integrations/torch_others.py": 1,
     "cupyattn/mla.py": 2,
     "cupyattn/engine/prepared.py": 1,
 }

@@ -120,8 +120,8 @@ def test_what_is_refused_while_jax_traces(x: Arrays, monkeypatch: pytest.MonkeyP
         door.flash_attn_with_kvcache(x.q, x.k, x.v, x.new, x.new, cache_seqlens=x.lens)
     with pytest.raises(UnsupportedError, match=r"^out: JAX arrays cannot be written"):
         door.single_prefill_with_kv_cache(x.q[0], x.k[0], x.v[0], out=x.q[0])
-    with pytest.raises(UnsupportedError, match=r"^mask_fn: single_prefill_with_kv_cache does not"):
-        door.single_prefill_with_kv_cache(x.q[0], x.k[0], x.v[0], mask_fn="kv_idx > 0")
+    with pytest.raises(UnsupportedError, match=r"^o_dtype: single_prefill_with_kv_cache does not"):
+        door.single_prefill_with_kv_cache(x.q[0], x.k[0], x.v[0], o_dtype="float32")
     with pytest.raises(TypeError, match="nonsense"):
         door.single_prefill_with_kv_cache(x.q[0], x.k[0], x.v[0], nonsense=1)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

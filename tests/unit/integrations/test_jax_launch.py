@@ -26,8 +26,7 @@ from cupyattn.integrations import xla_ffi
 from cupyattn.launch.driver import scratch
 
 H, HK, D = 16, 8, 128
-ATTENTION = {"scale": None, "is_causal": True, "local_window_size": None, "max_seqlen_q": None}
-ATTENTION |= {"max_seqlen_k": None, "logits_soft_cap": None, "causal_alignment": "last"}
+ATTENTION = {"is_causal": True}
 LATENT = {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_seq_len": 64}
 Make = Callable[..., Any]
 
@@ -85,8 +84,8 @@ def _single(make: Make) -> tuple[Any, ...]:
 
 
 def _trtllm(make: Make) -> tuple[Any, ...]:
-    arrays = {"query": make(4, H, D), "kv_cache 0": make(64, 16, HK, D)}
-    arrays |= {"kv_cache 1": make(64, 16, HK, D), "block_tables": make(4, 8, dtype="int32")}
+    arrays = {"query": make(4, H, D), "kv_cache.0": make(64, 16, HK, D)}
+    arrays |= {"kv_cache.1": make(64, 16, HK, D), "block_tables": make(4, 8, dtype="int32")}
     arrays |= {"seq_lens": make(4, dtype="int32")}
     constants = {"max_seq_len": 128, "bmm1_scale": 0.1, "bmm2_scale": 1.0, "kv_layout": "NHD"}
     outputs = [make(4, H, D), make(4, H, dtype="float32")]
@@ -99,9 +98,8 @@ def _append(make: Make) -> tuple[Any, ...]:
     arrays = {"append_key": make(4, HK, D), "append_value": make(4, HK, D)}
     arrays |= {name: make(count, dtype="int32") for name, count in index.items()}
     pages = [make(32, 16, HK, D) for _ in "kv"]
-    arrays |= {f"pages {at}": x for at, x in enumerate(pages)}
-    constants = {"kv_layout": "NHD", "k_scale": None, "v_scale": None}
-    return "append_paged_kv_cache", arrays, pages, constants
+    arrays |= {f"paged_kv_cache.{at}": x for at, x in enumerate(pages)}
+    return "append_paged_kv_cache", arrays, pages, {}
 
 
 def _latent(make: Make) -> tuple[Any, ...]:

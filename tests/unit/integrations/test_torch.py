@@ -18,8 +18,9 @@ torch = pytest.importorskip("torch")
 from helpers import framework_calls  # noqa: E402
 from helpers.framework_calls import EAGER, HK, TORCH, Arrays, B, D, H, S, T  # noqa: E402
 
-import cupyattn.integrations.torch as door  # noqa: E402
+import cupyattn.integrations.torch  # noqa: E402
 from cupyattn.errors import ArgumentError, UnsupportedError  # noqa: E402
+from cupyattn.integrations.calls import CALLS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +201,7 @@ with torch.no_grad():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-NAMES = [f"{call.name}.{form or 'default'}" for call in door.CALLS for form in call.forms]
+NAMES = [f"{call.operator}.{form or 'default'}" for call in CALLS for form in call.forms]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("dot", "flash"))])

@@ -19,8 +19,7 @@ import cupyattn.integrations.torch as door  # noqa: E402
 from cupyattn import array, flash_mla  # noqa: E402
 from cupyattn.core.tracing import untraced  # noqa: E402
 from cupyattn.errors import ArgumentError  # noqa: E402
-from cupyattn.integrations import torch_others  # noqa: E402
-from cupyattn.integrations.torch_calls import CALLS, ONE_FORM  # noqa: E402
+from cupyattn.integrations.calls import CALLS  # noqa: E402
 
 LIKE = array.view(torch.zeros(1), "like")
 # What no graph has: offsets that only the data know; calls that plan, outside of graphs.
@@ -86,6 +85,7 @@ X = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(1))
 LATENT = torch.randn(6, 2, 4, 576, generator=torch.Generator().manual_seed(2)).half()
 POOL, TABLE = LATENT[:, :, :1], torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
 LENS, LISTS = torch.tensor([3, 4], dtype=torch.int32), torch.arange(10, dtype=torch.int32)
+PAGES = torch.randn(4, 2, 2, 4, 16, generator=torch.Generator().manual_seed(3))
 FP8 = torch.float8_e4m3fn
 POOL_OF_FP8 = POOL.to(FP8)
 
@@ -125,6 +125,12 @@ MORE: dict[str, Callable[[Any], Any]] = {
     "one request": lambda q: cupyattn.single_prefill_with_kv_cache(
         q[0], X[0], X[0], mask_fn="kv_idx != 2", o_dtype=torch.float32, return_lse=True
     ),
+    "scales in memory": lambda q: cupyattn.trtllm_batch_decode_with_kv_cache(
+        q[:, 0], PAGES, None, TABLE, LENS, 4, torch.tensor([0.3]), torch.ones(1), kv_layout="NHD"
+    ),
+    "a merge into arrays": lambda q: cupyattn.merge_state(
+        q[0], X[0, ..., 0], X[1], X[1, ..., 0], out=torch.empty(5, 4, 16), lse=torch.empty(5, 4)
+    ),
     "an LSE to write": lambda q: cupyattn.single_decode_with_kv_cache(
         q[0, 0], X[0], X[0], lse=q[0, 0, :, 0].contiguous(), return_lse=True
     ),
@@ -139,6 +145,26 @@ def test_arguments_that_no_operator_takes_are_in_the_graph_too(name: str, backen
     call = MORE[name]
     compiled = torch.compile(lambda x: call(x * 2), backend=backend, fullgraph=True)
     for x, y in zip(leaves(compiled(X)), leaves(call(X * 2)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_run_with_arguments_that_its_operator_does_not_take() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < door.RUNS_SINCE:
+        pytest.skip("this torch has no runs of wrappers in graphs")
+    torch._dynamo.reset()
+    wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 20).byte())
+    run = lambda q: wrapper.run(  # noqa: E731
+        q[:, 0], PAGES, k_scale=torch.tensor([0.5]), return_lse=True
+    )
+    compiled = torch.compile(lambda q: run(q * 2), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"nothing is planned; call plan\(\) before the compiled"):
+        compiled(X)
+    torch._dynamo.reset()
+    indptr, last = torch.tensor([0, 2, 3]), torch.tensor([1, 2])
+    types = {"q_data_type": torch.float32, "o_data_type": torch.float16}
+    wrapper.plan(indptr, torch.tensor([2, 0, 3]), last, 4, 4, 16, 2, **types)
+    for x, y in zip(compiled(X), run(X * 2), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
@@ -179,9 +205,7 @@ def test_runs_say_which_torch_they_need(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_no_public_call_is_left_out() -> None:
     """Each is in the test of all, or plans, or is known to stay outside."""
-    named = {other.path.partition(":")[2].partition(".")[0] for other in torch_others.OTHERS}
-    named |= {call.name for call in CALLS} | {schema.partition("(")[0] for _, schema in ONE_FORM}
-    named |= {kind.__name__ for kind in door._WRAPPERS} | {"append_paged_kv_cache"} | OUTSIDE
+    named = {call.name.partition(".")[0] for call in CALLS} | OUTSIDE
     for name in cupyattn.__all__:
         value = getattr(cupyattn, name)
         if (
