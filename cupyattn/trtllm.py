@@ -211,36 +211,27 @@ def xqa_batch_decode_with_kv_cache(
     Answers and errors as there. Semantics: FlashInfer's function of the same name, which has no
     LSE.
     """
-    k, v = _keys_and_values(kv_cache)
-    sm_scale, scale_q = number_or_array(bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
-    arrays = make_arrays(
-        q=query,
-        k=k,
-        v=v,
-        workspace=workspace_buffer,
-        block_tables=block_tables,
-        kv_lens=seq_lens,
-        out=out,
-        lse=lse,
-        qo_offsets=q_cu_seq_lens,
-        sinks=sinks,
-        scale_q=scale_q,
-        scale_v=scale_v,
-        mask=mask,
-    )
-    options = _make_decode(
-        sm_scale=sm_scale,
-        output_scale=output_scale,
-        kv_layout=kv_layout,
-        q_len=q_len_per_req,
-        max_kv_len=next_power_of_two(max_seq_len),
+    return trtllm_batch_decode_with_kv_cache(  # type: ignore[call-overload]
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
         window_left=window_left,
-        return_lse=return_lse,
+        out=out,
+        sinks=sinks,
+        kv_layout=kv_layout,
+        q_len_per_req=q_len_per_req,
         o_scale=o_scale,
+        mask=mask,
+        cum_seq_lens_q=q_cu_seq_lens,
         kv_cache_sf=kv_cache_sf,
+        lse=lse,
+        return_lse=return_lse,
     )
-    return run(arrays, options)
 
 
 @untraced
@@ -310,7 +301,8 @@ def trtllm_batch_context_with_kv_cache(
         scale_q=scale_q,
         scale_v=scale_v,
     )
-    options = _Context(
+    options = _Rows(
+        names=None,
         sm_scale=sm_scale,
         output_scale=output_scale,
         kv_layout=kv_layout,
@@ -648,9 +640,12 @@ def _by_chunks(arrays: Arrays, options: _Rows, max_q_len: Any) -> tuple[Arrays, 
 
 
 class _Rows(NamedTuple):
-    """Options of a call with offsets of q, and of keys where they are rows."""
+    """Options of a call with offsets of q, and of keys where they are rows.
 
-    names: Names
+    names  None: those of pages
+    """
+
+    names: Names | None
     sm_scale: Any
     output_scale: Any
     batch_size: Any
@@ -667,13 +662,26 @@ class _Rows(NamedTuple):
     shares_pages: bool = True
     attention_chunk: int = 0
     has_table_offsets: bool = False
+    o_sf_scale: Any = None
+    o_sf_vec_size: Any = None
+    kv_cache_sf: Any = None
 
     def resolve(self, arrays: Arrays) -> Options:
+        geometry.refuse(
+            "is not supported",
+            o_sf_scale=self.o_sf_scale,
+            o_sf_vec_size=self.o_sf_vec_size,
+            kv_cache_sf=self.kv_cache_sf,
+        )
         parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
+        names, have = self.names, "the arrays have {} requests"
+        if names is None:
+            names = _names_of(arrays).but(max_kv_len="max_kv_len")
+            have = "block_tables has {} rows, wanted as many"
         per_request = arrays.kv_lens if arrays.block_tables is None else arrays.block_tables
-        _check_count(self.batch_size, per_request, "the arrays have {} requests")
+        _check_count(self.batch_size, per_request, have)
         return Options(
-            self.names,
+            names,
             "NHD" if arrays.block_tables is None else self.kv_layout,
             q_len=0,
             max_q_len=self.max_q_len,
@@ -760,52 +768,6 @@ class _Decode(NamedTuple):
 
 
 _make_decode = maker(_Decode)
-
-
-class _Context(NamedTuple):
-    """Options of new tokens over pages."""
-
-    sm_scale: Any
-    output_scale: Any
-    kv_layout: Any
-    max_q_len: Any
-    max_kv_len: Any
-    window_left: Any
-    o_dtype: Any
-    return_lse: Any
-    causal: Any
-    batch_size: Any
-    shares_pages: Any
-    skip_factor: Any
-    o_sf_scale: Any
-    o_sf_vec_size: Any
-    kv_cache_sf: Any
-
-    def resolve(self, arrays: Arrays) -> Options:
-        geometry.refuse(
-            "is not supported",
-            o_sf_scale=self.o_sf_scale,
-            o_sf_vec_size=self.o_sf_vec_size,
-            kv_cache_sf=self.kv_cache_sf,
-        )
-        parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
-        _check_count(
-            self.batch_size, arrays.block_tables, "block_tables has {} rows, wanted as many"
-        )
-        return Options(
-            _names_of(arrays).but(max_kv_len="max_kv_len"),
-            self.kv_layout,
-            q_len=0,
-            max_q_len=self.max_q_len,
-            max_kv_len=self.max_kv_len,
-            sm_scale=self.sm_scale,
-            output_scale=self.output_scale,
-            window_left=self.window_left,
-            causal=self.causal,
-            o_dtype=self.o_dtype,
-            return_lse=self.return_lse,
-            shares_pages=self.shares_pages,
-        )
 
 
 def _names_of(arrays: Arrays) -> Names:
