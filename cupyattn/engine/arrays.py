@@ -1,4 +1,4 @@
-"""The arrays of a call without a plan, by their roles."""
+"""The arrays of a call, with a plan and without one, by their roles."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..core.records import maker
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call as given; None where there is none. Those that most calls have come
-    first: an argument is found by its name in the order of the fields.
+    """The arrays of a call without a plan as given; None where there is none. Those that most calls
+    have come first: an argument is found by its name in the order of the fields.
 
     q, k, v      queries and keys; of one tensor for keys and values v is None. Without block_tables
                  k and v are rows of all requests, else pages. Of latent attention q and k are rows
@@ -79,3 +79,25 @@ NO_MORE = MoreArrays()
 ROLES = Arrays._fields + MoreArrays._fields
 
 make_arrays = maker(Arrays)
+
+
+class RunArrays(NamedTuple):
+    """The arrays of a run of a plan as given; None where there is none.
+
+    k, v   rows of all requests, or pages. Of pages `k` may be the whole cache, one tensor for keys
+           and values or a pair of them
+    mask   over the query tokens of requests that have equally many (row_mask.py)
+    q_rope, k_rope   of latent attention, where q and k hold the latent parts alone
+    output_gate      its sigmoid multiplies the output, of each head or element
+    """
+
+    q: Any
+    k: Any
+    v: Any = None
+    out: Any = None
+    lse: Any = None
+    sinks: Any = None
+    mask: Any = None
+    q_rope: Any = None
+    k_rope: Any = None
+    output_gate: Any = None

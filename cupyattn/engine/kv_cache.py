@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import array
@@ -9,21 +10,45 @@ from ..array import ArrayView
 from ..array.match import Dims, match, require_contiguous_last, require_same_dtype
 from ..core import parse
 from ..errors import ArgumentError
+from ..launch.driver import params
 from .geometry import Geometry
 
+# (token, head) of k and v, then of a page of k and v, in elements.
+KeyStrides = tuple[int, int, int, int, int, int]
 _AXES = {"NHD": "page_size num_kv_heads", "HND": "num_kv_heads page_size"}
 
 
 class Keys(NamedTuple):
-    """k and v without what their packing adds. `strides` are (token, head) of k and v, then those
-    of a page of k and v; `size` is the number of pages, or of rows that both have; `names` are k's
-    and v's."""
+    """k and v without what their packing adds; `size` is the number of pages, or of rows that both
+    have; `names` are k's and v's."""
 
     k: ArrayView
     v: ArrayView
-    strides: tuple[int, int, int, int, int, int]
+    strides: KeyStrides
     size: int
     names: tuple[str, str]
+
+
+def pack_strides(
+    q: ArrayView, keys: KeyStrides, out: ArrayView, lse_strides: Sequence[int]
+) -> bytes:
+    """params.STRIDES of q and out [rows, heads, columns], keys, and an LSE [rows, heads]."""
+    k_token, k_head, v_token, v_head, k_page, v_page = keys
+    lse_row, lse_head = lse_strides
+    return params.STRIDES.pack(
+        q.strides[0],
+        q.strides[1],
+        k_token,
+        k_head,
+        v_token,
+        v_head,
+        out.strides[0],
+        out.strides[1],
+        lse_row,
+        lse_head,
+        k_page,
+        v_page,
+    )
 
 
 def planned(geometry: Geometry) -> Dims:

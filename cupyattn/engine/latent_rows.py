@@ -21,6 +21,7 @@ from ..launch.attention import tma_wide
 from ..launch.driver import params
 from ..launch.ops import copy_rows
 from ..reference.latent_rows import NUM_BYTES
+from .kv_cache import KeyStrides
 
 
 class Dims(NamedTuple):
@@ -199,16 +200,10 @@ def _with_axes(v: ArrayView, pages: int, slots: int | None) -> ArrayView:
     return array.as_strided(v, shape, strides)
 
 
-def pack_strides(
-    queries: Parts, pages: Parts, out: ArrayView, lse_strides: tuple[int, ...]
-) -> bytes:
-    """params.STRIDES of queries and out [rows, heads, columns] and pages as of `as_pages`."""
-    q, k = queries.latent, pages.latent
-    of_keys = k.strides[1], 0
-    of_pages = k.strides[0], k.strides[0]
-    return params.STRIDES.pack(
-        *q.strides[:2], *of_keys, *of_keys, *out.strides[:2], *lse_strides, *of_pages
-    )
+def key_strides(pages: Parts) -> KeyStrides:
+    """Of pages as of `as_pages`, whose latent part holds the values too."""
+    page, token, _ = pages.latent.strides
+    return token, 0, token, 0, page, page
 
 
 class Second:
@@ -290,7 +285,7 @@ NO_LISTS = Lists()
 def second_parts(
     queries: Parts, pages: Parts, rope_scale: float, lists: Lists = NO_LISTS
 ) -> Second:
-    """What a launch is told of the second parts, as of `pack_strides`, and of lists."""
+    """What a launch is told of the second parts, and of lists."""
     q, k = queries.rope, pages.rope
     strides = (0, 0, 0, 0)
     if q is not None and k is not None:

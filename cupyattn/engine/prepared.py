@@ -21,6 +21,7 @@ from . import row_mask
 from .arrays import ROLES, Arrays
 from .check_planless import Call
 from .geometry import Variant
+from .kv_cache import pack_strides
 from .latent_rows import Second
 from .row_mask import NO_BITS, MaskBits
 
@@ -221,9 +222,6 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         lengths, lse_shape, num_rows = _part(call, size)
     plan = plan_of(launcher, lengths, most_bytes)
     lse_strides = None if vlse is None else vlse.strides
-    packed = params.STRIDES.pack(
-        *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], 0, 0, *keys.strides[4:]
-    )
     prepared = Prepared(
         launcher,
         plan,
@@ -232,7 +230,7 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         padding=None,
         lse_rows=0,
         num_bytes=plan.num_bytes,
-        strides=packed,
+        strides=pack_strides(vq, keys.strides, vout, (0, 0)),
         num_keys=keys.size,
         sm_scale=scales.logits,
         output_scale=scales.output,

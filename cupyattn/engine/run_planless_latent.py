@@ -28,6 +28,7 @@ from .call_cache import Scalars
 from .check_planless_latent import NAMES, Call, Options, check
 from .geometry import Variant
 from .index_arrays import progression
+from .kv_cache import pack_strides
 from .latent_rows import Dims
 from .planless_cache import Asked, Repeat
 from .prepared import InParts, Prepared, plan_of, prepare_within
@@ -110,7 +111,7 @@ def _prepare_within(call: Call, most_bytes: int) -> tuple[Prepared, int]:
         padding,
         lse_rows,
         num_bytes=size,
-        strides=latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
+        strides=pack_strides(vq, latent.key_strides(pages), vout, lse_strides),
         num_keys=pages.latent.shape[0],
         sm_scale=options.sm_scale,
         output_scale=options.output_scale,

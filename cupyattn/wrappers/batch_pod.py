@@ -22,7 +22,7 @@ from ..engine.requests import (
     read_rows,
     with_mask,
 )
-from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.run_batch import make_options, run
 from ..engine.wrapper import BatchWrapper, planning
 from ..errors import PlanError
 from ..typing import Array, Pages, Scale
@@ -214,20 +214,20 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
                         if rows is not None:
                             form = _Form(True, first is q_p, causal)
                             return self._run_together(form, rows, paged_kv_cache_p, return_lse)
-            scales = Scales(q_scale, k_scale, v_scale) if has_scales else NO_SCALES
             form = _Form(False, True, causal)
-            return tuple(
-                run(self._part(name, form, seen), q, cache, None, None, None, None, own, return_lse)
-                for name, seen, q, cache, own in (
-                    (_PROMPT, mask, q_p, paged_kv_cache_p, NO_SCALES),
-                    (_DECODE, NO_MASK, q_d, paged_kv_cache_d, scales),
-                )
+            of_prompts = make_options(return_lse=return_lse)
+            of_decodes = make_options(
+                return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
             )
+            prompts = self._part(_PROMPT, form, mask)
+            answer = run(prompts, q=q_p, k=paged_kv_cache_p, options=of_prompts)
+            decodes = self._part(_DECODE, form, NO_MASK)
+            return answer, run(decodes, q=q_d, k=paged_kv_cache_d, options=of_decodes)
 
     def _run_together(self, form: _Form, q: Any, cache: Any, return_lse: bool) -> Any:
         assert self._step is not None
         part = self._part(_TOGETHER, form, NO_MASK)
-        answer = run(part, q, cache, None, None, None, None, NO_SCALES, return_lse)
+        answer = run(part, q=q, k=cache, options=make_options(return_lse=return_lse))
         parts = self._step.prompts, self._step.decodes
         at = parts[0 if form.prompts_first else 1].num_rows
         halves = [(x[:at], x[at:]) for x in (answer if return_lse else (answer,))]

@@ -13,7 +13,7 @@ from ..core import dtypes, parse
 from ..engine import geometry
 from ..engine.ranges import read_ranges
 from ..engine.requests import Batch, PageNames, read_paged, read_rows, with_mask
-from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.run_batch import make_options, run
 from ..engine.workspace import refuse_capture
 from ..engine.wrapper import exclusive, planning
 from ..errors import ArgumentError, PlanError, UnsupportedError
@@ -278,10 +278,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             self._turns.own = own
             assert self._current is not None
             self._current.owner = asked.owner
-        scales = NO_SCALES
-        if not (q_scale is k_scale is v_scale is None):
-            scales = Scales(q_scale, k_scale, v_scale)
-        return run(self, q, paged_kv_cache, None, out, lse, None, scales, return_lse)
+        options = make_options(
+            return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
+        )
+        return run(self, q=q, k=paged_kv_cache, out=out, lse=lse, options=options)
 
     @run_returns_lse
     def forward(  # type: ignore[override]

@@ -16,7 +16,7 @@ from ..engine.blocks import Blocks
 from ..engine.kv_cache import planned
 from ..engine.mask import NO_MASK, Mask, of_bits, read_mask
 from ..engine.requests import Batch, host_integers, read_indptr, with_mask
-from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.run_batch import make_options, run
 from ..engine.wrapper import BatchWrapper, exclusive, planning
 from ..errors import ArgumentError, UnsupportedError
 from ..typing import Array, ArrayT, Scale, run_returns_lse
@@ -198,11 +198,11 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
         plan = self._require_plan()
         dims = planned(plan.geometry)
         dims["N"], dims.source["N"] = plan.batch.matrix[0], "the plan"
-        scales = NO_SCALES
-        if not (scale_q is scale_k is scale_v is None):
-            scales = Scales(scale_q, scale_k, scale_v)
         k, v = (_as_pages(x, name, dims) for x, name in ((k, "k"), (v, "v")))
-        return run(self, q, k, v, out, lse, None, scales, return_lse)
+        options = make_options(
+            return_lse=return_lse, q_scale=scale_q, k_scale=scale_k, v_scale=scale_v
+        )
+        return run(self, q=q, k=k, v=v, out=out, lse=lse, options=options)
 
     @exclusive
     def forward(

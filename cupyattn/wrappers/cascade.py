@@ -23,7 +23,7 @@ from ..engine.levels import (
 )
 from ..engine.mask import NO_MASK, Mask
 from ..engine.requests import Batch
-from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.run_batch import make_options, run
 from ..engine.workspace import copy_on_device, num_bytes, same_device
 from ..engine.wrapper import BatchWrapper, Plan, planning
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
@@ -320,20 +320,15 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         num_qo_heads], base 2) if `return_lse`. It never waits for the device. Raises ArgumentError
         for arrays that do not fit the plan, PlanError without a plan, before anything is written.
         """
-        scales = NO_SCALES
-        if k_scale is not None or v_scale is not None:
-            scales = Scales(None, k_scale, v_scale)
         return run(
             self,
-            q,
-            paged_kv_cache,
-            None,
-            out,
-            lse,
-            sinks,
-            scales,
-            return_lse,
-            gate=output_gate,
+            q=q,
+            k=paged_kv_cache,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+            output_gate=output_gate,
+            options=make_options(return_lse=return_lse, k_scale=k_scale, v_scale=v_scale),
         )
 
     forward = run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,11 +17,11 @@ from ..engine.logits import read as read_logits
 from ..engine.mask import NO_MASK
 from ..engine.plan_again import repeated
 from ..engine.requests import PageNames, read_paged, require_row_limit, with_q_len
-from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.run_batch import NO_OPTIONS, make_options, run
 from ..engine.wrapper import BatchWrapper, Plan, planning
 from ..errors import PlanError
 from ..typing import Array, Pages, Scale, run_returns_lse
-from .legacy import OlderCalls, check_run, read_scales
+from .legacy import OlderCalls, check_run, read_options
 
 _NAMES = PageNames("indptr", "indices", "last_page_len")
 
@@ -237,14 +238,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         schedules the batch anew. Raises ArgumentError for arrays that do not fit the plan,
         PlanError without a plan, before anything is written.
         """
-        scales = NO_SCALES
-        if args:
-            named = q_scale, k_scale, v_scale
-            scales, return_lse = read_scales(
-                args, named, return_lse, ("q_scale", "k_scale", "v_scale", "return_lse")
+        options, plan_of = NO_OPTIONS, None
+        if return_lse is not False or not (q_scale is k_scale is v_scale is None):
+            options = make_options(
+                return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
             )
-        elif not (q_scale is k_scale is v_scale is None):
-            scales = Scales(q_scale, k_scale, v_scale)
+        if args:
+            order = "q_scale", "k_scale", "v_scale", "return_lse"
+            options = read_options(args, options, order)
         if not (
             window_left
             is q_len_per_req
@@ -257,64 +258,48 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             if q_len_per_req is not None:
                 q_len_per_req = geometry.count(q_len_per_req, "q_len_per_req")
             if q_len_per_req not in (None, self._q_len):
-                with self._turns.planning:
-                    return run(
-                        self,
-                        q,
-                        paged_kv_cache,
-                        None,
-                        out,
-                        lse,
-                        sinks,
-                        scales,
-                        return_lse,
-                        mask,
-                        self._plan_for(q_len_per_req, q),
-                        logits_params,
-                        output_gate,
-                    )
+                plan_of = functools.partial(self._plan_for, q_len_per_req, q)
         return run(
             self,
-            q,
-            paged_kv_cache,
-            None,
-            out,
-            lse,
-            sinks,
-            scales,
-            return_lse,
-            mask,
-            None,
-            logits_params,
-            output_gate,
+            q=q,
+            k=paged_kv_cache,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+            mask=mask,
+            output_gate=output_gate,
+            options=options,
+            plan_of=plan_of,
+            logits_params=logits_params,
         )
 
     def _plan_for(self, q_len: int, q: Any) -> Plan:
         """The plan with another number of query rows of each request, as q has them."""
-        self._follow(q)
-        plan, shape = self._require_plan(), array.view(q, "q").shape
-        num_requests = plan.batch.num_requests
-        if self._is_graph or not shape or shape[0] != num_requests * q_len:
-            why = (
-                "a captured graph keeps it"
-                if self._is_graph
-                else f"q of shape {list(shape)} does not have {q_len} rows for each of the "
-                f"{num_requests} requests"
-            )
-            raise PlanError(
-                f"q_len_per_req: run() got {q_len} and the plan says {self._q_len}, but {why}; "
-                "pass it to plan()"
-            )
-        if q_len not in plan.by_q_len:
-            given = plan.geometry.given.changed(causal=self._is_causal and q_len > 1)
-            batch = with_q_len(plan.batch, q_len)
-            changed = geometry.find_geometry(given)
-            require_row_limit(batch, changed.spec.group_size)
-            if changed.spec.logits is not None:
-                check_logits(changed.spec, batch, plan.logits)
-                batch = with_places(changed.spec, batch)
-            plan.by_q_len[q_len] = replace(plan, geometry=changed, batch=batch, prepared={})
-        return plan.by_q_len[q_len]
+        with self._turns.planning:
+            self._follow(q)
+            plan, shape = self._require_plan(), array.view(q, "q").shape
+            num_requests = plan.batch.num_requests
+            if self._is_graph or not shape or shape[0] != num_requests * q_len:
+                why = (
+                    "a captured graph keeps it"
+                    if self._is_graph
+                    else f"q of shape {list(shape)} does not have {q_len} rows for each of the "
+                    f"{num_requests} requests"
+                )
+                raise PlanError(
+                    f"q_len_per_req: run() got {q_len} and the plan says {self._q_len}, but {why}; "
+                    "pass it to plan()"
+                )
+            if q_len not in plan.by_q_len:
+                given = plan.geometry.given.changed(causal=self._is_causal and q_len > 1)
+                batch = with_q_len(plan.batch, q_len)
+                changed = geometry.find_geometry(given)
+                require_row_limit(batch, changed.spec.group_size)
+                if changed.spec.logits is not None:
+                    check_logits(changed.spec, batch, plan.logits)
+                    batch = with_places(changed.spec, batch)
+                plan.by_q_len[q_len] = replace(plan, geometry=changed, batch=batch, prepared={})
+            return plan.by_q_len[q_len]
 
     @run_returns_lse
     def forward(

@@ -11,7 +11,7 @@ from ..array.match import match_array
 from ..core import dtypes, parse
 from ..core.tracing import Untraced
 from ..engine import geometry
-from ..engine.run_batch import Scales
+from ..engine.run_batch import RunOptions
 from ..errors import ArgumentError, PlanError, UnsupportedError
 from ..typing import ArrayT
 
@@ -77,13 +77,10 @@ def _is_old_order(rest: tuple[Any, ...]) -> bool:
     )
 
 
-def read_scales(
-    args: tuple[Any, ...],
-    named: tuple[Any, Any, Any],
-    return_lse: bool,
-    old_order: tuple[str, ...],
-) -> tuple[Scales, Any]:
-    """The scales and return_lse of a run whose positional arguments after the arrays are `args`.
+def read_options(
+    args: tuple[Any, ...], named: RunOptions, old_order: tuple[str, ...]
+) -> RunOptions:
+    """The options of a run whose positional arguments after the arrays are `args`.
 
     They are `old_order`, up to return_lse, or the three scales of q, k and v.
     """
@@ -97,14 +94,13 @@ def read_scales(
             f"({', '.join(order)}), got {count}"
         )
     given = dict(zip(order, args, strict=False))
-    names = ("q_scale", "k_scale", "v_scale")
-    for name, value in zip(names, named, strict=True):
+    for name in ("q_scale", "k_scale", "v_scale"):
+        value = getattr(named, name)
         if value is not None and given.get(name) is not None:
             raise TypeError(f"run() got multiple values for {name!r}")
         if value is not None:
             given[name] = value
-    scales = Scales(given.get("q_scale"), given.get("k_scale"), given.get("v_scale"))
-    return scales, given.get("return_lse", return_lse)
+    return named._replace(**given)
 
 
 def takes_sinks(jit_args: Any, jit_kwargs: Any) -> bool:

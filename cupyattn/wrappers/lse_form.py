@@ -8,34 +8,30 @@ from typing import Any
 from .. import array
 from ..array.match import Dims, match
 from ..core import dtypes, parse
-from ..engine.run_batch import Scales, run
+from ..engine.arrays import RunArrays
+from ..engine.run_batch import RunOptions, run
 from ..engine.wrapper import BatchWrapper
 
 
 def run_in_form(
-    form: tuple[Any, Any],
     wrapper: BatchWrapper,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    sinks: Any,
-    scales: Scales,
-    return_lse: bool,
-    gate: Any,
+    arrays: RunArrays,
+    options: RunOptions,
+    lse_base: Any,
+    lse_layout: Any,
 ) -> Any:
-    """batch.run.run with an LSE, given and returned, in the form (lse_base, lse_layout).
+    """engine.run_batch.run with an LSE, given and returned, in this form.
 
     lse_base: "log2" or "ln". lse_layout: "NH" is [rows, num_qo_heads], "HN" [num_qo_heads, rows].
     Kernels write either layout; natural logarithms take one more pass over the LSE.
     """
-    base = parse.choice(form[0], ("log2", "ln"), "lse_base")
-    layout = parse.choice(form[1], ("NH", "HN"), "lse_layout")
-    return_lse = parse.flag(return_lse, "return_lse")
+    base = parse.choice(lse_base, ("log2", "ln"), "lse_base")
+    layout = parse.choice(lse_layout, ("NH", "HN"), "lse_layout")
+    return_lse = parse.flag(options.return_lse, "return_lse")
+    options, lse = options._replace(return_lse=False), arrays.lse
     if lse is None and not return_lse:
-        return run(wrapper, q, k, v, out, None, sinks, scales, False, gate=gate)
-    plan, vq = wrapper._require_plan(), array.view(q, "q")
+        return run(wrapper, **arrays._asdict(), options=options)
+    plan, vq = wrapper._require_plan(), array.view(arrays.q, "q")
     rows, heads = plan.batch.num_rows, plan.geometry.spec.num_qo_heads
     if lse is None:
         shape = (rows, heads) if layout == "NH" else (heads, rows)
@@ -44,7 +40,7 @@ def run_in_form(
     if layout == "HN":
         match(view, "num_qo_heads rows", Dims(num_qo_heads=heads, rows=rows), "lse")
         written = array.restride(lse, "lse", (rows, heads), tuple(view.strides[::-1]))
-    out = run(wrapper, q, k, v, out, written, sinks, scales, False, gate=gate)
+    out = run(wrapper, **{**arrays._asdict(), "lse": written}, options=options)
     if base == "ln":
         array.scaled(lse, math.log(2.0))
     return (out, array.deliver(lse, vq)) if return_lse else out

@@ -14,7 +14,7 @@ from ..engine import geometry
 from ..engine.mask import NO_MASK
 from ..engine.own_workspace import parse_device
 from ..engine.requests import PageNames, on_host, read_paged, read_rows
-from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.run_batch import make_options, run
 from ..engine.wrapper import BatchWrapper, planning
 from ..errors import ArgumentError, UnsupportedError
 from ..typing import Array, ArrayT, Pages, Scale
@@ -126,15 +126,13 @@ class BatchAttention(BatchWrapper):
         """
         geometry.refuse("not supported", profiler_buffer=profiler_buffer)
         geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
-        scales = NO_SCALES
-        if k_scale is not None or v_scale is not None:
-            scales = Scales(None, k_scale, v_scale)
+        options = make_options(return_lse=True, k_scale=k_scale, v_scale=v_scale)
         if type(logits_soft_cap) is not float:
             logits_soft_cap = parse.soft_cap(logits_soft_cap)
         with self._turns.planning if logits_soft_cap else contextlib.nullcontext():
             if logits_soft_cap:
                 self._change_cap(logits_soft_cap)
-            return run(self, q, kv_cache, None, out, lse, sinks, scales, True)
+            return run(self, q=q, k=kv_cache, out=out, lse=lse, sinks=sinks, options=options)
 
     def _change_cap(self, logits_soft_cap: float) -> None:
         if not self._require_plan().geometry.spec.logits_soft_cap:
@@ -153,13 +151,12 @@ class BatchAttention(BatchWrapper):
                 the plan has them: k and v apart, or the kv_cache of run() without v.
         Raises as run().
         """
-        if v is not None:
-            vk = array.view(k, "k")
-            if len(vk.shape) == 3:
-                with self._turns.planning:
-                    self._count_tokens(array.view(q, "q"), vk)
-                    return run(self, q, k, v, None, None, None, NO_SCALES, False)
-        return run(self, q, k, v, None, None, None, NO_SCALES, False)
+        vk = None if v is None else array.view(k, "k")
+        is_of_tokens = vk is not None and len(vk.shape) == 3
+        with self._turns.planning if is_of_tokens else contextlib.nullcontext():
+            if vk is not None and is_of_tokens:
+                self._count_tokens(array.view(q, "q"), vk)
+            return run(self, q=q, k=k, v=v)
 
     def _count_tokens(self, q: ArrayView, k: ArrayView) -> None:
         """Read the page table of the current plan as one of tokens."""

@@ -12,21 +12,22 @@ from .. import array
 from ..core import parse
 from ..core.parse import require_int
 from ..engine import geometry
-from ..engine import run_latent as latent
 from ..engine import run_planless_latent as planless
-from ..engine.arrays import Arrays
+from ..engine.arrays import Arrays, RunArrays
 from ..engine.mask import NO_MASK
 from ..engine.plan_again import repeated
 from ..engine.requests import PageNames, host_integers, on_host, read_paged, read_rows
-from ..engine.run_latent import LatentScales, Names
+from ..engine.run_batch import run
+from ..engine.run_latent import LatentOptions, make_latent_options
 from ..engine.wrapper import BatchWrapper, planning
 from ..errors import ArgumentError, UnsupportedError
 from ..typing import Array
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
-# What run() calls its arrays in its two forms.
-_SPLIT: Names = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
-_PACKED: Names = ("query", "query[1]"), ("kv_cache", "kv_cache[1]")
+# What run() calls the two parts of its arrays.
+_SPLIT_Q, _SPLIT_K = "q_nope/q_pe", "ckv_cache/kpe_cache"
+_SPLIT_NAMES = f"{_SPLIT_Q}/{_SPLIT_K}"
+_SPLIT = LatentOptions(_SPLIT_NAMES)
 _LSE_MODES = "none", "base2", "basee"
 _SCALE_MODES = "default", "kv-per-tensor", "bmm-scalar"
 
@@ -275,49 +276,53 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             geometry.refuse("not supported", profiler_buffer=profiler_buffer)
         if o_scale is not None:
             bmm2_scale = _scale_of_output(o_scale, out, bmm2_scale)
-        parts: tuple[Any, ...] = q_nope, q_pe, ckv_cache, kpe_cache
-        names = _SPLIT
-        if not (query is kv_cache is None) or q_nope is None or ckv_cache is None:
-            queries, q_names = _parts(query, (q_nope, q_pe), "query", _PACKED[0], _SPLIT[0])
-            keys = ckv_cache, kpe_cache
-            pages, k_names = _parts(kv_cache, keys, "kv_cache", _PACKED[1], _SPLIT[1])
-            parts = *queries, *pages
-            is_packed = q_names is _PACKED[0] and k_names is _PACKED[1]
-            names = _PACKED if is_packed else (q_names, k_names)
+        q, q_rope, k, k_rope, names = q_nope, q_pe, ckv_cache, kpe_cache, _SPLIT_NAMES
+        if not (query is kv_cache is None) or q is None or k is None:
+            (q, q_rope), of_q = _parts(query, (q, q_rope), "query", _SPLIT_Q)
+            (k, k_rope), of_k = _parts(kv_cache, (k, k_rope), "kv_cache", _SPLIT_K)
+            names = f"{of_q}/{of_k}"
         if not (kv_len is page_table is None):
             given = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
             geometry.refuse("is not supported with page_table", **given)
             return self._run_without_plan(
-                (parts, page_table, kv_len, out, lse, sinks), bmm1_scale, bmm2_scale, return_lse
+                RunArrays(q=q, k=k, out=out, lse=lse, sinks=sinks, q_rope=q_rope, k_rope=k_rope),
+                page_table=page_table,
+                kv_lens=kv_len,
+                sm_scale=bmm1_scale,
+                output_scale=bmm2_scale,
+                return_lse=return_lse,
             )
-        scales = latent.NO_SCALES
-        if not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None):
-            scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale, bmm1_scale, bmm2_scale)
-        is_natural = self._lse_mode == "basee"
+        natural_lse = self._lse_mode == "basee"
         if return_lse_base_on_e is not False:
-            is_natural |= parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
-        if is_natural:
-            scales = latent.NATURAL if scales is latent.NO_SCALES else scales.in_base_e()
-        return latent.run(self, (*parts, out, lse, sinks), names, scales, return_lse)
-
-    def _scales(
-        self, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any, bmm1: Any, bmm2: Any
-    ) -> LatentScales:
-        """Checked: a cache of fp8 has scales, others have none."""
-        spec = self._require_plan().geometry.spec
-        has_scales = not (ckv_scale is ckv_scale_arr is kpe_scale is None)
-        if has_scales and not spec.dtype_kv.is_fp8:
-            raise ArgumentError(
-                f"ckv_scale, kpe_scale: given for a cache of {spec.dtype_kv}; only one of fp8 has "
-                "scales, pass None"
+            natural_lse |= parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
+        options = _SPLIT
+        if (
+            natural_lse
+            or return_lse is not False
+            or not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None)
+            or names is not _SPLIT_NAMES
+        ):
+            options = make_latent_options(
+                names=names,
+                return_lse=return_lse,
+                natural_lse=natural_lse,
+                ckv_scale=ckv_scale,
+                ckv_scale_arr=ckv_scale_arr,
+                kpe_scale=kpe_scale,
+                bmm1_scale=bmm1_scale,
+                bmm2_scale=bmm2_scale,
             )
-        if ckv_scale is not None and ckv_scale_arr is not None:
-            raise ArgumentError("ckv_scale, ckv_scale_arr: got both; wanted one of them")
-        ckv = parse.positive(ckv_scale, "ckv_scale", 1.0)
-        kpe = parse.positive(kpe_scale, "kpe_scale", 1.0)
-        logits = None if bmm1 is None else parse.finite(bmm1, "bmm1_scale", 1.0)
-        output = parse.finite(bmm2, "bmm2_scale", 1.0)
-        return LatentScales(ckv, kpe, ckv_scale_arr, output, logits)
+        return run(
+            self,
+            q=q,
+            k=k,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+            q_rope=q_rope,
+            k_rope=k_rope,
+            options=options,
+        )
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """run(return_lse=True)."""
@@ -346,42 +351,48 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         """
         if page_table is None and seq_lens is None:
             return self.run(query=q, kv_cache=kv_cache, out=out, return_lse=return_lse)
-        queries, _ = _parts(q, (None, None), "q", ("q", "q[1]"), _SPLIT[0])
-        pages, _ = _parts(kv_cache, (None, None), "kv_cache", _PACKED[1], _SPLIT[1])
-        given = (*queries, *pages), page_table, seq_lens, out, None, None
-        return self._run_without_plan(given, sm_scale, None, return_lse, "seq_lens")
+        (q, q_rope), _ = _parts(q, (None, None), "q", _SPLIT_Q)
+        (k, k_rope), _ = _parts(kv_cache, (None, None), "kv_cache", _SPLIT_K)
+        return self._run_without_plan(
+            RunArrays(q=q, k=k, out=out, q_rope=q_rope, k_rope=k_rope),
+            page_table=page_table,
+            kv_lens=seq_lens,
+            sm_scale=sm_scale,
+            output_scale=None,
+            return_lse=return_lse,
+            lengths_name="seq_lens",
+        )
 
     def _run_without_plan(
         self,
-        given: tuple[Any, ...],
+        arrays: RunArrays,
+        *,
+        page_table: Any,
+        kv_lens: Any,
         sm_scale: Any,
         output_scale: Any,
         return_lse: bool,
         lengths_name: str = "kv_len",
     ) -> Any:
-        """One token of each request; given: the parts of q and of the cache, the page table, the
-        lengths, out, lse and sinks."""
-        parts, page_table, kv_lens, out, lse, sinks = given
+        """One token of each request."""
         if page_table is None or kv_lens is None:
             raise ArgumentError(
                 f"page_table, {lengths_name}: got one of them; wanted both, or none"
             )
         workspace = self._workspace.owner if self._has_workspace else None
-        q, q_rope, k, k_rope = parts
-        arrays = Arrays(
-            q=q,
-            q_rope=q_rope,
-            k=k,
-            k_rope=k_rope,
-            workspace=workspace,
-            block_tables=page_table,
-            kv_lens=kv_lens,
-            out=out,
-            lse=lse,
-            sinks=sinks,
-        )
         return planless.decode(
-            arrays,
+            Arrays(
+                q=arrays.q,
+                k=arrays.k,
+                workspace=workspace,
+                block_tables=page_table,
+                kv_lens=kv_lens,
+                out=arrays.out,
+                lse=arrays.lse,
+                sinks=arrays.sinks,
+                q_rope=arrays.q_rope,
+                k_rope=arrays.k_rope,
+            ),
             sm_scale=1.0 / math.sqrt(192.0) if sm_scale is None else sm_scale,
             output_scale=output_scale,
             return_lse=return_lse,
@@ -404,27 +415,22 @@ def _scale_of_output(o_scale: Any, out: Any, bmm2_scale: Any) -> float:
 
 
 def _parts(
-    both: Any,
-    apart: tuple[Any, Any],
-    name: str,
-    names: tuple[str, str],
-    split_names: tuple[str, str],
-) -> tuple[tuple[Any, Any], tuple[str, str]]:
-    """The two parts of an argument that is given as one array, as a pair, or as two arguments."""
+    both: Any, apart: tuple[Any, Any], name: str, split_names: str
+) -> tuple[tuple[Any, Any], str]:
+    """The two parts of an argument that is given as one array, as a pair, or as two arguments, and
+    what they are called."""
+    first, second = split_names.split("/")
     if both is None:
         if apart[0] is None:
-            raise ArgumentError(
-                f"{split_names[0]}: got None; wanted {split_names[0]} and {split_names[1]}, or "
-                f"{name}"
-            )
+            raise ArgumentError(f"{first}: got None; wanted {first} and {second}, or {name}")
         return apart, split_names
     if not (apart[0] is apart[1] is None):
-        raise ArgumentError(f"{name}: given beside {split_names[0]}; wanted one form")
+        raise ArgumentError(f"{name}: given beside {first}; wanted one form")
     if isinstance(both, (tuple, list)):
         if len(both) != 2:
             raise ArgumentError(f"{name}: got {len(both)} arrays; wanted one, or a pair")
-        return (both[0], both[1]), (f"{name}[0]", f"{name}[1]")
-    return (both, None), names
+        return (both[0], both[1]), f"{name}[0]/{name}[1]"
+    return (both, None), f"{name}/{name}[1]"
 
 
 def _first(kv_indptr: Any, count: int) -> Any:

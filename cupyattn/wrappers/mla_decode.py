@@ -117,14 +117,13 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
             offsets,
             indices,
             np.where(pages > 0, (pages - 1) * size + last, 0),
-            num_qo_heads,
-            head_dim_compressed_kv,
-            64,
-            page_size,
-            False,
-            sm_scale,
-            data_type if q_data_type is None else q_data_type,
-            data_type,
+            num_heads=num_qo_heads,
+            head_dim_ckv=head_dim_compressed_kv,
+            head_dim_kpe=64,
+            page_size=page_size,
+            sm_scale=sm_scale,
+            q_data_type=data_type if q_data_type is None else q_data_type,
+            kv_data_type=data_type,
         )
         if not self._is_probe:
             self._sm_scale = scale

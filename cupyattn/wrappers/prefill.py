@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ..array.views import ArrayView
 from ..core.logits import LogitsExpression
 from ..engine import geometry
+from ..engine.arrays import RunArrays
 from ..engine.logits import read as read_logits
 from ..engine.mask import Mask, read_intervals, read_mask
 from ..engine.plan_again import repeated
@@ -22,7 +23,7 @@ from ..engine.requests import (
     require_same_offsets,
     with_mask,
 )
-from ..engine.run_batch import NO_SCALES, Scales, run
+from ..engine.run_batch import NO_OPTIONS, RunOptions, make_options, run
 from ..engine.wrapper import BatchWrapper, planning
 from ..errors import UnsupportedError
 from ..typing import Array, Pages, Scale, run_returns_lse
@@ -30,7 +31,7 @@ from .legacy import (
     OlderCalls,
     accepts_old_plans,
     check_run,
-    read_scales,
+    read_options,
     read_sink,
     takes_sinks,
 )
@@ -59,8 +60,15 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
     _in_elements = False  # offsets of rows count elements
     _takes_sinks = False  # run() takes sink and sm_scale after its arrays
 
-    def _num_qo_heads(self) -> int:
-        return self._require_plan().geometry.spec.num_qo_heads
+    def _read_positional(
+        self, args: tuple[Any, ...], sinks: Any, options: RunOptions, old_order: tuple[str, ...]
+    ) -> tuple[Any, RunOptions]:
+        """(sinks, options) of a run with these positional arguments after its arrays."""
+        if not self._takes_sinks:
+            return sinks, read_options(args, options, old_order)
+        num_heads = self._require_plan().geometry.spec.num_qo_heads
+        sinks, q_scale = read_sink(args, options.q_scale, num_heads)
+        return sinks, options._replace(q_scale=q_scale)
 
     def _plan(
         self,
@@ -312,49 +320,39 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         boundaries, schedules the batch anew. Raises ArgumentError for arrays that do not fit the
         plan, PlanError without a plan, before anything is written.
         """
-        scales = NO_SCALES
-        if self._takes_sinks:
-            sinks, q_scale = read_sink(args, q_scale, self._num_qo_heads())
-            scales = Scales(q_scale, k_scale, v_scale)
-        elif args:
-            named = q_scale, k_scale, v_scale
-            scales, return_lse = read_scales(
-                args, named, return_lse, ("k_scale", "v_scale", "return_lse")
+        options = NO_OPTIONS
+        if return_lse is not False or not (q_scale is k_scale is v_scale is None):
+            options = make_options(
+                return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
             )
-        elif not (q_scale is k_scale is v_scale is None):
-            scales = Scales(q_scale, k_scale, v_scale)
+        if args or self._takes_sinks:
+            order = "k_scale", "v_scale", "return_lse"
+            sinks, options = self._read_positional(args, sinks, options, order)
         if not (window_left is skip_softmax_threshold_scale_factor is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
         if lse_base is _LOG2 and lse_layout is _NH:
             return run(
                 self,
-                q,
-                paged_kv_cache,
-                None,
-                out,
-                lse,
-                sinks,
-                scales,
-                return_lse,
+                q=q,
+                k=paged_kv_cache,
+                out=out,
+                lse=lse,
+                sinks=sinks,
+                output_gate=output_gate,
+                options=options,
                 logits_params=logits_params,
-                gate=output_gate,
             )
         _refuse_form(logits_params)
-        form = lse_base, lse_layout
-        return run_in_form(
-            form,
-            self,
-            q,
-            paged_kv_cache,
-            None,
-            out,
-            lse,
-            sinks,
-            scales,
-            return_lse,
-            output_gate,
+        arrays = RunArrays(
+            q=q,
+            k=paged_kv_cache,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+            output_gate=output_gate,
         )
+        return run_in_form(self, arrays, options, lse_base, lse_layout)
 
     @run_returns_lse
     def forward(
@@ -570,15 +568,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
 
         Returns and raises as BatchPrefillWithPagedKVCacheWrapper.run.
         """
-        scales = NO_SCALES
-        if self._takes_sinks:
-            sinks, q_scale = read_sink(args, q_scale, self._num_qo_heads())
-            scales = Scales(q_scale, k_scale, v_scale)
-        elif args:
-            named = q_scale, k_scale, v_scale
-            scales, return_lse = read_scales(args, named, return_lse, ("return_lse",))
-        elif not (q_scale is k_scale is v_scale is None):
-            scales = Scales(q_scale, k_scale, v_scale)
+        options = NO_OPTIONS
+        if return_lse is not False or not (q_scale is k_scale is v_scale is None):
+            options = make_options(
+                return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
+            )
+        if args or self._takes_sinks:
+            sinks, options = self._read_positional(args, sinks, options, ("return_lse",))
         if not (window_left is o_scale is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf)
@@ -586,20 +582,27 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         if lse_base is _LOG2 and lse_layout is _NH:
             return run(
                 self,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                sinks,
-                scales,
-                return_lse,
+                q=q,
+                k=k,
+                v=v,
+                out=out,
+                lse=lse,
+                sinks=sinks,
+                output_gate=output_gate,
+                options=options,
                 logits_params=logits_params,
-                gate=output_gate,
             )
         _refuse_form(logits_params)
-        form = lse_base, lse_layout
-        return run_in_form(form, self, q, k, v, out, lse, sinks, scales, return_lse, output_gate)
+        arrays = RunArrays(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+            output_gate=output_gate,
+        )
+        return run_in_form(self, arrays, options, lse_base, lse_layout)
 
     @run_returns_lse
     def forward(

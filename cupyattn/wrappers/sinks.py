@@ -118,7 +118,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         Everything else as in BatchPrefillWithPagedKVCacheWrapper.run, whose other arguments are
         `options`; q_scale and k_scale multiply the logits as well.
         """
-        sinks, scale = read_sink((sink, sm_scale), q_scale, self._num_qo_heads())
+        sinks, scale = read_sink(
+            (sink, sm_scale), q_scale, self._require_plan().geometry.spec.num_qo_heads
+        )
         options |= {"q_scale": scale, "sinks": sinks, "return_lse": return_lse}
         return super().run(q, paged_kv_cache, **options)
 

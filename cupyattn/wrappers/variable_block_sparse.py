@@ -17,7 +17,7 @@ from ..engine import blocks as sparse
 from ..engine import geometry
 from ..engine.mask import of_bits
 from ..engine.requests import with_mask
-from ..engine.run_batch import NO_SCALES, run
+from ..engine.run_batch import run
 from ..engine.wrapper import exclusive, planning
 from ..errors import ArgumentError, UnsupportedError
 from ..typing import Array, ArrayT, run_returns_lse
@@ -147,7 +147,7 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
             lse = array.empty(shape[:-1], dtypes.float32, vq)
         target = _as_answer(out, "out", shape, spec.dtype_o)
         sums = None if lse is None else _as_answer(lse, "lse", shape[:-1], dtypes.float32)
-        run(self, rows, k, v, target, sums, None, NO_SCALES, False)
+        run(self, q=rows, k=k, v=v, out=target, lse=sums)
         out = array.deliver(out, vq)
         return (out, array.deliver(lse, vq)) if return_lse else out
 

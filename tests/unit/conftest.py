@@ -53,7 +53,7 @@ def only_cached_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object) -> None:
         raise AssertionError("a checked call where a cached one was expected")
 
-    return lambda: monkeypatch.setattr(run, "_check_arrays", refuse)
+    return lambda: monkeypatch.setattr(run, "_run_checked", refuse)
 
 
 @pytest.fixture

@@ -26,11 +26,9 @@ _MANY_WAYS: dict[str, int] = {
 # Calls in a file that pass several named arguments in one word.
 _STAR_CALLS: dict[str, int] = {
     "cupyattn/engine/blocks.py": 1,
-    "cupyattn/engine/run_latent.py": 2,
     "cupyattn/engine/batch_logits.py": 1,
     "cupyattn/engine/plan_again.py": 2,
     "cupyattn/engine/batch_reference.py": 1,
-    "cupyattn/engine/run_batch.py": 1,
     "cupyattn/engine/wrapper.py": 3,
     "cupyattn/dot_product.py": 5,
     "cupyattn/flash_attn/forward.py": 1,

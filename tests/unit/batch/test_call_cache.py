@@ -124,7 +124,7 @@ def test_signatures_take_turns_in_the_cache(
 
     for _ in range(2):
         turns()
-    monkeypatch.setattr(run, "_check_arrays", None)
+    monkeypatch.setattr(run, "_run_checked", None)
     turns()
 
 
@@ -255,5 +255,5 @@ def test_a_run_runs_few_functions(device: Device, monkeypatch: pytest.MonkeyPatc
         assert count_functions(call) <= 18
         with monkeypatch.context() as patch:
             patch.setattr(run, "_bind_cached", None)
-            patch.setattr(run, "_check_arrays", None)
+            patch.setattr(run, "_run_checked", None)
             assert count_functions(call) <= 8

@@ -18,7 +18,7 @@ from cupyattn import array, mla
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.engine import latent_rows as parts
-from cupyattn.engine import run_latent as latent
+from cupyattn.engine import run_batch
 from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.launch.attention import tma_wide
 from cupyattn.launch.driver import tensor_map
@@ -68,7 +68,7 @@ def test_cached_runs_answer_as_checked_ones(
     device.stream.finish()
     with monkeypatch.context() as patch:
         # From here on nothing is checked.
-        patch.setattr(latent, "_run_checked", None)
+        patch.setattr(run_batch, "_run_checked", None)
         others = [p.wrapper.run(**p.arrays(is_split), return_lse=True) for _ in range(3)]
     for out, lse in (first, *others):
         np.testing.assert_array_equal(device.get(out), wanted)
