@@ -22,6 +22,7 @@ from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless_latent import NAMES, Options, are_numbers
 from .engine.index_arrays import fresh_progression, full
 from .engine.latent_rows import Dims
+from .engine.planless_cache import Asked
 from .engine.run_planless_latent import run, run_cached
 from .errors import ArgumentError, UnsupportedError
 from .launch.driver import params
@@ -137,7 +138,8 @@ def flash_mla_with_kvcache(
     is_plain = (is_list or topk_length is None) and are_numbers(softmax_scale)
     answer = run_cached(arrays, options) if is_plain else None
     if answer is None:
-        answer = _attend(arrays, topk_length, options, options if is_plain else None)
+        asked = Asked(arrays, options, {}) if is_plain else None
+        answer = _attend(arrays, topk_length, options, asked)
     out, lse = answer
     return out, lse.swapaxes(-1, -2) if is_list else lse
 
@@ -177,8 +179,8 @@ def flash_mla_sparse_fwd(
         sinks=attn_sink,
         max_logits=max_logits,
     )
-    known_as = _SparseOptions(d_v=d_v, sm_scale=sm_scale) if are_numbers(sm_scale) else None
-    answer = None if known_as is None else run_cached(arrays, known_as)
+    given, asked = _SparseOptions(d_v=d_v, sm_scale=sm_scale), None
+    answer = run_cached(arrays, given) if are_numbers(sm_scale) else None
     if answer is None:
         vq = array.view(q, "q")
         options = Options(
@@ -190,7 +192,9 @@ def flash_mla_sparse_fwd(
             lse_form=_LSE_FORM,
             return_lse=True,
         )
-        answer = run(arrays, options, known_as)
+        if are_numbers(sm_scale):
+            asked = Asked(arrays, given, {})
+        answer = run(arrays, options, asked)
     out, lse = answer
     if type(max_logits) is not type(lse):
         max_logits = array.deliver(max_logits, array.view(q, "q"))
@@ -225,9 +229,7 @@ class _SparseOptions(NamedTuple):
     sm_scale: Any
 
 
-def _attend(
-    arrays: Arrays, topk_length: Any, given: _CacheOptions, known_as: _CacheOptions | None
-) -> Any:
+def _attend(arrays: Arrays, topk_length: Any, given: _CacheOptions, asked: Asked | None) -> Any:
     """(out, lse) of flash_mla_with_kvcache, the LSE of lists as [b, seqlen_q, num_heads]."""
     q, k_cache, is_list = arrays.q, arrays.k, given.is_list
     vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
@@ -250,7 +252,7 @@ def _attend(
         options = options._replace(
             names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
         )
-    return run(arrays, options, known_as)
+    return run(arrays, options, asked)
 
 
 def _options(arrays: Arrays, given: _CacheOptions) -> tuple[Arrays, Options]:

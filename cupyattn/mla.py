@@ -16,7 +16,7 @@ from .core.parse import require_int
 from .core.records import maker
 from .core.tracing import untraced
 from .engine import geometry
-from .engine.arrays import make_arrays
+from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless_latent import NAMES, Options, are_numbers, bounded, read_scale
 from .engine.index_arrays import compute
 from .engine.latent_rows import Dims, in_16_bits
@@ -29,6 +29,7 @@ from .engine.mla_dimensions import (
     supported_mla_head_dimensions,
     supported_mla_layer_dimensions,
 )
+from .engine.planless_cache import Asked
 from .engine.run_planless_latent import run, run_cached
 from .engine.views import next_power_of_two
 from .errors import ArgumentError, UnsupportedError
@@ -147,86 +148,88 @@ def trtllm_batch_decode_with_kv_cache_mla(
         qo_offsets=cum_seq_lens_q,
         sinks=sinks,
     )
-    is_plain = type(sparse_mla_top_k) is int and causal_seqlens_kv_global is None
-    if is_plain:
-        # Lists of ragged rows have lengths that are made for the call.
-        is_plain = not has_counts if sparse_mla_top_k == 0 else cum_seq_lens_q is None
-    known_as = None
-    if is_plain and are_numbers(bmm1_scale, bmm2_scale):
-        known_as = _make_decode(
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            max_seq_len=next_power_of_two(max_seq_len),
-            backend=backend,
-            return_lse=return_lse,
-            shares_pages=uses_shared_paged_kv_idx,
-            max_q_len=max_q_len,
-            enable_dcp=enable_dcp,
-            cp_world=cp_world,
-            return_lse_base=return_lse_base,
-            top_k=sparse_mla_top_k,
-            has_counts=has_counts,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-        )
-        answer = run_cached(arrays, known_as)
-        if answer is not None:
-            return answer
-    query, o_dtype = _queries(query, "query", kv_cache, out)
-    if query is not arrays.q:
-        arrays, known_as = arrays._replace(q=query), None
-    parse.choice(backend, _BACKENDS, "backend")
-    geometry.refuse(
-        "is not supported",
+    given = _make_decode(
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        max_seq_len=next_power_of_two(max_seq_len),
+        backend=backend,
+        return_lse=return_lse,
+        shares_pages=uses_shared_paged_kv_idx,
+        max_q_len=max_q_len,
         enable_dcp=enable_dcp,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
+        cp_world=cp_world,
         return_lse_base=return_lse_base,
+        top_k=sparse_mla_top_k,
+        has_counts=has_counts,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
     )
-    if require_int(cp_world, "cp_world") != 1:
-        raise UnsupportedError(f"cp_world: got {cp_world}; only 1 is supported")
-    if not parse.flag(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx"):
-        block_tables, known_as = _table_of_keys(block_tables), None
-        arrays = arrays._replace(block_tables=block_tables)
-    top_k = require_int(sparse_mla_top_k, "sparse_mla_top_k", 0)
-    dims = _dims(kv_lora_rank, qk_rope_head_dim)
-    is_ragged = cum_seq_lens_q is not None
+    is_plain = causal_seqlens_kv_global is None and are_numbers(bmm1_scale, bmm2_scale)
+    answer = run_cached(arrays, given) if is_plain else None
+    if answer is None:
+        geometry.refuse("is not supported", causal_seqlens_kv_global=causal_seqlens_kv_global)
+        asked = Asked(arrays, given, {}) if is_plain else None
+        answer = _attend(arrays, seq_lens, given, asked)
+    return answer
+
+
+def _attend(arrays: Arrays, seq_lens: Any, given: _Decode, asked: Asked | None) -> Any:
+    """The answer of `trtllm_batch_decode_with_kv_cache_mla`."""
+    query, o_dtype = _queries(arrays.q, "query", arrays.k, arrays.out)
+    _refuse_others(given)
+    block_tables, is_ragged = arrays.block_tables, arrays.qo_offsets is not None
+    if not parse.flag(given.shares_pages, "uses_shared_paged_kv_idx"):
+        block_tables = _table_of_keys(block_tables)
+    top_k = require_int(given.top_k, "sparse_mla_top_k", 0)
+    dims = _dims(given.kv_lora_rank, given.qk_rope_head_dim)
     shape = array.view(query, "query").shape
     if len(shape) != (3 if is_ragged else 4):
-        wanted = "[rows, heads, columns] with cum_seq_lens_q" if is_ragged else (
-            "[B, q_len, heads, columns]"
-        )  # fmt: skip
+        wanted = "[B, q_len, heads, columns]"
+        if is_ragged:
+            wanted = "[rows, heads, columns] with cum_seq_lens_q"
         raise ArgumentError(f"query: shape is {list(shape)}; wanted {wanted}")
     tokens = 1 if is_ragged else int(shape[1])
     q_len = 1 if top_k else tokens
-    sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
-    output_scale, scale_v = read_scale(bmm2_scale, "bmm2_scale")
+    sm_scale, scale_q = read_scale(given.bmm1_scale, "bmm1_scale")
+    output_scale, scale_v = read_scale(given.bmm2_scale, "bmm2_scale")
+    most = given.max_q_len
     options = Options(
         NAMES,
         dims,
         sm_scale,
         q_axes=(len(shape),),
         q_len=q_len,
-        max_q_len=None if max_q_len is None else require_int(max_q_len, "max_q_len"),
-        max_kv_len=None if top_k else bounded(max_seq_len, "max_seq_len"),
+        max_q_len=None if most is None else require_int(most, "max_q_len"),
+        max_kv_len=None if top_k else bounded(given.max_seq_len, "max_seq_len"),
         output_scale=output_scale,
-        causal=is_ragged or q_len > 1,
+        causal=not top_k and (is_ragged or q_len > 1),
         is_list=top_k > 0,
-        return_lse=parse.flag(return_lse, "return_lse"),
+        return_lse=parse.flag(given.return_lse, "return_lse"),
         o_dtype=o_dtype,
     )
+    read = arrays._replace(q=query, block_tables=block_tables, scale_q=scale_q, scale_v=scale_v)
     if top_k:
         _check_lists(block_tables, top_k, is_ragged)
-        options = options._replace(causal=False)
-        if has_counts:
+        if given.has_counts:
             options = options._replace(names=NAMES.but(kv_lens="sparse_mla_top_k_lens"))
         elif seq_lens is not None:
-            lens, of_each = _lens_of_lists(seq_lens, cum_seq_lens_q, int(shape[0]), tokens)
+            lens, of_each = _lens_of_lists(seq_lens, arrays.qo_offsets, int(shape[0]), tokens)
             options = options._replace(request_tokens=of_each, counts_later=True)
-            arrays = arrays._replace(kv_lens=lens)
-        arrays = arrays._replace(qo_offsets=None)
-    elif has_counts:
-        arrays = arrays._replace(kv_lens=seq_lens)
-    return run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, known_as)
+            read = read._replace(kv_lens=lens)
+        read = read._replace(qo_offsets=None)
+    else:
+        read = read._replace(kv_lens=seq_lens)
+    return run(read, options, asked)
+
+
+def _refuse_others(given: _Decode) -> None:
+    """ArgumentError, UnsupportedError for what has no meaning here."""
+    parse.choice(given.backend, _BACKENDS, "backend")
+    geometry.refuse(
+        "is not supported", enable_dcp=given.enable_dcp, return_lse_base=given.return_lse_base
+    )
+    if require_int(given.cp_world, "cp_world") != 1:
+        raise UnsupportedError(f"cp_world: got {given.cp_world}; only 1 is supported")
 
 
 class _Decode(NamedTuple):
@@ -284,26 +287,26 @@ def xqa_batch_decode_with_kv_cache_mla(
         out=out,
         sinks=sinks,
     )
-    known_as = None
+    asked = None
     if are_numbers(bmm1_scale, bmm2_scale):
-        known_as = _XqaBatch(
+        given = _XqaBatch(
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             max_seq_len=next_power_of_two(max_seq_len),
             bmm1_scale=bmm1_scale,
             bmm2_scale=bmm2_scale,
         )
-        answer = run_cached(arrays, known_as)
+        answer = run_cached(arrays, given)
         if answer is not None:
             return answer
+        asked = Asked(arrays, given, {})
     query, o_dtype = _queries(query, "query", kv_cache, out)
-    if query is not arrays.q:
-        arrays, known_as = arrays._replace(q=query), None
+    arrays = arrays._replace(q=query)
     axes = len(array.view(query, "query").shape)
     if axes != 3:
         one_row = _one_row(query, "query")
         if out is not None and len(array.view(out, "out").shape) == 3:
-            axes, known_as, arrays = 3, None, arrays._replace(q=one_row)
+            axes, arrays = 3, arrays._replace(q=one_row)
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
     output_scale, scale_v = read_scale(bmm2_scale, "bmm2_scale")
@@ -317,7 +320,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         causal=False,
         o_dtype=o_dtype,
     )
-    return run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, known_as)
+    return run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked)
 
 
 _make_decode = maker(_Decode)
@@ -374,15 +377,15 @@ def xqa_mla(
         kv_lens=seq_lens,
         out=output,
     )
-    known_as = None
+    asked = None
     if v_cache is k_cache and are_numbers(q_scale, kv_scale):
-        known_as = _Xqa(page_size=page_size, q_scale=q_scale, kv_scale=kv_scale)
-        answer = run_cached(arrays, known_as)
+        given = _Xqa(page_size=page_size, q_scale=q_scale, kv_scale=kv_scale)
+        answer = run_cached(arrays, given)
         if answer is not None:
             return answer if output is None else None
+        asked = Asked(arrays, given, {})
     q, o_dtype = _queries(q, "q", k_cache, output)
-    if q is not arrays.q:
-        arrays, known_as = arrays._replace(q=q), None
+    arrays = arrays._replace(q=q)
     vk, vv = array.view(k_cache, "k_cache"), array.view(v_cache, "v_cache")
     if vk.ptr != vv.ptr or vk.shape[:-1] != vv.shape[:-1]:
         raise ArgumentError(
@@ -411,9 +414,9 @@ def xqa_mla(
         o_dtype=o_dtype,
     )
     if output is not None and len(array.view(output, "output").shape) == 3:
-        options, known_as = options._replace(q_axes=(3,)), None
+        options = options._replace(q_axes=(3,))
         arrays = arrays._replace(q=_one_row(q, "q"))
-    answer = run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, known_as)
+    answer = run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked)
     return answer if output is None else None
 
 

@@ -24,7 +24,6 @@ from . import latent_rows as latent
 from . import planless_latent_reference as latent_reference
 from . import run_planless
 from .arrays import ROLES, Arrays
-from .call_cache import Scalars
 from .check_planless_latent import NAMES, Call, Options, check
 from .geometry import Variant
 from .index_arrays import progression
@@ -51,14 +50,13 @@ def decode(arrays: Arrays, *, sm_scale: Any, output_scale: Any = None, return_ls
     return run(arrays, options)
 
 
-def run(arrays: Arrays, options: Options, known_as: Scalars = None) -> Any:
+def run(arrays: Arrays, options: Options, known_as: Asked | None = None) -> Any:
     """The answer of a call: out, or (out, lse) if `return_lse`.
 
-    known_as: the options as given, by which `run_cached` is to find the call from now on: with the
-    shapes, strides and dtypes of the arrays they decide all of `options`
+    known_as: the call as its caller made it, which was looked up, by which it is to be found from
+    now on if kernels read those arrays
     """
-    asked = None if known_as is None else Asked(arrays, known_as, {})
-    return run_planless.run(arrays, options, asked=asked, layout=LATENT_ROWS)
+    return run_planless.run(arrays, options, asked=known_as, layout=LATENT_ROWS)
 
 
 def _prepare(call: Call, have: int | None) -> Prepared:
