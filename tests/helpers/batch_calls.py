@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +12,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.core import dtypes
 
-from . import batches, calls, item_cases, poison, verify_cases
+from . import batches, calls, item_cases, verify_cases
 from .batch_cases import Case
 from .batches import offsets
 from .cases import pick
@@ -43,12 +43,12 @@ class Call(calls.Call):
         if case.has_sinks:
             self.sinks = calls.drawn_sinks(self.rng, case.num_qo_heads)
         self.qo_indptr = offsets(case.qo_len)
-        self.device_q = self._embed("q", self.q)
+        self.device_q = self.embed_rows("q", self.q)
         self._place_keys()
         out_dtype = dtypes.parse(problem.o_dtype or problem.dtype).numpy
         self.answer_shape = case.num_qo_heads, problem.dims[1], out_dtype
         shape = (*rows, problem.dims[1])
-        self.out = self.blank("out", shape, out_dtype, self._strides(shape))
+        self.out = self.blank("out", shape, out_dtype, self.strides(shape))
         self.lse = self.blank("lse", rows, np.float32)
         self.has_coarse_cap, self.head_dim_qk = problem.has_coarse_cap, problem.dims[0]
         self.logit_magnitude = calls.logit_magnitude(
@@ -106,12 +106,6 @@ class Call(calls.Call):
                 scales["q_scale"] = -0.7
         return scales
 
-    def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return poison.strides(shape, self.case.problem.is_aligned, self.case.is_padded)
-
-    def _embed(self, name: str, values: np.ndarray) -> Any:
-        return self.embed(name, values, self._strides(values.shape))
-
     def _place_keys(self) -> None:
         case = self.case
         kind = dtypes.parse(case.problem.kv_dtype).numpy
@@ -124,7 +118,7 @@ class Call(calls.Call):
             ]
             if case.kv_layout == "HND":
                 whole = [np.ascontiguousarray(x.swapaxes(0, 1)) for x in whole]
-            self.cache: Any = tuple(self._embed(n, x) for n, x in zip("kv", whole, strict=True))
+            self.cache: Any = tuple(self.embed_rows(n, x) for n, x in zip("kv", whole, strict=True))
             return
         size = case.page_size
         pages = [-(-n // size) for n in case.kv_len]
@@ -136,9 +130,9 @@ class Call(calls.Call):
         self.last_page_len = batches.last_page_len(case.kv_len, size, of_none=-9)
         self.table = np.concatenate([order[: sum(pages)], [2**31 - 1, -(2**31), 123456789]])
         if case.is_pair:
-            self.cache = tuple(self._embed(n, x) for n, x in zip("kv", pools, strict=True))
+            self.cache = tuple(self.embed_rows(n, x) for n, x in zip("kv", pools, strict=True))
         else:
-            self.cache = self._embed("cache", np.stack(pools, axis=1))
+            self.cache = self.embed_rows("cache", np.stack(pools, axis=1))
 
     # --- the call ---
 
@@ -195,23 +189,18 @@ class Call(calls.Call):
 
     # --- the answer ---
 
-    def requests(self) -> Iterator[dict[str, Any]]:
+    def options(self) -> dict[str, Any]:
         case, problem = self.case, self.case.problem
-        for index, (k, v) in enumerate(self.keys):
-            yield {
-                "q": self.q[self.qo_indptr[index] : self.qo_indptr[index + 1]],
-                "k": k,
-                "v": v,
-                "causal": case.causal,
-                "window_left": case.window_left,
-                "window_right": case.window_right,
-                "mask": None if self.masks is None else self.masks[index],
-                "logits_soft_cap": 20.0 if problem.is_capped else 0.0,
-                "sm_scale": case.sm_scale,
-                "pos_encoding_mode": problem.pos_encoding_mode,
-                "sinks": self.sinks,
-                **{f"scale_{n}": self.scales.get(f"{n}_scale") for n in "qkv"},
-            }
+        return {
+            "causal": case.causal,
+            "window_left": case.window_left,
+            "window_right": case.window_right,
+            "logits_soft_cap": 20.0 if problem.is_capped else 0.0,
+            "sm_scale": case.sm_scale,
+            "pos_encoding_mode": problem.pos_encoding_mode,
+            "sinks": self.sinks,
+            **{f"scale_{n}": self.scales.get(f"{n}_scale") for n in "qkv"},
+        }
 
 
 def planned(case: Case, xp: ModuleType, workspace: Any) -> Call:

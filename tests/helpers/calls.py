@@ -64,14 +64,18 @@ class Placed:
 class Call(Placed):
     """A call on the device: what is called, its inputs, the oracle's answer and the tolerance.
 
-    A subclass makes the inputs and defines `start`, and `requests` or `expected`.
+    A subclass makes the inputs and defines `start`, and `options` or `requests`.
 
     outputs   those that the call is given to write, out first
     returned  what the last call gave, (out, lse) as arrays of the device
+    keys      (k, v) of each request, whose rows of q begin at qo_indptr; masks likewise, or None
     answer_shape  heads and columns of the output, and the dtype that the kernels round it to
     """
 
     q: np.ndarray
+    keys: Sequence[Any]
+    qo_indptr: np.ndarray
+    masks: Sequence[np.ndarray] | None = None
     answer_shape: tuple[int, int, np.dtype]
     is_repeatable = True
     has_coarse_cap = False
@@ -88,6 +92,13 @@ class Call(Placed):
     ) -> poison.Poisoned:
         self.outputs.append(super().blank(name, shape, dtype, strides))
         return self.outputs[-1]
+
+    def strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """As the case has them: rows on boundaries or off them, with gaps or without."""
+        return poison.strides(shape, self.case.problem.is_aligned, self.case.is_padded)
+
+    def embed_rows(self, name: str, values: np.ndarray) -> Any:
+        return self.embed(name, values, self.strides(values.shape))
 
     # --- the call ---
 
@@ -120,9 +131,17 @@ class Call(Placed):
 
     # --- the answer ---
 
+    def options(self) -> dict[str, Any]:
+        """Arguments of reference.attention that all requests share."""
+        raise NotImplementedError
+
     def requests(self) -> Iterable[dict[str, Any]]:
         """The arguments of reference.attention for the rows of each request."""
-        raise NotImplementedError
+        options = self.options()
+        for index, (k, v) in enumerate(self.keys):
+            q = self.q[slice(*self.qo_indptr[index : index + 2])]
+            mask = None if self.masks is None else self.masks[index]
+            yield {"q": q, "k": k, "v": v, "mask": mask, **options}
 
     def expected(self) -> tuple[States, States]:
         """(o, lse) in float64, and in the kernels' precision."""

@@ -238,15 +238,12 @@ class Call(calls.Call):
         self.device_cache = self._parts("cache", self.pool)
         shape = (rows, case.heads, self.latent)
         self.answer_shape = case.heads, self.latent, dtypes.parse(problem.dtype).numpy
-        self.out = self.blank("out", shape, self.q.dtype, self._strides(shape))
+        self.out = self.blank("out", shape, self.q.dtype, self.strides(shape))
         self.lse = self.blank("lse", shape[:2], np.float32)
         if case.way in ("wrapper", "metadata"):
             self.wrapper = self._planned()
 
     # --- inputs ---
-
-    def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return poison.strides(shape, self.case.problem.is_aligned, self.case.is_padded)
 
     @property
     def _takes_parts(self) -> bool:
@@ -255,11 +252,10 @@ class Call(calls.Call):
     def _parts(self, name: str, values: np.ndarray) -> Any:
         """One array of both parts, or a pair."""
         if not self._takes_parts:
-            return self.embed(name, values, self._strides(values.shape))
+            return self.embed_rows(name, values)
         parts = values[..., : self.latent], values[..., self.latent :]
         return tuple(
-            self.embed(f"{name}[{i}]", np.ascontiguousarray(x), self._strides(x.shape))
-            for i, x in enumerate(parts)
+            self.embed_rows(f"{name}[{i}]", np.ascontiguousarray(x)) for i, x in enumerate(parts)
         )
 
     def _rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -183,7 +182,7 @@ class Call(calls.Call):
         if case.cache == "same":
             self.keys = [[k, k] for k, _ in self.keys]
         self.masks = self._add_tree() if case.tree and rows else None
-        self.device_q = self._embed("q", self.q)
+        self.device_q = self.embed_rows("q", self.q)
         self.kv_lens = self._index("kv_lens", case.kv_len)
         self.has_value_pages = case.has_value_pages and case.cache != "same"
         self.table = self._place_keys() if case.page_size else self._place_rows()
@@ -196,16 +195,13 @@ class Call(calls.Call):
         self.answer_shape = case.num_qo_heads, problem.dims[1], self.q.dtype
         self.lead = self._lead(rows, count)
         shape = (rows, case.num_qo_heads, problem.dims[1])
-        self.out = self.blank("out", shape, self.q.dtype, self._strides(shape))
+        self.out = self.blank("out", shape, self.q.dtype, self.strides(shape))
         self.most = max((1, *case.qo_len))
         self.pads = case.entry == "cudnn_batch_prefill_with_kv_cache"
         lse_shape = (count, self.most, shape[1]) if self.pads else shape[:2]
         self.lse = self.blank("lse", lse_shape, np.float32)
 
     # --- inputs ---
-
-    def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return poison.strides(shape, self.case.problem.is_aligned, self.case.is_padded)
 
     def _add_tree(self) -> list[np.ndarray]:
         case, rng = self.case, np.random.default_rng((self.case.seed, 95))
@@ -228,16 +224,13 @@ class Call(calls.Call):
         self.embed("mask", many.reshape(most * len(rows), -1)[: len(rows)])
         return masks
 
-    def _embed(self, name: str, values: np.ndarray, strides: Any = None) -> Any:
-        return self.embed(name, values, strides or self._strides(values.shape))
-
     def _index(self, name: str, values: Any, axes: bool = True) -> Any:
         kind = np.dtype(self.case.index_dtype)
         shape = (-1, *(1,) * (self.case.index_axes if axes else 0))
         held = np.array(values, np.int64).astype(kind).reshape(shape)
         steps = [1] * held.ndim
         steps[0] = 1 + self.case.is_padded  # every other word is poison
-        return self._embed(name, held, tuple(steps))
+        return self.embed(name, held, tuple(steps))
 
     def _place_rows(self) -> None:
         case = self.case
@@ -248,7 +241,7 @@ class Call(calls.Call):
             )
             for i, dim in enumerate(case.problem.dims)
         ]
-        self.cache = [self._embed(n, x) for n, x in zip("kv", parts, strict=True)]
+        self.cache = [self.embed_rows(n, x) for n, x in zip("kv", parts, strict=True)]
         self.kv_indptr = offsets(case.kv_len)
 
     def _place_keys(self) -> Any:
@@ -268,14 +261,14 @@ class Call(calls.Call):
         heads, dims = case.num_kv_heads, case.problem.dims
         pools = batches.make_pools(self.keys, places, size, heads, dims, kind, case.kv_layout)
         if case.cache == "pair":
-            self.cache = [self._embed(n, x) for n, x in zip("kv", pools, strict=True)]
+            self.cache = [self.embed_rows(n, x) for n, x in zip("kv", pools, strict=True)]
         else:
             both = pools[:1] if case.cache == "same" else pools
-            self.cache = [self._embed("cache", np.stack(both, axis=1))]
+            self.cache = [self.embed_rows("cache", np.stack(both, axis=1))]
         step = len(orders) * width + 7 * case.is_padded
         if not self.has_value_pages:
-            return self._embed("table", tables[:, 0], (step, 1))
-        return self._embed("table", tables, (step, width, 1))
+            return self.embed("table", tables[:, 0], (step, 1))
+        return self.embed("table", tables, (step, width, 1))
 
     def _lead(self, rows: int, count: int) -> tuple[int, ...]:
         """The leading axes of xqa's q."""
@@ -449,17 +442,12 @@ class Call(calls.Call):
             found.append(padded[index, :count] * np.float32(math.log2(math.e)))
         return np.concatenate(found)
 
-    def requests(self) -> Iterator[dict[str, Any]]:
+    def options(self) -> dict[str, Any]:
         case = self.case
-        for index, (k, v) in enumerate(self.keys):
-            yield {
-                "q": self.q[self.qo_indptr[index] : self.qo_indptr[index + 1]],
-                "k": k,
-                "v": v,
-                "causal": case.causal and self.masks is None,
-                "mask": None if self.masks is None else self.masks[index],
-                "window_left": case.window_left,
-                "sm_scale": self.sm_scale * self.factor,
-                "sinks": self.sinks,
-                "scale_v": self.output_scale,
-            }
+        return {
+            "causal": case.causal and self.masks is None,
+            "window_left": case.window_left,
+            "sm_scale": self.sm_scale * self.factor,
+            "sinks": self.sinks,
+            "scale_v": self.output_scale,
+        }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -96,7 +95,8 @@ class Call(calls.Call):
         self.batch = b = batches.make(*lengths, case.page_size or 16, heads=heads, dims=dims)
         if case.has_large_rows:
             b.q[::5] *= b.q.dtype.type(20)
-        self.q, self.answer_shape = b.q, (heads[0], dims[1], b.q.dtype)
+        self.q, self.keys, self.qo_indptr = b.q, b.keys, b.qo_indptr
+        self.answer_shape = heads[0], dims[1], b.q.dtype
         self.has_coarse_cap = "logits_soft_cap" in case.options
         options = case.plan_options()
         if case.as_bits:
@@ -116,5 +116,5 @@ class Call(calls.Call):
     def start(self) -> None:
         self.returned = self.wrapper.run(*self.arrays, return_lse=True)
 
-    def requests(self) -> Iterator[dict[str, Any]]:
-        return self.batch.requests(**self.case.options)
+    def options(self) -> dict[str, Any]:
+        return self.case.options
