@@ -31,10 +31,12 @@ class Placed:
 
     case   says what is called, and names the call in failures
     owned  the arrays, by name
+    where  the framework and the device, for poison's functions
     """
 
-    def __init__(self, case: Any, xp: ModuleType, *seed: int, device: str = "cuda") -> None:
-        self.case, self.xp, self.device = case, xp, device
+    def __init__(self, case: Any, xp: ModuleType, *seed: int, device: str = "") -> None:
+        self.case, self.xp = case, xp
+        self.where: dict[str, Any] = {"xp": xp} | ({"device": device} if device else {})
         self.rng = np.random.default_rng(seed)
         self.owned: dict[str, poison.Poisoned] = {}
 
@@ -44,7 +46,7 @@ class Placed:
 
     def embed(self, name: str, values: np.ndarray, strides: Any = None, **where: Any) -> Any:
         """The values on the device."""
-        placed = poison.embed(values, strides, xp=self.xp, device=self.device, **where)
+        placed = poison.embed(values, strides, **self.where, **where)
         self.owned[name] = placed
         return placed.array
 
@@ -52,8 +54,7 @@ class Placed:
         self, name: str, shape: Sequence[int], dtype: Any, strides: Any = None
     ) -> poison.Poisoned:
         """An output on the device, poison itself."""
-        where = {"xp": self.xp, "device": self.device}
-        self.owned[name] = poison.blank(shape, np.dtype(dtype), strides, **where)
+        self.owned[name] = poison.blank(shape, np.dtype(dtype), strides, **self.where)
         return self.owned[name]
 
     def assert_intact(self) -> None:

@@ -191,7 +191,7 @@ class Case(calls.Placed):
         q = self.q.reshape(*lead, self.heads, self.dim)
         self.args.append(self._strided("q", q))
         out = np.zeros((*lead, self.heads, self.dim_v), self.dtype)
-        self.out = poison.embed(out, xp=self.xp, device=self.device)
+        self.out = poison.embed(out, **self.where)
         self.with_out = self.rng.random() < 0.4
         if self.with_out:
             named["out"] = self.out.array

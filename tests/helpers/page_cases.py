@@ -41,7 +41,7 @@ class Append(calls.Placed):
     """A call. `new` are the keys and values in NumPy, `caches` their poisoned pools, `slots` the
     (row, page, offset) of what is written."""
 
-    def __init__(self, case: AppendCase, xp: ModuleType, device: str = "cuda") -> None:
+    def __init__(self, case: AppendCase, xp: ModuleType, device: str = "") -> None:
         super().__init__(case, xp, case.seed, device=device)
         rng, pg, heads = np.random.default_rng(case.seed), case.page_size, case.num_kv_heads
         indptr, indices, last, num_pages = _page_table(case, rng)

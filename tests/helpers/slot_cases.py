@@ -17,7 +17,7 @@ _FP8 = _DTYPES[3:]
 
 
 class Case(calls.Placed):
-    def __init__(self, seed: int, xp: ModuleType = np, device: str = "cuda") -> None:
+    def __init__(self, seed: int, xp: ModuleType = np, device: str = "") -> None:
         super().__init__(f"seed {seed}", xp, seed, 61, device=device)
         rng = self.rng
         self.n, self.heads = int(rng.integers(0, 9)), int(rng.integers(1, 4))
