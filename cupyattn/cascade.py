@@ -5,7 +5,7 @@ v is the output over some keys, s its LSE; states over disjoint keys merge exact
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .core.names import refuse_names
 from .core.tracing import untraced
@@ -64,10 +64,7 @@ def merge_state(
     ArgumentError for other shapes, dtypes and devices, UnsupportedError for 2^31 rows (n * H) or
     more, before anything is written. Semantics: FlashInfer's merge_state; arXiv 2501.01005, 2.2.
     """
-    if out is lse is None:
-        arrays: tuple[Any, ...] = v_a, v_b, s_a, s_b
-    else:
-        arrays = v_a, v_b, s_a, s_b, out, lse
+    arrays = merge.make_arrays(v_a=v_a, v_b=v_b, s_a=s_a, s_b=s_b, out=out, lse=lse)
     return merge.run(merge.PAIR, arrays, lse_base_on_e, output_scale)
 
 
@@ -91,9 +88,7 @@ def merge_state_in_place(
     Raises as `merge_state`, also for arrays that cannot be written. Semantics: FlashInfer's
     merge_state_in_place, which leaves an s of another dtype as it was.
     """
-    arrays: tuple[Any, ...] = v, v_other, s, s_other
-    if mask is not None:
-        arrays = (*arrays, None, None, None, mask)
+    arrays = merge.make_arrays(v_a=v, v_b=v_other, s_a=s, s_b=s_other, mask=mask)
     answer: tuple[ArrayT, ArrayT] = merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
     return None if answer[0] is None else answer
 
@@ -114,7 +109,8 @@ def merge_states(
 
     Returns (v [n, H, D], s float32 [n, H]). Semantics: FlashInfer's merge_states.
     """
-    return merge.run(merge.STATES, (v, None, s, None, out, lse), lse_base_on_e, output_scale)
+    arrays = merge.make_arrays(v_a=v, s_a=s, out=out, lse=lse)
+    return merge.run(merge.STATES, arrays, lse_base_on_e, output_scale)
 
 
 @untraced
@@ -137,5 +133,5 @@ def variable_length_merge_states(
     ArgumentError on the CPU; on a GPU the host does not know them: their rows come out as NaN, and
     raise under CUPYATTN_DEBUG=1. Semantics: FlashInfer's C++ VariableLengthMergeStates.
     """
-    arrays = v, None, s, None, out, lse, indptr
+    arrays = merge.make_arrays(v_a=v, s_a=s, out=out, lse=lse, indptr=indptr)
     return merge.run(merge.SEGMENTS, arrays, lse_base_on_e, output_scale)

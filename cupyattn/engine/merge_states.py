@@ -21,6 +21,7 @@ from ..array.match import (
     require_same_dtype,
 )
 from ..core import dtypes, parse
+from ..core.records import maker
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.driver.enqueue import cuda
 from ..launch.ops.merge_states import MAX_COUNT, Merge, States, prepare
@@ -35,14 +36,25 @@ class Arrays(NamedTuple):
     """The arrays of a call, in the order that the kernel has their addresses."""
 
     v_a: Any
-    v_b: Any
-    s_a: Any
-    s_b: Any
+    v_b: Any = None
+    s_a: Any = None
+    s_b: Any = None
     out: Any = None
     lse: Any = None
     indptr: Any = None
     mask: Any = None
     out_scale: Any = None
+
+
+make_arrays = maker(Arrays)
+
+
+class Options(NamedTuple):
+    """All else that calls differ by, as given; dims of Form."""
+
+    dims: str
+    lse_base_on_e: Any
+    output_scale: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,8 @@ def _call_cache(*outputs: str) -> CallCache[_Checked]:
 
 # By whether the call is in place.
 _CALLS = _call_cache("out", "lse"), _call_cache("v_a", "s_a")
-_OUT, _LSE, _OUT_SCALE = 4, 5, 8
+# Places of outputs among addresses, in place and else.
+_V_A, _S_A, _OUT, _LSE = (Arrays._fields.index(name) for name in ("v_a", "s_a", "out", "lse"))
 
 
 class Form(NamedTuple):
@@ -75,33 +88,32 @@ class Form(NamedTuple):
 
 
 _SCALE = "output_scale"
-PAIR = Form(Arrays("v_a", "v_b", "s_a", "s_b", "out", "lse", out_scale=_SCALE), "n")
+_OUTPUTS = Arrays(v_a="v", s_a="s", out="out", lse="lse", out_scale=_SCALE)
+PAIR = Form(_OUTPUTS._replace(v_a="v_a", v_b="v_b", s_a="s_a", s_b="s_b"), "n")
 IN_PLACE = Form(Arrays("v", "v_other", "s", "s_other", mask="mask"), "n", is_in_place=True)
-STATES = Form(Arrays("v", None, "s", None, "out", "lse", out_scale=_SCALE), "n m")
-SEGMENTS = Form(Arrays("v", None, "s", None, "out", "lse", "indptr", None, _SCALE), "num_states")
+STATES = Form(_OUTPUTS, "n m")
+SEGMENTS = Form(_OUTPUTS._replace(indptr="indptr"), "num_states")
 
 
-def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any, output_scale: Any = None) -> Any:
-    """(v, s) of a call with these `Arrays`, as far as they are given; in place two Nones, but for
-    JAX arrays (v, s) again, since they cannot be written. output_scale: see Form."""
+def run(form: Form, arrays: Arrays, lse_base_on_e: Any, output_scale: Any = None) -> Any:
+    """(v, s) of a call; in place two Nones, but for JAX arrays (v, s) again, since they cannot be
+    written. output_scale: see Form."""
     if hasattr(output_scale, "shape"):
-        given += (None,) * (_OUT_SCALE - len(given)) + (output_scale,)
-        output_scale = None
-    answer = _run_cached(form, given, lse_base_on_e, output_scale)
+        arrays, output_scale = arrays._replace(out_scale=output_scale), None
+    options = _make_options(form.dims, lse_base_on_e, output_scale)
+    answer = _run_cached(form, arrays, options)
     if answer is not None:
         return answer
 
     # --- 1. Validate ---
     if form.is_in_place:
-        written = [array.view(given[place], form.names[place]) for place in (0, 2)]
-        if "jax" in (written[0].framework, written[1].framework):
-            return _run_on_copies(form, given, written, lse_base_on_e)
-    base_on_e = parse.flag(lse_base_on_e, "lse_base_on_e")
-    views = Arrays(
-        *(
-            None if x is None and name not in _REQUIRED else array.view(x, name)
-            for x, name in zip(Arrays(*given), form.names, strict=True)
-        )
+        v, s = array.view(arrays.v_a, form.names.v_a), array.view(arrays.s_a, form.names.s_a)
+        if "jax" in (v.framework, s.framework):
+            return _run_on_copies(form, arrays, v, s, lse_base_on_e)
+    options = options._replace(lse_base_on_e=parse.flag(lse_base_on_e, "lse_base_on_e"))
+    views = Arrays._make(
+        None if x is None and name not in _REQUIRED else array.view(x, name)
+        for x, name in zip(arrays, form.names, strict=True)
     )
     n, dims = _check_inputs(form, views)
     scale = _check_scale(views, output_scale)
@@ -110,49 +122,45 @@ def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any, output_scale: An
 
     # --- 2. Answer on the CPU ---
     if views.v_a.device.kind == "cpu":
-        return _run_reference(form, views, base_on_e, scale)
+        return _run_reference(form, views, options.lse_base_on_e, scale)
 
     # --- 3. Launch on the caller's stream ---
-    key = form.dims, base_on_e, output_scale
-    return _run_on_gpu(form, given, views, (n, dims["H"], dims["D"]), key, scale)
+    return _run_on_gpu(form, arrays, views, (n, dims["H"], dims["D"]), options, scale)
 
 
 def _run_on_copies(
-    form: Form, given: tuple[Any, ...], written: list[ArrayView], lse_base_on_e: Any
+    form: Form, arrays: Arrays, v: ArrayView, s: ArrayView, lse_base_on_e: Any
 ) -> tuple[Any, ...]:
     """What a call in place makes of v and s whose JAX arrays are copied first."""
-    v, s = (array.writable_copy(x) if x.framework == "jax" else x.owner for x in written)
-    run(form, (v, given[1], s, *given[3:]), lse_base_on_e)
-    return tuple(array.deliver(x, like) for x, like in zip((v, s), written, strict=True))
+    made = [array.writable_copy(x) if x.framework == "jax" else x.owner for x in (v, s)]
+    run(form, arrays._replace(v_a=made[0], s_a=made[1]), lse_base_on_e)
+    return array.deliver(made[0], v), array.deliver(made[1], s)
 
 
-def _run_cached(form: Form, given: tuple[Any, ...], base_on_e: Any, output_scale: Any) -> Any:
+def _run_cached(form: Form, arrays: Arrays, options: Options) -> Any:
     """(v, s) of a call that is in the cache, in place two Nones; else None."""
-    answer = _CALLS[form.is_in_place].lookup(given, (form.dims, base_on_e, output_scale))
+    answer = _CALLS[form.is_in_place].lookup(arrays, options)
     if answer is None:
         return None
     found, addresses = answer
     call = found.call
     if call.outputs and call.overlaps(addresses, found.sizes):
         return None
-    checked, out, lse = call.checked, None, None
+    checked, out, lse = call.checked, arrays.out, arrays.lse
     if form.is_in_place:
-        addresses[_OUT], addresses[_LSE] = addresses[0], addresses[2]
+        addresses[_OUT], addresses[_LSE] = addresses[_V_A], addresses[_S_A]
     else:
-        if len(given) > _OUT:
-            out = given[_OUT]
-        if len(given) > _LSE:
-            lse = given[_LSE]
         if out is None:
             out = call.make_out(checked.out_shape)
             addresses[_OUT] = call.address(out)
         if lse is None:
             lse = call.make_lse(checked.lse_shape)
             addresses[_LSE] = call.address(lse)
-    checked.merge.enqueue(call.current_stream(), *addresses)
+    checked.merge.enqueue(call.current_stream(), addresses)
     return out, lse
 
 
+_make_options = maker(Options)
 _REQUIRED = (
     *("v_a", "v_b", "s_a", "s_b", "v", "s", "v_other", "s_other", "indptr"),
     *("prefix_output", "suffix_output"),
@@ -242,15 +250,14 @@ def _check_size(form: Form, views: Arrays, shape: tuple[int, int, int]) -> None:
 
 def _run_on_gpu(
     form: Form,
-    given: tuple[Any, ...],
+    arrays: Arrays,
     views: Arrays,
     shape: tuple[int, int, int],
-    key: tuple[str, bool, Any],
+    options: Options,
     scale: float,
 ) -> Any:
-    v_a, v_b, s_a, s_b, vout, vlse, indptr, mask, out_scale = views
-    if form.is_in_place:
-        vout, vlse = v_a, s_a
+    v_a, v_b, indptr = views.v_a, views.v_b, views.indptr
+    vout, vlse = (v_a, views.s_a) if form.is_in_place else (views.out, views.lse)
     num_states = 2 if v_b is not None else v_a.shape[1 if indptr is None else 0]
     if indptr is not None:
         indptr = int32_on_device(indptr, "indptr")
@@ -259,21 +266,25 @@ def _run_on_gpu(
     if 0 not in shape:
         vout = array.view(out, "out") if vout is None else vout
         vlse = array.view(lse, "lse") if vlse is None else vlse
-        states = [_states(form, v, s) for v, s in ((v_a, s_a), (v_b, s_b)) if v is not None]
-        second = None if v_b is None else states[1]
-        options = {"has_offsets": indptr is not None, "base_on_e": key[1]}
         merge = prepare(
-            states[0], second, vout, vlse, num_states, **options, out_factor=1.0 / scale
+            _states(form, v_a, views.s_a),
+            None if v_b is None else _states(form, v_b, views.s_b),
+            vout,
+            vlse,
+            num_states,
+            has_offsets=indptr is not None,
+            base_on_e=options.lse_base_on_e,
+            out_factor=1.0 / scale,
         )
-        placed = Arrays(v_a, v_b, s_a, s_b, vout, vlse, indptr, mask, out_scale)
-        used = [x for x in placed if x is not None]
+        read = views._replace(out=vout, lse=vlse, indptr=indptr)
+        used = [x for x in read if x is not None]
         array.acquire(v_a, *used)
-        pointers = [0 if x is None else x.ptr for x in placed]
-        merge.enqueue(array.current_stream(v_a), *pointers)
+        merge.enqueue(array.current_stream(v_a), [0 if x is None else x.ptr for x in read])
         array.release(v_a, *used)
         if indptr is views.indptr and (indptr is None or not cuda().is_debugging):
-            checked = _Checked(merge, shape, shape[:2])
-            _CALLS[form.is_in_place].insert(given, key, checked, v_a, vout.dtype, shape, shape[:2])
+            checked = _Checked(merge, out_shape=shape, lse_shape=shape[:2])
+            calls = _CALLS[form.is_in_place]
+            calls.insert(arrays, options, checked, v_a, vout.dtype, shape, shape[:2])
     if form.is_in_place:
         return None, None
     return tuple(
@@ -297,23 +308,22 @@ def _states(form: Form, v: ArrayView, s: ArrayView) -> States:
 
 def _run_reference(form: Form, views: Arrays, base_on_e: bool, scale: float) -> Any:
     unit = math.log2(math.e) if base_on_e else 1.0
-    v_a, v_b, s_a, s_b, *_, indptr, mask, out_scale = (
-        None if x is None else array.as_numpy(x) for x in views
-    )
-    if out_scale is not None:
-        scale = float(out_scale.reshape(-1)[0])
-    assert v_a is not None and s_a is not None
-    s_a = s_a.astype(np.float64) * unit
-    if v_b is not None:
-        assert s_b is not None
-        v, s = reference.merge_state(v_a, s_a, v_b, s_b.astype(np.float64) * unit)
-    elif indptr is None:
-        v, s = reference.merge_states(v_a, s_a)
+    read = Arrays._make(None if x is None else array.as_numpy(x) for x in views)
+    if read.out_scale is not None:
+        scale = float(read.out_scale.reshape(-1)[0])
+    s_a = read.s_a.astype(np.float64) * unit
+    if read.v_b is not None:
+        v, s = reference.merge_state(read.v_a, s_a, read.v_b, read.s_b.astype(np.float64) * unit)
+    elif read.indptr is None:
+        v, s = reference.merge_states(read.v_a, s_a)
     else:
-        v, s = reference.variable_length_merge_states(v_a, s_a, indptr)
+        v, s = reference.variable_length_merge_states(read.v_a, s_a, read.indptr)
     answers = []
     targets = (views.v_a, views.s_a) if form.is_in_place else (views.out, views.lse)
-    for value, target, dtype in ((v, targets[0], v_a.dtype), (s / unit, targets[1], np.float32)):
+    for value, target, dtype in (
+        (v, targets[0], read.v_a.dtype),
+        (s / unit, targets[1], np.float32),
+    ):
         if target is not None and target.dtype.is_fp8:
             rounded = reference.to_fp8(value, scale, target.dtype.numpy)
         else:
@@ -323,7 +333,7 @@ def _run_reference(form: Form, views: Arrays, base_on_e: bool, scale: float) -> 
             answers.append(array.from_numpy(rounded, views.v_a))
         else:
             written = array.as_numpy(target)
-            rows = slice(None) if mask is None else mask.astype(bool)
+            rows = slice(None) if read.mask is None else read.mask.astype(bool)
             written[rows] = rounded[rows]
             answers.append(target.owner)
     return (None, None) if form.is_in_place else tuple(answers)

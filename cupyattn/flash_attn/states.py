@@ -44,7 +44,8 @@ def merge_state_v2(
         _without_infinity(s, tuple(array.view(v, of).shape[:-1]), name)
         for s, name, v, of in ((s_a, "s_a", v_a, "v_a"), (s_b, "s_b", v_b, "v_b"))
     )
-    return merge.run(merge.PAIR, (v_a, v_b, s_a, s_b, v_merged, s_merged), True)
+    arrays = merge.make_arrays(v_a=v_a, v_b=v_b, s_a=s_a, s_b=s_b, out=v_merged, lse=s_merged)
+    return merge.run(merge.PAIR, arrays, True)
 
 
 @untraced
@@ -81,12 +82,13 @@ def merge_attn_states(
     s_a = _without_infinity(prefix_lse, wanted, "prefix_lse", count, -math.inf)
     s_b = _without_infinity(suffix_lse, wanted, "suffix_lse", count, 0.0)
     lse = None if output_lse is None else _by_rows(output_lse, "output_lse")
-    arrays = (
-        prefix_output,
-        suffix_output,
-        *(_by_rows(s, "prefix_lse, suffix_lse") for s in (s_a, s_b)),
-        output,
-        lse,
+    arrays = merge.make_arrays(
+        v_a=prefix_output,
+        v_b=suffix_output,
+        s_a=_by_rows(s_a, "prefix_lse, suffix_lse"),
+        s_b=_by_rows(s_b, "prefix_lse, suffix_lse"),
+        out=output,
+        lse=lse,
     )
     merge.run(_ATTN_STATES, arrays, True, output_scale)
     if output_lse is not None and count < num_rows:
@@ -151,7 +153,8 @@ def flash_attn_combine(
             )
     states = out_partial.reshape(splits, rows, heads, dim).swapaxes(0, 1)
     s_rows = lse_partial.reshape(splits, rows, heads).swapaxes(0, 1)
-    made, lse = merge.run(merge.STATES, (states, None, s_rows, None, target, None), True)
+    arrays = merge.make_arrays(v_a=states, s_a=s_rows, out=target)
+    made, lse = merge.run(merge.STATES, arrays, True)
     return (made.reshape(*lead, heads, dim) if out is None else out), lse.reshape(*lead, heads)
 
 

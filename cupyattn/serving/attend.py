@@ -347,7 +347,9 @@ def attend(
         if out is None:
             vq = array.view(getattr(q, "q", q), "q")
             out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype, vq)
-        made, lse = merge.run(merge.PAIR, (v_a, v_b, s_a, s_b, out), False)
+        made, lse = merge.run(
+            merge.PAIR, merge.make_arrays(v_a=v_a, v_b=v_b, s_a=s_a, s_b=s_b, out=out), False
+        )
     if not return_lse:
         return made
     lse = array.scaled(lse, _LN_2)

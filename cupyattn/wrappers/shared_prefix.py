@@ -124,7 +124,11 @@ class _SharedPrefixWrapper(Untraced):
 
 def merge(a: tuple[Any, Any], b: tuple[Any, Any]) -> Any:
     """The output of two states (out, lse)."""
-    return module_merge.run(module_merge.PAIR, (a[0], b[0], a[1], b[1]), False)[0]
+    return module_merge.run(
+        module_merge.PAIR,
+        module_merge.make_arrays(v_a=a[0], v_b=b[0], s_a=a[1], s_b=b[1]),
+        False,
+    )[0]
 
 
 def _page_size(pages: ArrayView, is_one_of_two: bool, kv_layout: str) -> int:

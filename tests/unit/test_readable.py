@@ -45,7 +45,6 @@ _STAR_CALLS: dict[str, int] = {
     "cupyattn/engine/planless_reference.py": 1,
     "cupyattn/engine/views.py": 1,
     "cupyattn/engine/run_single.py": 5,
-    "cupyattn/engine/merge_states.py": 4,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,35 +37,11 @@ class Merge(NamedTuple):
     look: bytes
     device_index: int
 
-    def enqueue(
-        self,
-        stream: int,
-        v_a: int,
-        v_b: int,
-        s_a: int,
-        s_b: int,
-        out: int,
-        lse: int,
-        indptr: int,
-        mask: int,
-        out_scale: int = 0,
-    ) -> None:
-        """Launch on arrays at these addresses, 0 for those that are not there."""
+    def enqueue(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch on arrays at these addresses, 0 for those that are not there: v_a, v_b, s_a, s_b,
+        out, lse, indptr, mask, out_scale."""
         arguments = params.this_thread.launch_buffer
-        params.MERGE_STATES.pack_into(
-            arguments.buffer,
-            arguments.offset,
-            v_a,
-            v_b,
-            s_a,
-            s_b,
-            out,
-            lse,
-            indptr,
-            mask,
-            out_scale,
-            self.look,
-        )
+        params.MERGE_STATES.pack_into(arguments.buffer, arguments.offset, *addresses, self.look)
         enqueue(self.launch, arguments, self.device_index, stream)
 
 
