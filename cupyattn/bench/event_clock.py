@@ -48,7 +48,7 @@ class EventClock:
 
     def read(self, visit: list[tuple[Event, Event]]) -> list[float]:
         """µs of each call of a visit, after `wait`."""
-        return [self._us_between(*pair) for pair in visit]
+        return [self._us_between(begin, end) for begin, end in visit]
 
     def _timed(self, call: Callable[[], Any], num_flushes: int) -> tuple[Event, Event]:
         begin, end = self._event(), self._event()

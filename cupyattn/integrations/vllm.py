@@ -14,6 +14,7 @@ vllm.platform_plugins, which come first; it names no platform.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 from ..core import parse
@@ -50,41 +51,20 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     """The classes that vLLM asks for by name: ours, joined with its own bases."""
-    if name == "CupyAttnBackend":
-        from vllm.v1.attention.backend import AttentionBackend
-
-        return joined(name, Backend, AttentionBackend)
-    if name == "CupyAttnBuilder":
-        from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
-
-        made = joined(name, Builder, AttentionMetadataBuilder)
-        made._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-        return made
-    if name == "CupyAttnImpl":
-        from vllm.v1.attention.backend import AttentionImpl
-
-        return joined(name, Impl, AttentionImpl)
-    if name == "CupyAttnMLABackend":
-        from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
-
-        return joined(name, MLABackend, MLACommonBackend)
-    if name == "CupyAttnMLABuilder":
-        from vllm.model_executor.layers.attention import mla_attention
+    if name not in _BASES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    own, path = _BASES[name]
+    module, _, base = path.partition(":")
+    made = joined(name, own, getattr(importlib.import_module(module), base))
+    if own in (Builder, MLABuilder):
         from vllm.v1.attention.backend import AttentionCGSupport
 
-        made = joined(name, MLABuilder, mla_attention.MLACommonMetadataBuilder)
         made._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-        made.query_len_support = mla_attention.QueryLenSupport.UNIFORM
-        return made
-    if name == "CupyAttnMLAImpl":
-        from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+    if own is MLABuilder:
+        from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
-        return joined(name, MLAImpl, MLACommonImpl)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _named(name: str) -> Any:
-    return __getattr__(name)
+        made.query_len_support = QueryLenSupport.UNIFORM
+    return made
 
 
 # --- dense ---
@@ -163,11 +143,11 @@ class Backend(Asked):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        return _named("CupyAttnImpl")
+        return __getattr__("CupyAttnImpl")
 
     @staticmethod
     def get_builder_cls() -> Any:
-        return _named("CupyAttnBuilder")
+        return __getattr__("CupyAttnBuilder")
 
     @staticmethod
     def get_kv_cache_shape(
@@ -210,16 +190,16 @@ class Builder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
-        given = common_attn_metadata
+        found = common_attn_metadata
         return Metadata(
-            given.num_actual_tokens,
-            given.max_query_len,
-            given.max_seq_len,
-            given.query_start_loc,
-            given.seq_lens,
-            given.block_table_tensor,
-            given.slot_mapping,
-            given.causal,
+            num_actual_tokens=found.num_actual_tokens,
+            max_query_len=found.max_query_len,
+            max_seq_len=found.max_seq_len,
+            query_start_loc=found.query_start_loc,
+            seq_lens=found.seq_lens,
+            block_table=found.block_table_tensor,
+            slot_mapping=found.slot_mapping,
+            causal=found.causal,
         )
 
 
@@ -340,11 +320,11 @@ class MLABackend(Asked):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        return _named("CupyAttnMLAImpl")
+        return __getattr__("CupyAttnMLAImpl")
 
     @staticmethod
     def get_builder_cls() -> Any:
-        return _named("CupyAttnMLABuilder")
+        return __getattr__("CupyAttnMLABuilder")
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -475,3 +455,16 @@ def _decoder_only(attn_type: Any) -> None:
         raise UnsupportedError(
             f"attn_type: got {name}; only decoder layers are served, choose another backend of vLLM"
         )
+
+
+_DENSE_BASES = "vllm.v1.attention.backend"
+_MLA_BASES = "vllm.model_executor.layers.attention.mla_attention"
+# By the name that vLLM asks for: our class, and the base that it is joined with.
+_BASES: dict[str, tuple[type, str]] = {
+    "CupyAttnBackend": (Backend, f"{_DENSE_BASES}:AttentionBackend"),
+    "CupyAttnBuilder": (Builder, f"{_DENSE_BASES}:AttentionMetadataBuilder"),
+    "CupyAttnImpl": (Impl, f"{_DENSE_BASES}:AttentionImpl"),
+    "CupyAttnMLABackend": (MLABackend, f"{_MLA_BASES}:MLACommonBackend"),
+    "CupyAttnMLABuilder": (MLABuilder, f"{_MLA_BASES}:MLACommonMetadataBuilder"),
+    "CupyAttnMLAImpl": (MLAImpl, f"{_MLA_BASES}:MLACommonImpl"),
+}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import array
@@ -58,12 +59,14 @@ class Pass:
 
 
 class Cache(NamedTuple):
-    """Keys and values of a layer as pages."""
+    """Keys and values of a layer as pages; of latent attention rows of both parts, or of the latent
+    one beside rope, and no values."""
 
     k: Any
     v: Any
     is_fp8: bool
     dim_v: int
+    rope: Any = None
 
 
 class Workspace:
@@ -83,7 +86,7 @@ class Workspace:
         rows, heads, _ = q.shape
         found = self._states.get((heads, dim_v))
         if found is None:
-            vq = array.view(getattr(q, "q", q), "q")
+            vq = array.view(q, "q")
             shape = self.max_rows, heads
             shapes = (*shape, dim_v), shape, (*shape, dim_v), shape
             found = tuple(array.empty(each, dtypes.float32, vq) for each in shapes)
@@ -132,24 +135,32 @@ class LayerOptions(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Call:
     """A pass over a layer, as a call without a plan takes it: arrays by their roles there, and the
-    options. scale_k, scale_v and options_of_fp8 are of fp8 caches alone."""
+    options. scale_k, scale_v and options_of_fp8 are of fp8 caches alone.
 
+    arrays, answer  of its layout of keys: the call's arrays by their roles, and what answers it.
+                    All that a layout lacks is left out: each name takes time
+    """
+
+    arrays: Callable[..., Arrays]
+    answer: Callable[[Arrays, Any], Any]
     page_size: int
     block_tables: Any
     kv_lens: Any
-    qo_lens: Any
     qo_offsets: Any
     kv_offsets: Any
     sinks: Any
-    mask: Any
-    scale_k: Any
-    scale_v: Any
-    options: LayerOptions
-    options_of_fp8: LayerOptions
+    options: Any
+    options_of_fp8: Any
+    qo_lens: Any = None
+    mask: Any = None
+    scale_k: Any = None
+    scale_v: Any = None
+    _asked: dict[tuple[bool, bool, DType | None], Any] = field(default_factory=dict)
 
     def run(
         self,
         q: Any,
+        q_rope: Any,
         cache: Cache,
         out: Any,
         lse: Any,
@@ -159,27 +170,51 @@ class Call:
     ) -> Any:
         """out, or (out, lse [rows, heads] of base 2)."""
         is_fp8 = cache.is_fp8
-        arrays = make_arrays(
-            q=q,
-            k=cache.k,
-            v=cache.v,
-            workspace=memory,
-            block_tables=self.block_tables,
-            kv_lens=self.kv_lens,
-            out=out,
-            lse=lse,
-            qo_lens=self.qo_lens,
-            qo_offsets=self.qo_offsets,
-            kv_offsets=self.kv_offsets,
-            sinks=self.sinks,
-            scale_k=self.scale_k if is_fp8 else None,
-            scale_v=self.scale_v if is_fp8 else None,
-            mask=self.mask,
-        )
+        arrays = self.arrays(self, q, q_rope, cache, out, lse, memory)
         options = self.options_of_fp8 if is_fp8 else self.options
         if return_lse or o_dtype is not None:
-            options = options._replace(return_lse=return_lse, o_dtype=o_dtype)
-        return run(arrays, options)
+            options = self._options(options, is_fp8, return_lse, o_dtype)
+        return self.answer(arrays, options)
+
+    def _options(self, options: Any, is_fp8: bool, return_lse: bool, o_dtype: DType | None) -> Any:
+        key = is_fp8, return_lse, o_dtype
+        found = self._asked.get(key)
+        if found is None:
+            found = self._asked[key] = options._replace(return_lse=return_lse, o_dtype=o_dtype)
+        return found
+
+
+def _arrays(
+    call: Call, q: Any, q_rope: None, cache: Cache, out: Any, lse: Any, memory: Any
+) -> Arrays:
+    is_fp8 = cache.is_fp8
+    return make_arrays(
+        q=q,
+        k=cache.k,
+        v=cache.v,
+        workspace=memory,
+        block_tables=call.block_tables,
+        kv_lens=call.kv_lens,
+        out=out,
+        lse=lse,
+        qo_lens=call.qo_lens,
+        qo_offsets=call.qo_offsets,
+        kv_offsets=call.kv_offsets,
+        sinks=call.sinks,
+        scale_k=call.scale_k if is_fp8 else None,
+        scale_v=call.scale_v if is_fp8 else None,
+        mask=call.mask,
+    )
+
+
+def bounds_of(config: BackendConfig, over: AttentionMetadata) -> dict[str, Any]:
+    """What the options of all layers say of a pass."""
+    return {
+        "q_len": over.q_len,
+        "max_q_len": min(over.max_seqlen_q, MANY_ROWS),
+        "max_kv_len": 1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
+        "most_kv_len": None if over.kv_offsets is None else over.max_seqlen_k,
+    }
 
 
 def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
@@ -204,13 +239,10 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     options = LayerOptions(
         sm_scale=sm_scale,
         output_scale=1.0,
-        q_len=over.q_len,
-        max_q_len=min(over.max_seqlen_q, MANY_ROWS),
-        max_kv_len=1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
         softcap=cap,
         causal=mask.causal,
         window=mask.window,
-        most_kv_len=None if over.kv_offsets is None else over.max_seqlen_k,
+        **bounds_of(config, over),
     )
     # Scales of caches that are not fp8 have no effect, as in FA3.
     options_of_fp8 = options._replace(
@@ -218,6 +250,8 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         output_scale=parse.finite(v_number, "v_scale", 1.0),
     )
     return Call(
+        arrays=_arrays,
+        answer=run,
         page_size=over.page_size,
         block_tables=over.page_table,
         kv_lens=over.cache_seqlens,
@@ -317,9 +351,10 @@ def _window(layer: LayerSpec) -> tuple[int, int]:
 
 
 def attend(
-    calls: list[Any],
+    calls: list[Call],
     q: Any,
-    caches: list[Any],
+    q_rope: Any,
+    caches: list[Cache],
     out: Any,
     return_lse: bool,
     lse_layout: str,
@@ -327,12 +362,11 @@ def attend(
 ) -> Any:
     """out [rows, heads, v_head_dim], or (out, lse) in natural logarithms.
 
-    calls and caches: Call and Cache, or those of latent attention (latent.py); a cache for each
-    call, whose pages are as large as those of its table.
+    caches: one for each call, whose pages are as large as those of its table.
     """
     memory = workspace.memory
     if len(calls) == 1:
-        answer = calls[0].run(q, caches[0], out, None, return_lse, memory)
+        answer = calls[0].run(q, q_rope, caches[0], out, None, return_lse, memory)
         made, lse = answer if return_lse else (answer, None)
     else:
         found = []
@@ -342,10 +376,10 @@ def attend(
             if states is not None:
                 v, s = states[2 * index : 2 * index + 2]
             # States are merged in float32, so that the answer is rounded once.
-            found.append(call.run(q, cache, v, s, True, memory, dtypes.float32))
+            found.append(call.run(q, q_rope, cache, v, s, True, memory, dtypes.float32))
         (v_a, s_a), (v_b, s_b) = found
         if out is None:
-            vq = array.view(getattr(q, "q", q), "q")
+            vq = array.view(q, "q")
             out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype, vq)
         made, lse = merge.run(
             merge.PAIR, merge.make_arrays(v_a=v_a, v_b=v_b, s_a=s_a, s_b=s_b, out=out), False

@@ -16,10 +16,10 @@ from ..flash_attn.api import flash_attn_varlen_func
 from ..launch.driver.enqueue import cuda
 from .attend import LSE_LAYOUTS, Cache, Workspace, attend, calls_of
 from .latent import (
+    check_queries,
     dims_of,
     latent_buffers,
     latent_calls_of,
-    split_queries,
     view_latent_pages,
 )
 from .metadata import ForwardMetadata
@@ -111,8 +111,7 @@ class AttentionBackend:
         if len(self._stores) >= _MAX_FORMS:
             self._stores.clear()
             self._recent.clear()
-        capacity = 1 << max(0, bs - 1).bit_length()
-        store = self._stores[form] = Store(self.config, form, capacity, self._tables)
+        store = self._stores[form] = _store_of(self.config, form, bs, self._tables)
         return store
 
     def _use(self, store: Store, bs: int, step: int, batch: BatchInfo) -> ForwardMetadata:
@@ -243,10 +242,7 @@ class AttentionBackend:
         Padded requests have sequence length `graph_seq_len_fill_value()`.
         """
         store = self._graph_store(batch.mode, bs)
-        if self._check(batch) != bs:
-            raise ArgumentError(
-                f"seq_lens: holds {batch.seq_lens.shape[0]} requests; the graph has {bs}, pad them"
-            )
+        self._check_padded(batch, bs)
         if not store.form.rows and _max_rows(batch) > store.form.max_rows:
             raise ArgumentError(
                 f"extend_seq_lens_host: a request has {_max_rows(batch)} query tokens; the graph "
@@ -261,9 +257,14 @@ class AttentionBackend:
         store = self._graph_stores.get(mode)
         if store is None:
             raise PlanError(f"mode: {mode!r} has no memory for graphs; call init_graph_state first")
-        if not 0 < bs <= store.capacity:
-            raise ArgumentError(f"bs: got {bs}; init_graph_state was told of {store.capacity}")
+        _require_room(store, bs)
         return store
+
+    def _check_padded(self, batch: BatchInfo, bs: int) -> None:
+        if self._check(batch) != bs:
+            raise ArgumentError(
+                f"seq_lens: holds {batch.seq_lens.shape[0]} requests; the graph has {bs}, pad them"
+            )
 
     def graph_seq_len_fill_value(self) -> int:
         """What a padded request has for a sequence length."""
@@ -334,14 +335,12 @@ class AttentionBackend:
         heads = config.shape_of(layer)
         shape: Any = getattr(q, "shape", ())
         if config.use_mla:
-            queries: Any = split_queries(q, q_rope, heads)
+            check_queries(q, q_rope, heads)
         elif len(shape) != 3 or shape[1] != heads[0] or shape[2] != heads[2]:
             given = list(array.view(q, "q").shape)
             raise ArgumentError(f"q: shape is {given}; wanted [tokens, {heads[0]}, {heads[2]}]")
         elif q_rope is not None:
             raise ArgumentError("q_rope: given without use_mla; pass None, or configure use_mla")
-        else:
-            queries = q
         known = meta.calls.get(id(layer))
         if known is None or known[0] is not layer or known[1] is not config:
             make: Any = latent_calls_of if config.use_mla else calls_of
@@ -353,7 +352,7 @@ class AttentionBackend:
         if shape[0] == 0 or meta.batch_size == 0:
             return self._nothing(array.view(q, "q"), heads[3], out, return_lse, lse_layout)
         caches = [self._cache(layer.layer_id, each.page_size, heads) for each in calls]
-        return attend(calls, queries, caches, out, return_lse, lse_layout, self._workspace)
+        return attend(calls, q, q_rope, caches, out, return_lse, lse_layout, self._workspace)
 
     @untraced
     def forward_ragged(
@@ -501,8 +500,7 @@ class MultiStepDraftBackend:
     def _store_for(self, bs: int) -> Store:
         store = self._store
         if store is None or store.capacity < bs:
-            capacity = 1 << max(0, bs - 1).bit_length()
-            store = self._store = Store(self.config, self._form, capacity, self._tables)
+            store = self._store = _store_of(self.config, self._form, bs, self._tables)
         return store
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -525,18 +523,14 @@ class MultiStepDraftBackend:
     def init_forward_metadata_replay(self, bs: int, batch: BatchInfo) -> list[ForwardMetadata]:
         """Write a batch into the memory of the graph of bs requests: one launch for all steps."""
         store = self._require_graph_store(bs)
-        if self.backends[0]._check(batch) != bs:
-            raise ArgumentError(
-                f"seq_lens: holds {batch.seq_lens.shape[0]} requests; the graph has {bs}, pad them"
-            )
+        self.backends[0]._check_padded(batch, bs)
         return self._write(store, batch, bs)
 
     def _require_graph_store(self, bs: int) -> Store:
         store = self._graph_store
         if store is None:
             raise PlanError("init_graph_state has not been called; graphs need its memory")
-        if not 0 < bs <= store.capacity:
-            raise ArgumentError(f"bs: got {bs}; init_graph_state was told of {store.capacity}")
+        _require_room(store, bs)
         return store
 
     def _write(self, store: Store, batch: BatchInfo, bs: int) -> list[ForwardMetadata]:
@@ -551,6 +545,16 @@ class MultiStepDraftBackend:
         meta = store.metadata(bs, step)
         self.backends[step].forward_metadata = meta
         return meta
+
+
+def _store_of(config: BackendConfig, form: StepForm, bs: int, tables: Tables) -> Store:
+    """Memory of a step, which later ones of some more requests fit into."""
+    return Store(config, form, 1 << max(0, bs - 1).bit_length(), tables)
+
+
+def _require_room(store: Store, bs: int) -> None:
+    if not 0 < bs <= store.capacity:
+        raise ArgumentError(f"bs: got {bs}; init_graph_state was told of {store.capacity}")
 
 
 def _max_rows(batch: BatchInfo) -> int:

@@ -58,15 +58,8 @@ class FlashAttentionBackend:
         tree_form: str = "mask",
     ) -> None:
         self.config = config_of(model_runner, speculative_num_steps, tree_form)
-        pool = getattr(model_runner, "token_to_kv_pool", None)
-        table = getattr(pool, "full_to_swa_index_mapping", None) if self.config.is_hybrid else None
-        self.core = AttentionBackend(
-            self.config,
-            pool,
-            model_runner.req_to_token_pool.req_to_token,
-            table,
-            step=speculative_step_id,
-        )
+        pool, table, swa = _memory_of(model_runner, self.config)
+        self.core = AttentionBackend(self.config, pool, table, swa, step=speculative_step_id)
         self.skip_prefill, self.fa_impl_ver = skip_prefill, fa_impl_ver
         self.topk, self.page_size = self.config.topk, self.config.page_size
         self.speculative_num_steps = speculative_num_steps
@@ -276,22 +269,19 @@ class FlashAttentionBackend:
         with mha_return_lse (answer, lse [tokens, heads]).
         """
         pool = getattr(forward_batch, "token_to_kv_pool", None) or self.core.pool
-        use_mla = self.config.use_mla
+        use_mla, self.core.pool = self.config.use_mla, pool
         if not use_mla and (q_rope is not None or k_rope is not None):
             raise ArgumentError("q_rope, k_rope: given for a model without MLA; pass None")
         if k is not None:
             if v is None:
                 raise ArgumentError("v: got None with k; wanted both, or none")
             if save_kv_cache:
-                loc = forward_batch.out_cache_loc
-                if layer.is_cross_attention:
-                    loc = forward_batch.encoder_out_cache_loc
-                if use_mla and k_rope is not None:
-                    pool.set_mla_kv_buffer(layer, loc, k, k_rope)
-                else:
-                    pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+                is_cross = layer.is_cross_attention
+                loc = (
+                    forward_batch.encoder_out_cache_loc if is_cross else forward_batch.out_cache_loc
+                )
+                self.core.write_kv(layer, loc, k, v, k_rope)
         spec = self._layer(layer, pool, sinks)
-        self.core.pool = pool
         heads = int(layer.tp_q_head_num)
         if use_mla and self._is_unabsorbed(forward_batch):
             return self._forward_unabsorbed(q, k, v, layer, spec, forward_batch)
@@ -404,6 +394,13 @@ def config_of(model_runner: Any, num_steps: int, tree_form: str = "mask") -> Bac
     )
 
 
+def _memory_of(model_runner: Any, config: BackendConfig) -> tuple[Any, Any, Any]:
+    """The pool, the slots of tokens, and with two pools the slots of the second for those."""
+    pool = getattr(model_runner, "token_to_kv_pool", None)
+    swa = getattr(pool, "full_to_swa_index_mapping", None) if config.is_hybrid else None
+    return pool, model_runner.req_to_token_pool.req_to_token, swa
+
+
 def mode_of(forward_mode: Any, spec_info: Any) -> ForwardMode:
     """A mode of SGLang's, or of ours, by its name."""
     name = getattr(forward_mode, "name", str(forward_mode))
@@ -455,12 +452,9 @@ class FlashAttentionMultiStepBackend:
             )
             for step in range(speculative_num_steps)
         ]
-        first = self.attn_backends[0]
-        pool = first.core.pool
-        table = getattr(pool, "full_to_swa_index_mapping", None) if first.is_hybrid else None
-        self.core = MultiStepDraftBackend(
-            replace(first.config), pool, model_runner.req_to_token_pool.req_to_token, table
-        )
+        config = self.attn_backends[0].config
+        pool, table, swa = _memory_of(model_runner, config)
+        self.core = MultiStepDraftBackend(replace(config), pool, table, swa)
         self.core.backends = [backend.core for backend in self.attn_backends]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

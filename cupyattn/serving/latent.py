@@ -6,19 +6,16 @@ values too. Which requests and keys a pass has is what it is for all layers, see
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import array
 from ..core import parse
-from ..core.dtypes import DType
-from ..engine.arrays import make_arrays
+from ..engine.arrays import Arrays, make_arrays
 from ..engine.check_planless_latent import NAMES, Options, read_scale
 from ..engine.latent_rows import Dims
 from ..engine.run_planless_latent import run
-from ..engine.views import next_power_of_two
 from ..errors import ArgumentError, UnsupportedError
-from .attend import MANY_ROWS, Pass, passes_of
+from .attend import Cache, Call, Pass, bounds_of, passes_of
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, LayerSpec
 from .pools import view_pages
@@ -35,85 +32,7 @@ _NAMES = NAMES.but(
 )
 
 
-class LatentCache(NamedTuple):
-    """Rows of a layer as pages: of both parts, or of the latent one beside rope."""
-
-    k: Any
-    rope: Any
-    is_fp8: bool
-    dim_v: int
-
-
-class LatentQueries(NamedTuple):
-    """Rows of both parts, or of the latent one beside rope."""
-
-    q: Any
-    rope: Any
-
-    @property
-    def shape(self) -> Any:
-        return self.q.shape
-
-
-@dataclass(frozen=True, slots=True)
-class LatentCall:
-    """A pass over a layer, as a call of latent attention without a plan takes it.
-
-    scale    of keys and values, of fp8 caches alone
-    options  by whether the cache is fp8, whether the LSE is wanted, and the dtype of the answer
-    """
-
-    page_size: int
-    block_tables: Any
-    kv_lens: Any
-    qo_offsets: Any
-    kv_offsets: Any
-    sinks: Any
-    scale: Any
-    plain: Options
-    of_fp8: Options
-    options: dict[tuple[bool, bool, DType | None], Options] = field(default_factory=dict)
-
-    def run(
-        self,
-        q: LatentQueries,
-        cache: LatentCache,
-        out: Any,
-        lse: Any,
-        return_lse: bool,
-        memory: Any,
-        o_dtype: DType | None = None,
-    ) -> Any:
-        """out, or (out, lse [rows, heads] of base 2)."""
-        key = cache.is_fp8, return_lse, o_dtype
-        options = self.options.get(key)
-        if options is None:
-            options = self.of_fp8 if cache.is_fp8 else self.plain
-            options = options._replace(return_lse=return_lse, o_dtype=o_dtype)
-            self.options[key] = options
-        scale = self.scale if cache.is_fp8 else None
-        arrays = make_arrays(
-            q=q.q,
-            q_rope=q.rope,
-            k=cache.k,
-            k_rope=cache.rope,
-            workspace=memory,
-            block_tables=self.block_tables,
-            kv_lens=self.kv_lens,
-            out=out,
-            lse=lse,
-            qo_offsets=self.qo_offsets,
-            sinks=self.sinks,
-            scale_q=scale,
-            scale_v=scale,
-            kv_offsets=self.kv_offsets,
-        )
-        return run(arrays, options)
-
-
-def latent_calls_of(
-    config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata
-) -> list[LatentCall]:
+def latent_calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
     """The calls that answer for a layer: one, or two over the prefix and the drafts.
 
     Raises ArgumentError, UnsupportedError for what a latent layer cannot be.
@@ -149,42 +68,63 @@ def dims_of(heads: tuple[int, ...]) -> Dims:
     return Dims(dim_v, dim - dim_v)
 
 
-def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> LatentCall:
+def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     over = each.over
     sm_scale = parse.finite(layer.softmax_scale, "softmax_scale", 1.0)
     number, held = read_scale(layer.k_scale, "k_scale")
-    sinks = layer.sinks if each.has_sinks else None
     options = Options(
         _NAMES,
         dims_of(config.shape_of(layer)),
         sm_scale,
-        q_len=over.q_len,
-        max_q_len=min(over.max_seqlen_q, MANY_ROWS),
-        max_kv_len=1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
         causal=each.mask.causal,
-        most_kv_len=None if over.kv_offsets is None else over.max_seqlen_k,
+        **bounds_of(config, over),
     )
-    # Values are a part of their keys, so that one scale is that of both.
-    return LatentCall(
+    return Call(
+        arrays=_arrays,
+        answer=run,
         page_size=over.page_size,
         block_tables=over.page_table,
         kv_lens=over.cache_seqlens,
         qo_offsets=over.cu_seqlens_q,
         kv_offsets=over.kv_offsets,
-        sinks=sinks,
-        scale=held,
-        plain=options,
-        of_fp8=options._replace(sm_scale=sm_scale * number, output_scale=number),
+        sinks=layer.sinks if each.has_sinks else None,
+        options=options,
+        options_of_fp8=options._replace(sm_scale=sm_scale * number, output_scale=number),
+        scale_k=held,
     )
 
 
-def view_latent_pages(k: Any, rope: Any, page_size: int, dims: Dims) -> LatentCache:
+def _arrays(
+    call: Call, q: Any, q_rope: Any, cache: Cache, out: Any, lse: Any, memory: Any
+) -> Arrays:
+    """Values are a part of their keys, so that one scale is that of both."""
+    scale = call.scale_k if cache.is_fp8 else None
+    return make_arrays(
+        q=q,
+        q_rope=q_rope,
+        k=cache.k,
+        k_rope=cache.rope,
+        workspace=memory,
+        block_tables=call.block_tables,
+        kv_lens=call.kv_lens,
+        out=out,
+        lse=lse,
+        qo_offsets=call.qo_offsets,
+        sinks=call.sinks,
+        scale_q=scale,
+        scale_v=scale,
+        kv_offsets=call.kv_offsets,
+    )
+
+
+def view_latent_pages(k: Any, rope: Any, page_size: int, dims: Dims) -> Cache:
     """`latent_buffers` of a layer as pages of a size."""
     columns = dims.both if rope is None else dims.latent
     pages = view_pages(k, "key_buffer", page_size, (1, columns))
     if rope is not None:
         rope = view_pages(rope, "rope_buffer", page_size, (1, dims.rope))
-    return LatentCache(pages, rope, array.view(k, "key_buffer").dtype.is_fp8, dims.latent)
+    is_fp8 = array.view(k, "key_buffer").dtype.is_fp8
+    return Cache(pages, None, is_fp8, dims.latent, rope)
 
 
 def latent_buffers(pool: Any, layer_id: int) -> tuple[Any, Any]:
@@ -193,8 +133,9 @@ def latent_buffers(pool: Any, layer_id: int) -> tuple[Any, Any]:
     return (pool.get_key_buffer(layer_id), None) if get is None else get(layer_id)
 
 
-def split_queries(q: Any, q_rope: Any, heads: tuple[int, ...]) -> LatentQueries:
-    """Checked queries of [tokens, heads, columns]."""
+def check_queries(q: Any, q_rope: Any, heads: tuple[int, ...]) -> None:
+    """ArgumentError for queries that are not [tokens, heads, columns], of both parts in one array
+    or of each."""
     dims = dims_of(heads)
     wanted = dims.both if q_rope is None else dims.latent
     for name, x, columns in (("q", q, wanted), ("q_rope", q_rope, dims.rope)):
@@ -204,4 +145,3 @@ def split_queries(q: Any, q_rope: Any, heads: tuple[int, ...]) -> LatentQueries:
         if len(shape) != 3 or shape[1] != heads[0] or shape[2] != columns:
             given = list(array.view(x, name).shape)
             raise ArgumentError(f"{name}: shape is {given}; wanted [tokens, {heads[0]}, {columns}]")
-    return LatentQueries(q, q_rope)
