@@ -21,7 +21,7 @@ from .engine.views import (
     Names,
     confirmed_count,
     next_power_of_two,
-    number_or_array,
+    numbers_and_arrays,
 )
 from .engine.widening import widened
 from .errors import ArgumentError, UnsupportedError
@@ -138,10 +138,12 @@ def trtllm_batch_decode_with_kv_cache(
     are. Semantics: FlashInfer's function of the same name, which on Hopper has no LSE, no
     cum_seq_lens_q, and pages of 16 to 128 only.
     """
-    k, v = _keys_and_values(kv_cache)
+    k, v = kv_cache, None
+    if isinstance(kv_cache, (tuple, list)):
+        k, v = _pair(kv_cache)
     has_log2_scale = bmm1_scale_log2 is not None
-    sm_scale, scale_q = number_or_array(bmm1_scale_log2 if has_log2_scale else bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
+    of_logits = bmm1_scale_log2 if has_log2_scale else bmm1_scale
+    sm_scale, scale_q, output_scale, scale_v = numbers_and_arrays(of_logits, bmm2_scale)
     arrays = make_arrays(
         q=query,
         k=k,
@@ -284,9 +286,10 @@ def trtllm_batch_context_with_kv_cache(
     run on Hopper, nor with a window where it is not causal: here a row's window ends at its own
     position plus what follows.
     """
-    k, v = _keys_and_values(kv_cache)
-    sm_scale, scale_q = number_or_array(bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
+    k, v = kv_cache, None
+    if isinstance(kv_cache, (tuple, list)):
+        k, v = _pair(kv_cache)
+    sm_scale, scale_q, output_scale, scale_v = numbers_and_arrays(bmm1_scale, bmm2_scale)
     arrays = make_arrays(
         q=query,
         k=k,
@@ -378,8 +381,7 @@ def trtllm_ragged_attention_deepseek(
         raise UnsupportedError("sage_attn_sfs: scale factors by block are not supported; pass None")
     if getattr(value, "dtype", None) != getattr(key, "dtype", None):
         value = _like_keys(key, value)
-    sm_scale, scale_q = number_or_array(bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
+    sm_scale, scale_q, output_scale, scale_v = numbers_and_arrays(bmm1_scale, bmm2_scale)
     arrays = make_arrays(
         q=query,
         k=key,
@@ -460,30 +462,18 @@ def trtllm_fmha_v2_prefill(
     name.
     """
     parse.choice(input_layout, tuple(_LAYOUTS), "input_layout")
-    modes = "causal", "sliding_window", "padding", "chunked"
-    mode = parse.choice(_lower(mask_mode), modes, "mask_mode")
-    chunk = require_int(chunked_attention_size, "chunked_attention_size", 0)
-    if (mode == "chunked") != (chunk > 0):
-        raise ArgumentError(
-            f"chunked_attention_size: got {chunk} with mask_mode={mode!r}; wanted the keys of a "
-            "chunk with 'chunked', else 0"
-        )
     has_stats = parse.flag(save_softmax_stats, "save_softmax_stats")
     if has_stats and parse.flag(return_lse, "return_lse"):
         raise ArgumentError("save_softmax_stats, return_lse: got both; wanted one of them")
-    has_alibi = pos_encoding_mode is not None
-    if has_alibi:
-        parse.choice(_lower(pos_encoding_mode), ("alibi",), "pos_encoding_mode")
-    is_causal = has_alibi or mode != "padding"
-    if not is_causal and parse.window(window_left, "window_left") != -1:
-        raise ArgumentError(f"window_left: got {window_left!r} with mask_mode='padding'; wanted -1")
+    is_causal, chunk, encoding = _mask_of(
+        mask_mode, chunked_attention_size, pos_encoding_mode, window_left
+    )
     query, key, value = _split(qkv, input_layout, block_tables)
     has_own_pages = len(getattr(block_tables, "shape", ())) == 3
     if has_own_pages:
         key = value = _both_pages(key, value)
     count = confirmed_count(batch_size, seq_lens if block_tables is None else block_tables)
-    sm_scale, scale_q = number_or_array(bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
+    sm_scale, scale_q, output_scale, scale_v = numbers_and_arrays(bmm1_scale, bmm2_scale)
     arrays = make_arrays(
         q=query,
         k=key,
@@ -511,7 +501,7 @@ def trtllm_fmha_v2_prefill(
         o_dtype=out_dtype,
         return_lse=True if has_stats else return_lse,
         causal=is_causal,
-        pos_encoding_mode="ALIBI" if has_alibi else "NONE",
+        pos_encoding_mode=encoding,
         logits_soft_cap=logits_soft_cap_scale,
         skip_factor=skip_softmax_threshold_scale_factor,
         shares_pages=not has_own_pages,
@@ -521,6 +511,27 @@ def trtllm_fmha_v2_prefill(
         arrays, options = _by_chunks(arrays, options, max_q_len)
     answer = run(arrays, options)
     return (answer[0], _softmax_stats(answer[1], logits_soft_cap_scale)) if has_stats else answer
+
+
+def _mask_of(
+    mask_mode: Any, chunked_attention_size: Any, pos_encoding_mode: Any, window_left: Any
+) -> tuple[bool, int, str]:
+    """(whether rows are causal, keys of a chunk or 0, the encoding) of trtllm_fmha_v2_prefill."""
+    modes = "causal", "sliding_window", "padding", "chunked"
+    mode = parse.choice(_lower(mask_mode), modes, "mask_mode")
+    chunk = require_int(chunked_attention_size, "chunked_attention_size", 0)
+    if (mode == "chunked") != (chunk > 0):
+        raise ArgumentError(
+            f"chunked_attention_size: got {chunk} with mask_mode={mode!r}; wanted the keys of a "
+            "chunk with 'chunked', else 0"
+        )
+    has_alibi = pos_encoding_mode is not None
+    if has_alibi:
+        parse.choice(_lower(pos_encoding_mode), ("alibi",), "pos_encoding_mode")
+    is_causal = has_alibi or mode != "padding"
+    if not is_causal and parse.window(window_left, "window_left") != -1:
+        raise ArgumentError(f"window_left: got {window_left!r} with mask_mode='padding'; wanted -1")
+    return is_causal, chunk, "ALIBI" if has_alibi else "NONE"
 
 
 def _both_pages(key: Any, value: Any) -> Any:
@@ -608,14 +619,11 @@ def _part(x: Any, name: str, count: int, index: int) -> Any:
     return x[:, index]
 
 
-def _keys_and_values(kv_cache: Any) -> tuple[Any, Any]:
-    """Pages of both, or of keys and of values, as (k, v); v is None for one array."""
-    if not isinstance(kv_cache, (tuple, list)):
-        return kv_cache, None
+def _pair(kv_cache: Any) -> Any:
+    """Pages of keys and of values."""
     if len(kv_cache) != 2:
         raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
-    k, v = kv_cache
-    return k, v
+    return kv_cache
 
 
 def _by_chunks(arrays: Arrays, options: _Rows, max_q_len: Any) -> tuple[Arrays, _Rows]:

@@ -279,6 +279,13 @@ def number_or_array(scale: Any) -> tuple[Any, Any]:
     return 1.0, scale
 
 
+def numbers_and_arrays(logits: Any, output: Any) -> tuple[Any, Any, Any, Any]:
+    """`number_or_array` of the scale of the logits and of that of the output."""
+    if type(logits) is type(output) is float:
+        return logits, None, output, None
+    return *number_or_array(logits), *number_or_array(output)
+
+
 def view_scales(
     arrays: tuple[Any, ...],
     numbers: tuple[Any, Any, Any],
