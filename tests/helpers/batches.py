@@ -77,6 +77,10 @@ class Batch:
         return [rng.random((q, kv)) < 0.6 for q, kv in shapes]
 
 
+def normal(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32).astype(dtypes.parse(dtype).numpy)
+
+
 def as_layout(x: np.ndarray, layout: str) -> np.ndarray:
     return x if layout == "NHD" else np.ascontiguousarray(x.swapaxes(1, 2))
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import array, reference
-from cupyattn.core import dtypes
 
 from . import batches, compare, lowprec, poison
 
@@ -41,8 +40,7 @@ class Placed:
         self.owned: dict[str, poison.Poisoned] = {}
 
     def values(self, *shape: int, dtype: str) -> np.ndarray:
-        values = self.rng.standard_normal(shape).astype(np.float32)
-        return values.astype(dtypes.parse(dtype).numpy)
+        return batches.normal(self.rng, dtype, *shape)
 
     def embed(self, name: str, values: np.ndarray, strides: Any = None, **where: Any) -> Any:
         """The values on the device."""

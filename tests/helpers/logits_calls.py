@@ -18,6 +18,7 @@ from cupyattn.core import dtypes
 from cupyattn.reference import alibi_slopes
 
 from . import batches
+from .batches import normal
 from .poison import download, upload
 
 HEADS = 6, 2
@@ -73,10 +74,6 @@ def compare(got: Any, wanted: Any, dtype: str = "float16") -> None:
     np.testing.assert_allclose(lse, exact_lse, rtol=1e-4, atol=tolerance)
 
 
-def _values(rng: np.random.Generator, *shape: int, dtype: str) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32).astype(dtypes.parse(dtype).numpy)
-
-
 def _given(name: str, *sizes: int) -> dict[str, Any]:
     transform, mask = EXPRESSIONS[name]
     found: dict[str, Any] = {"logits_params": params(*sizes, transform, mask)}
@@ -108,10 +105,10 @@ class Single:
         **options: Any,
     ) -> None:
         rng = np.random.default_rng(0)
-        q = _values(rng, qo_len, HEADS[0], dims[0], dtype=dtype)
+        q = normal(rng, dtype, qo_len, HEADS[0], dims[0])
         self.arrays = (
             q[0] if qo_len == 1 else q,
-            *(_values(rng, kv_len, HEADS[1], d, dtype=kv_dtype or dtype) for d in dims),
+            *(normal(rng, kv_dtype or dtype, kv_len, HEADS[1], d) for d in dims),
         )
         self.options = _given(name, 1, qo_len, kv_len) | {"return_lse": True} | options
 
@@ -223,8 +220,8 @@ class FarBiases:
         is_by_row: bool = False,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(0)
-        self.q = _values(rng, qo_len, HEADS[0], dim, dtype=dtype)
-        self.k, self.v = (_values(rng, kv_len, HEADS[1], dim, dtype=dtype) for _ in range(2))
+        self.q = normal(rng, dtype, qo_len, HEADS[0], dim)
+        self.k, self.v = (normal(rng, dtype, kv_len, HEADS[1], dim) for _ in range(2))
         self.bias = rng.standard_normal((HEADS[0], qo_len, 1 if is_by_row else kv_len))
         kinds = [x for x in _FAR if not is_by_row or x is not None]
         for row in range(qo_len):

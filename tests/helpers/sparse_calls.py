@@ -10,7 +10,8 @@ import numpy as np
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.core import dtypes
+
+from .batches import normal
 
 Put = Callable[[np.ndarray], Any]
 
@@ -54,10 +55,6 @@ class SparseCall:
         w.plan(*given, **named)
 
 
-def _values(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32).astype(dtypes.parse(dtype).numpy)
-
-
 def _causal(mask: np.ndarray) -> np.ndarray:
     rows, columns = mask.shape[-2:]
     return mask & (np.arange(columns) <= np.arange(rows)[:, None] + columns - rows)
@@ -72,8 +69,8 @@ def _finish(
 ) -> dict[str, Any]:
     """q, k and v in rows, [n, heads, dim], of which unseen keys are NaN."""
     (group, heads, dim), (rows, columns) = sizes, mask.shape[1:]
-    q = _values(rng, dtype, rows, heads * group, dim)
-    k, v = (_values(rng, dtype, columns, heads, dim) for _ in "kv")
+    q = normal(rng, dtype, rows, heads * group, dim)
+    k, v = (normal(rng, dtype, columns, heads, dim) for _ in "kv")
     for head in range(heads):
         unseen = ~mask[head % len(mask)].any(0)
         k[unseen, head] = v[unseen, head] = np.nan

@@ -184,7 +184,7 @@ def pod_entries() -> list[Entry]:
     samples = {"custom_mask_p": mask, "packed_custom_mask_p": little(mask), "q_scale": OF_HEADS}
     samples |= {"lse_p": np.zeros((5, HQ), np.float32), "lse_d": np.zeros((3, HQ), np.float32)}
     cls: Any = cupyattn.PODWithPagedKVCacheWrapper
-    outputs = {"rules": rules, "written": ("lse_p", "lse_d")}
+    outputs: Any = {"rules": rules, "written": ("lse_p", "lse_d")}
     found = [Entry("pod", wrapper(cls), base, samples, **outputs)]
     base = MAKE | step("plan", qo_indptr_p=ROWS, qo_indptr_d=ints(0, 1, 2, 3), **sizes)
     base |= step(
