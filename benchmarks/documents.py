@@ -66,15 +66,18 @@ class Row(NamedTuple):
 def documents() -> list[Path]:
     """The Markdown files of the project, without the notes among the results."""
     folders = (ROOT, ROOT / "kernels", ROOT / "benchmarks")
-    found = [path for folder in folders for path in sorted(folder.glob("*.md"))]
-    return [*found, *sorted((ROOT / "docs").rglob("*.md"))]
+    result = [path for folder in folders for path in sorted(folder.glob("*.md"))]
+    return [*result, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def rendered() -> Iterator[tuple[Path, str]]:
     """Every document with its tables, every chart and the page of names, as they should be."""
     for path in documents():
         text = path.read_text("utf-8")
-        yield path, _TABLE.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
+        yield (
+            path,
+            _TABLE.sub(lambda result: result[1] + table(result[2], result[3]) + result[4], text),
+        )
         for name, options, body in _CHART.findall(text):
             yield path.parent / name, chart(options, body)
     yield ROOT / "docs" / "flashinfer-names.md", names.page()
@@ -156,8 +159,8 @@ def _rows(body: str, peers: list[str], against: str = "") -> Iterator[Row]:
         ours, other = _fastest(mine, case, "ours"), _fastest(mine, against, "ours")
         if ours is None or (against and other is None):
             raise SystemExit(f"{case}: cupyattn has no correct row in the folder named above it")
-        found = {peer: row for peer in peers if (row := _fastest(timed, case, peer))}
-        yield Row(name.strip(), ours, found, other["us"] if other else None)
+        result = {peer: row for peer in peers if (row := _fastest(timed, case, peer))}
+        yield Row(name.strip(), ours, result, other["us"] if other else None)
 
 
 def _fastest(rows: list[dict[str, Any]], case: str, peer: str) -> dict[str, Any] | None:

@@ -66,17 +66,21 @@ def torch_overhead(device: str, small: bool) -> dict[str, Any]:
         ),
     }
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with torch.no_grad():
         for name, calls in pairs.items():
             timings = measure_host(calls, wait, wait, rounds)
             errors = [x.error for x in timings if x.error]
             if errors:
-                found[name] = {"error": errors[0]}
+                result[name] = {"error": errors[0]}
                 continue
             direct, operator = (x.percentile(50) for x in timings)
-            found[name] = {"direct_us": direct, "op_us": operator, "overhead_us": operator - direct}
-    return found
+            result[name] = {
+                "direct_us": direct,
+                "op_us": operator,
+                "overhead_us": operator - direct,
+            }
+    return result
 
 
 def jax_overhead(device: str, small: bool) -> dict[str, Any]:
@@ -104,8 +108,8 @@ def jax_overhead(device: str, small: bool) -> dict[str, Any]:
 
     def eager() -> None:
         for _ in range(count):
-            made = cupyattn.dot_product_attention(q, k, v)
-        jax.block_until_ready(made)
+            built = cupyattn.dot_product_attention(q, k, v)
+        jax.block_until_ready(built)
 
     ours, empty = jax.jit(chain), jax.jit(plain)
     calls = {
@@ -155,7 +159,7 @@ def in_turns(
     makers: dict[str, Callable[[], Callable[[], None]]], tokens: int, rounds: int
 ) -> dict[str, Any]:
     """tokens/s of each call, and its ratio to sdpa's; calls are visited in random order."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     calls: dict[str, Callable[[], None]] = {}
     for name, make in makers.items():
         try:
@@ -164,7 +168,7 @@ def in_turns(
             calls[name]()
         except Exception as error:
             calls.pop(name, None)
-            found[name] = {"error": describe(error)}
+            result[name] = {"error": describe(error)}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name in random.sample([*calls], len(calls)):
@@ -172,11 +176,11 @@ def in_turns(
             calls[name]()
             samples[name].append(time.perf_counter() - begin)
     for name, x in samples.items():
-        found[name] = {"tokens_per_s": tokens / statistics.median(x), "seconds": sorted(x)}
+        result[name] = {"tokens_per_s": tokens / statistics.median(x), "seconds": sorted(x)}
     if "sdpa" in samples:
         for name in samples:
-            found[name]["to_sdpa"] = found[name]["tokens_per_s"] / found["sdpa"]["tokens_per_s"]
-    return found
+            result[name]["to_sdpa"] = result[name]["tokens_per_s"] / result["sdpa"]["tokens_per_s"]
+    return result
 
 
 def prefill(device: str, small: bool) -> dict[str, Any]:
@@ -184,7 +188,7 @@ def prefill(device: str, small: bool) -> dict[str, Any]:
     import torch
 
     length = 32 if small else 4096
-    found = {}
+    result = {}
     for count, is_padded in ((1, False), (4, False), (4, True)):
         ids = torch.randint(0, VOCABULARY, (count, length), device=device)
         mask, tokens = None, count * length
@@ -198,15 +202,15 @@ def prefill(device: str, small: bool) -> dict[str, Any]:
 
             def call() -> None:
                 with torch.no_grad():
-                    made = model(input_ids=ids, attention_mask=mask, use_cache=False)
-                    made.last_hidden_state[0, -1, 0].item()
+                    built = model(input_ids=ids, attention_mask=mask, use_cache=False)
+                    built.last_hidden_state[0, -1, 0].item()
 
             return call
 
         makers = {name: lambda name=name: make(name) for name in IMPLEMENTATIONS}
         case = f"{count}x{length}{' padded' if is_padded else ''}"
-        found[case] = in_turns(makers, tokens, 2 if small else 9)
-    return found
+        result[case] = in_turns(makers, tokens, 2 if small else 9)
+    return result
 
 
 def decode(device: str, small: bool) -> dict[str, Any]:
@@ -214,7 +218,7 @@ def decode(device: str, small: bool) -> dict[str, Any]:
     import torch
     from transformers import DynamicCache
 
-    found = {}
+    result = {}
     for count, length in ((1, 1024), (32, 1024)):
         length, steps = (8, 2) if small else (length, 32)
         ids = torch.randint(0, VOCABULARY, (count, length), device=device)
@@ -229,16 +233,16 @@ def decode(device: str, small: bool) -> dict[str, Any]:
                 with torch.no_grad():
                     token = ids[:, :1]
                     for _ in range(steps):
-                        made = model(input_ids=token, past_key_values=cache)
-                        token = made.logits[:, -1].argmax(-1, keepdim=True)
+                        built = model(input_ids=token, past_key_values=cache)
+                        token = built.logits[:, -1].argmax(-1, keepdim=True)
                     token[0, 0].item()
                 cache.crop(-steps)
 
             return call
 
         makers = {name: lambda name=name: make(name) for name in IMPLEMENTATIONS}
-        found[f"{count}x{length}"] = in_turns(makers, count * steps, 2 if small else 5)
-    return found
+        result[f"{count}x{length}"] = in_turns(makers, count * steps, 2 if small else 5)
+    return result
 
 
 def continuous(device: str, small: bool) -> dict[str, Any]:
@@ -254,8 +258,8 @@ def continuous(device: str, small: bool) -> dict[str, Any]:
         model = llama(name, device, small)
 
         def call() -> None:
-            made = model.generate_batch(prompts, generation_config=config, progress_bar=False)
-            got = [len(x.generated_tokens) for x in made.values()]
+            built = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+            got = [len(x.generated_tokens) for x in built.values()]
             if got != [new] * count:
                 raise RuntimeError(f"{name}: {got} tokens instead of {new} each")
 
@@ -285,19 +289,19 @@ def main() -> None:
     parser.add_argument("--commit", help="written into the result")
     args = parser.parse_args()
     device, begin = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
-    found: dict[str, Any] = {"machine": machine.header(args.commit)}
+    result: dict[str, Any] = {"machine": machine.header(args.commit)}
     for name in args.only.split(","):
         if time.perf_counter() - begin > args.seconds:
-            found[name] = {"skipped": f"{args.seconds} s are over"}
+            result[name] = {"skipped": f"{args.seconds} s are over"}
             continue
         try:
-            found[name] = PARTS[name](device, args.small)
+            result[name] = PARTS[name](device, args.small)
         except Exception as error:
-            found[name] = {"error": describe(error)}
-        print(name, json.dumps(found[name], indent=1), flush=True)
+            result[name] = {"error": describe(error)}
+        print(name, json.dumps(result[name], indent=1), flush=True)
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "doors.json").write_text(json.dumps(found, indent=1) + "\n")
+            (args.out / "doors.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

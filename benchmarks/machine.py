@@ -65,13 +65,13 @@ def gpu_state() -> dict[str, Any]:
 def _device() -> dict[str, Any]:
     import torch
 
-    found = torch.cuda.get_device_properties(0)
+    result = torch.cuda.get_device_properties(0)
     return {
-        "name": found.name,
-        "capability": f"{found.major}.{found.minor}",
-        "multiprocessors": found.multi_processor_count,
-        "memory_bytes": found.total_memory,
-        "l2_bytes": getattr(found, "L2_cache_size", None),
+        "name": result.name,
+        "capability": f"{result.major}.{result.minor}",
+        "multiprocessors": result.multi_processor_count,
+        "memory_bytes": result.total_memory,
+        "l2_bytes": getattr(result, "L2_cache_size", None),
     }
 
 

@@ -76,9 +76,9 @@ def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return min(rows, key=lambda row: row["us"], default=None)
 
 
-def table(found: Sequence[Must]) -> str:
+def table(result: Sequence[Must]) -> str:
     """The musts as text, a line each."""
-    return align([_HEAD, *map(_line, found)])
+    return align([_HEAD, *map(_line, result)])
 
 
 def _line(must: Must) -> tuple[str, ...]:
@@ -107,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     missed = False
     for folder in args.folders:
-        found = list(musts(json.loads((folder / FILE_NAME).read_text())))
-        print(f"{folder.name}\n{table(found)}\n")
-        missed = missed or any(must.is_met is False for must in found)
+        result = list(musts(json.loads((folder / FILE_NAME).read_text())))
+        print(f"{folder.name}\n{table(result)}\n")
+        missed = missed or any(must.is_met is False for must in result)
     return int(missed)
 
 

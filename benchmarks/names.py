@@ -29,16 +29,16 @@ with the framework: one program may import both.
 def page() -> str:
     """docs/flashinfer-names.md as it should be."""
     listed = names.names()
-    rows = [f"| `{place}` | {_list(found)} |\n" for place, found in listed["here"].items()]
+    rows = [f"| `{place}` | {_list(result)} |\n" for place, result in listed["here"].items()]
     groups = [_group(**group) for group in listed["absent"]]
     return _HEAD.format(version=listed["version"]) + "".join(rows) + _ABSENT + "\n".join(groups)
 
 
-def _list(found: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in found)
+def _list(result: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in result)
 
 
 def _group(what: str, instead: str, names: dict[str, list[str]]) -> str:
     title = what[0].upper() + what[1:]
-    places = "".join(f"- `{place}`: {_list(found)}\n" for place, found in names.items())
+    places = "".join(f"- `{place}`: {_list(result)}\n" for place, result in names.items())
     return f"**{title}**: {instead}.\n\n{places}"

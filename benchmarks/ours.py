@@ -44,10 +44,10 @@ def candidates(case: Case, inputs: Inputs) -> list[Candidate]:
     if case.op == "host":
         variant = "out" if case.out else "alloc"
     call = calls[0] if case.batch == 1 else lambda: [one() for one in calls]
-    found = [Candidate(NAME, variant, call, output, buffer=out)]
+    result = [Candidate(NAME, variant, call, output, buffer=out)]
     if case.op == "prefill" and case.batch > 1:
-        found.append(_ragged(cupyattn, case, inputs))
-    return found
+        result.append(_ragged(cupyattn, case, inputs))
+    return result
 
 
 def _ragged(cupyattn: Any, case: Case, inputs: Inputs) -> Candidate:

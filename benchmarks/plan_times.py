@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
         is_plan = case.is_host and case.timed == "plan"
         if is_plan and case.arrays == ("torch_cpu" if case.api == "mla" else "numpy"):
             times = _times(_next_plan(case), args.rounds)
-            median, least = np.percentile(times, (50, 10))
-            print(f"{case.name:28}{median:10.1f}{least:13.1f}", flush=True)
+            median, minimum = np.percentile(times, (50, 10))
+            print(f"{case.name:28}{median:10.1f}{minimum:13.1f}", flush=True)
     return 0
 
 
@@ -49,14 +49,14 @@ def _next_plan(case: BatchCase) -> Any:
 
 
 def _times(plan: Any, rounds: int) -> list[float]:
-    found = []
+    result = []
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds * NUM_STEPS):
             start = time.perf_counter()
             plan()
-            found.append((time.perf_counter() - start) * 1e6)
+            result.append((time.perf_counter() - start) * 1e6)
     finally:
         gc.enable()
-    return found
+    return result

@@ -138,7 +138,7 @@ def summarise(case: AnyCase, rows: list[dict[str, Any]]) -> dict[str, Any]:
     for peer, factor in case.goals:
         name, _, variant = peer.partition(":")
         meant = [row for row in timed if variant in ("", row["variant"])]
-        row = _fastest(meant, lambda found, wanted=name: found == wanted)  # type: ignore[misc]
+        row = _fastest(meant, lambda result, wanted=name: result == wanted)  # type: ignore[misc]
         row = best if name == "best" else row
         ratio = row["us"] / ours["us"] if row and ours else None
         met = None if ratio is None else ratio >= factor

@@ -106,9 +106,9 @@ class Pages:
         import torch
 
         counts = [-(-n // page_size) for n in lens]
-        total, most = sum(counts), max(counts)
+        total, maximum = sum(counts), max(counts)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(total)).int()
-        table = torch.zeros(len(lens), most, dtype=torch.int32)
+        table = torch.zeros(len(lens), maximum, dtype=torch.int32)
         self.indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         for row, count in enumerate(counts):
             table[row, :count] = order[self.indptr[row] : self.indptr[row] + count]
@@ -283,7 +283,7 @@ def new_shapes() -> Iterator[Case]:
     # What an engine's allocator has by then; else calls would wait for the driver's memory.
     reserve = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     del reserve
-    pages, made = Pages([128] * 24, 16), []
+    pages, built = Pages([128] * 24, 16), []
     for index in range(80):
         count = 1 + index % 24
         rows = count * 5 + index
@@ -291,8 +291,8 @@ def new_shapes() -> Iterator[Case]:
         steps[-1] = rows
         table = pages.table[:count, : 4 + index % 5].contiguous()
         lens = torch.full((count,), 60, dtype=torch.int32, device="cuda")
-        made.append((randn(rows, HEADS, DIM), table, lens, torch.from_numpy(steps).cuda()))
-    given = iter(made)
+        built.append((randn(rows, HEADS, DIM), table, lens, torch.from_numpy(steps).cuda()))
+    given = iter(built)
 
     def call() -> Any:
         q, table, lens, cu = next(given)

@@ -177,7 +177,7 @@ def _offers(
             continue
         progress.note("build", case.name, name)
         try:
-            found = peers.candidates(name, case, inputs, args.build)
+            result = peers.candidates(name, case, inputs, args.build)
             clock.wait()
         except Unsupported as error:
             rows.append(bare_row(case, name, "", "unsupported", str(error)))
@@ -188,7 +188,7 @@ def _offers(
             rows.append(bare_row(case, name, "", "failed", describe(error)))
             clock.check_alive()
             continue
-        for candidate in found:
+        for candidate in result:
             if reason := results.why_lost(case, candidate.label):
                 rows.append(_failed(case, candidate, reason))
             else:

@@ -127,7 +127,7 @@ def _lists(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
     def rows(answer: Any) -> Any:
         return answer[0][None, :, 0]
 
-    found = [Candidate(name, "list", call, rows)]
+    result = [Candidate(name, "list", call, rows)]
     if lists.is_cuda:
         call()
         torch.cuda.synchronize()
@@ -139,8 +139,8 @@ def _lists(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
             graph.replay()
             return answer
 
-        found.append(Candidate(name, "list in a graph", replay, rows))
-    return found
+        result.append(Candidate(name, "list in a graph", replay, rows))
+    return result
 
 
 def _fa3(case: BatchCase, inputs: BatchInputs) -> Candidate:

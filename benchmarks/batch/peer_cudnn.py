@@ -17,8 +17,8 @@ def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
         raise Unsupported("SDPA's cuDNN backend takes requests of one length")
     one = replace(case.request(0), batch=case.batch)
     dense = Inputs(*(x.view(case.batch, -1, *x.shape[1:]) for x in (inputs.q, inputs.k, inputs.v)))
-    found = _sdpa.candidates("sdpa_cudnn", "CUDNN_ATTENTION", one, dense)
-    for candidate in found:
+    result = _sdpa.candidates("sdpa_cudnn", "CUDNN_ATTENTION", one, dense)
+    for candidate in result:
         rows = candidate.output
         candidate.output = lambda answer, rows=rows: rows(answer).flatten(0, 1)[None]  # type: ignore[misc]
-    return found
+    return result

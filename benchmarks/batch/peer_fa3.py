@@ -33,13 +33,13 @@ def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
         return Candidate(NAME, variant, call, lambda answer: answer[0].view(shape))
 
     arrays = (q, inputs.k, inputs.v)
-    found = [candidate("fwd", 0, arrays, options), candidate("unsplit", 1, arrays, options)]
+    result = [candidate("fwd", 0, arrays, options), candidate("unsplit", 1, arrays, options)]
     if inputs.tables is None and len({(q_len, kv_len) for _, q_len, kv_len in case.requests}) == 1:
         # Its dense form is the faster one: no request is looked up.
         dense = tuple(x.view(case.batch, -1, *x.shape[1:]) for x in arrays)
         plain = {name: value for name, value in options.items() if "seqlen" not in name}
-        found += [candidate("dense", 0, dense, plain), candidate("dense_unsplit", 1, dense, plain)]
-    return found
+        result += [candidate("dense", 0, dense, plain), candidate("dense_unsplit", 1, dense, plain)]
+    return result
 
 
 def _options(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:

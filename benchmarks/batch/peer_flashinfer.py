@@ -50,7 +50,7 @@ def candidates(
     Without `build`, variants whose modules are not built yet are left out; Unsupported where no
     variant is left.
     """
-    found = []
+    result = []
     if case.api == "verify":
         # Its decode wrapper takes no mask.
         case = replace(case, api="paged")
@@ -63,11 +63,11 @@ def candidates(
             raise Unsupported("its modules are not built, and none is built here")
     for variant in chosen:
         try:
-            found.append(_candidate(backend, variant, case, inputs))
+            result.append(_candidate(backend, variant, case, inputs))
         except Exception as error:
             call = functools.partial(_raise, error)
-            found.append(Candidate(f"flashinfer_{backend}", variant, call, lambda answer: answer))
-    return found
+            result.append(Candidate(f"flashinfer_{backend}", variant, call, lambda answer: answer))
+    return result
 
 
 def _candidate(backend: str, variant: str, case: BatchCase, inputs: BatchInputs) -> Candidate:

@@ -50,8 +50,8 @@ def draw_steps(
     ]
     if not page_size:
         return [_step(rows, rows, 1, None) for rows, _ in lengths]
-    most = max(int(np.sum(-(-keys // page_size))) for _, keys in lengths)
-    table = random.permutation(most).astype(np.int32)
+    maximum = max(int(np.sum(-(-keys // page_size))) for _, keys in lengths)
+    table = random.permutation(maximum).astype(np.int32)
     return [_step(rows, keys, page_size, table) for rows, keys in lengths]
 
 

@@ -28,40 +28,40 @@ def scripts() -> list[Path]:
 
 def cells(source: str) -> list[tuple[str, str]]:
     """("markdown" or "code", text) of each cell of a script."""
-    found: list[tuple[str, list[str]]] = []
+    result: list[tuple[str, list[str]]] = []
     for line in source.splitlines():
         if line.startswith("# %%"):
-            found.append(("markdown" if line.startswith(_TEXT) else "code", []))
-        elif found:
-            found[-1][1].append(line)
-    made = []
-    for kind, lines in found:
+            result.append(("markdown" if line.startswith(_TEXT) else "code", []))
+        elif result:
+            result[-1][1].append(line)
+    built = []
+    for kind, lines in result:
         if kind == "markdown":
             lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
-        made.append((kind, "\n".join(lines).strip("\n")))
-    return made
+        built.append((kind, "\n".join(lines).strip("\n")))
+    return built
 
 
 def notebook(script: Path) -> Any:
     """The notebook of a script, with the outputs that it has already, if its code is the same."""
     import nbformat
 
-    made = nbformat.v4.new_notebook()
-    made.metadata["kernelspec"] = {
+    built = nbformat.v4.new_notebook()
+    built.metadata["kernelspec"] = {
         "name": "python3",
         "display_name": "Python 3",
         "language": "python",
     }
-    made.metadata["language_info"] = {"name": "python"}
+    built.metadata["language_info"] = {"name": "python"}
     new = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
     for kind, text in cells(script.read_text("utf-8")):
         cell = new[kind](text)
-        cell["id"] = hashlib.sha256(f"{len(made.cells)} {text}".encode()).hexdigest()[:8]
-        made.cells.append(cell)
+        cell["id"] = hashlib.sha256(f"{len(built.cells)} {text}".encode()).hexdigest()[:8]
+        built.cells.append(cell)
     target = script.with_suffix(".ipynb")
     if target.exists():
-        _keep_outputs(nbformat.read(target, as_version=4), made)
-    return made
+        _keep_outputs(nbformat.read(target, as_version=4), built)
+    return built
 
 
 def _keep_outputs(old: Any, new: Any) -> None:
@@ -71,24 +71,24 @@ def _keep_outputs(old: Any, new: Any) -> None:
             wanted.outputs, wanted.execution_count = have.outputs, have.execution_count
 
 
-def execute(made: Any, timeout: int = 300) -> Any:
+def execute(built: Any, timeout: int = 300) -> Any:
     """The notebook with new outputs. Raises CellExecutionError where a cell does."""
     from nbclient import NotebookClient
 
     place = {"metadata": {"path": str(HERE)}}
-    client = NotebookClient(made, timeout=timeout, kernel_name="python3", resources=place)
+    client = NotebookClient(built, timeout=timeout, kernel_name="python3", resources=place)
     roots = str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")
     client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, roots))})
-    for cell in made.cells:
+    for cell in built.cells:
         cell.metadata.clear()  # times of execution, which differ from run to run
-    return made
+    return built
 
 
-def write(made: Any, target: Path) -> None:
+def write(built: Any, target: Path) -> None:
     """Write a notebook. Raises ValueError if it is too large to be looked at in a browser."""
     import nbformat
 
-    text = nbformat.writes(made) + "\n"
+    text = nbformat.writes(built) + "\n"
     if len(text.encode()) > MOST_BYTES:
         raise ValueError(f"{target.name}: {len(text.encode())} bytes; wanted {MOST_BYTES} at most")
     target.write_text(text, "utf-8")
@@ -105,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for script in scripts():
         if args.names and not script.name.startswith(tuple(args.names)):
             continue
-        start, made = time.perf_counter(), notebook(script)
+        start, built = time.perf_counter(), notebook(script)
         if args.execute:
-            execute(made)
+            execute(built)
         target = args.out / script.with_suffix(".ipynb").name
-        write(made, target)
+        write(built, target)
         size, seconds = target.stat().st_size, time.perf_counter() - start
         print(f"{target.name:32} {size / 1000:6.0f} kB {seconds:6.1f} s", flush=True)
     return 0

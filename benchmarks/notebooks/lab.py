@@ -116,9 +116,9 @@ def measured(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         data = json.loads(path.read_text("utf-8"))
         print(f"Committed run on {data['on']}")
         return data
-    found = machine.header(0)
-    on = f"{GPU.name}, {found['date'][:10]}, cupyattn {found['cupyattn']}"
-    commit = os.environ.get("CUPYATTN_BENCH_COMMIT") or found["commit"]
+    result = machine.header(0)
+    on = f"{GPU.name}, {result['date'][:10]}, cupyattn {result['cupyattn']}"
+    commit = os.environ.get("CUPYATTN_BENCH_COMMIT") or result["commit"]
     text = json.dumps({"on": on if commit == "unknown" else f"{on} ({commit[:7]})", **run()})
     data = json.loads(text)  # as another run will read it: keys are strings
     if os.environ.get(SAVE):
@@ -130,9 +130,9 @@ def measured(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def clock() -> Clock:
     """The stopwatch of this GPU, its clocks settled."""
-    made = Clock()
-    made.preheat()
-    return made
+    built = Clock()
+    built.preheat()
+    return built
 
 
 def times(
@@ -142,8 +142,8 @@ def times(
     for call in calls.values():
         call()  # compiles
     order = random_order(0)
-    found = measure(list(calls.values()), watch or clock(), rounds, math.inf, order=order)
-    return {name: _median(timing) for name, timing in zip(calls, found, strict=True)}
+    result = measure(list(calls.values()), watch or clock(), rounds, math.inf, order=order)
+    return {name: _median(timing) for name, timing in zip(calls, result, strict=True)}
 
 
 def _median(timing: Timing) -> float:
@@ -278,13 +278,13 @@ def bars(axis: Any, groups: dict[str, dict[str, float]], form: str = "{:,.0f}") 
     width = 0.82 / len(names)
     for i, name in enumerate(names):
         places = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
-        found = [
+        result = [
             (place, values[name])
             for place, values in zip(places, groups.values(), strict=True)
             if name in values
         ]
-        drawn = axis.bar(*zip(*found, strict=True), width * 0.92, label=name, color=_color(name))
-        axis.bar_label(drawn, [form.format(height) for _, height in found], fontsize=7, padding=1)
+        drawn = axis.bar(*zip(*result, strict=True), width * 0.92, label=name, color=_color(name))
+        axis.bar_label(drawn, [form.format(height) for _, height in result], fontsize=7, padding=1)
     axis.set_xticks(range(len(groups)), list(groups))
     axis.grid(axis="x", visible=False)
     axis.legend(ncols=len(names), fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0))

@@ -62,8 +62,8 @@ def candidates(name: str, case: AnyCase, inputs: Any, build: bool = True) -> lis
         merge = import_module(".merge.candidates", "benchmarks")
         return list(merge.candidates(name, case, inputs))
     module = ".ours" if name == "ours" else f".peers.{name}"
-    found: list[Candidate] = import_module(module, "benchmarks").candidates(case, inputs)
-    return found
+    result: list[Candidate] = import_module(module, "benchmarks").candidates(case, inputs)
+    return result
 
 
 def _of_batch(name: str, case: BatchCase, inputs: Any, build: bool) -> list[Candidate]:
@@ -74,9 +74,9 @@ def _of_batch(name: str, case: BatchCase, inputs: Any, build: bool) -> list[Cand
         flashinfer = import_module(".batch.peer_flashinfer", "benchmarks")
         return list(flashinfer.candidates(backend, case, inputs, build))
     module = name if name in OURS else f"peer_{backend or library}"
-    found = import_module(f".batch.{module}", "benchmarks")
+    result = import_module(f".batch.{module}", "benchmarks")
     if library == "flashinfer" and not build:
-        found.check(case)
+        result.check(case)
         if not import_module(".peers.prebuild", "benchmarks").is_ready(case, backend, backend):
             raise Unsupported("its module is not built, and none is built here")
-    return list(found.candidates(case, inputs))
+    return list(result.candidates(case, inputs))

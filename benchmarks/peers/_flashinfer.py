@@ -56,15 +56,15 @@ def candidates(backend: str, case: Case, inputs: Inputs) -> list[Candidate]:
         "decode_cc": functools.partial(_decode, tensor_cores=False),
         "paged_tc": _paged_decode,
     }
-    found = []
+    result = []
     for variant in variants(case, backend):
         label = f"single_x{case.batch}" if variant == "single" and case.batch > 1 else variant
         try:
             call, output = build[variant](backend, case, inputs)
         except Exception as error:
             call, output = functools.partial(_raise, error), _identity
-        found.append(Candidate(peer, label, call, output))
-    return found
+        result.append(Candidate(peer, label, call, output))
+    return result
 
 
 def _single(backend: str, case: Case, inputs: Inputs) -> _Built:

@@ -62,13 +62,13 @@ class Module:
 
 def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
     """The distinct modules that FlashInfer's candidates load, in the order of the cases."""
-    found: dict[Module, None] = {}
+    result: dict[Module, None] = {}
     for case in cases:
         for backend in backends:
             if f"flashinfer_{backend}" not in offering(case):
                 continue
             if isinstance(case, MergeCase):
-                found[Module("cascade")] = None
+                result[Module("cascade")] = None
                 continue
             try:
                 variants = _variants(case, backend)
@@ -76,15 +76,15 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
                 continue
             # The wrapper with sinks names its module by its own arguments: built at first use.
             known = [variant for variant in variants if variant in _KINDS]
-            found |= dict.fromkeys(_module(case, backend, variant) for variant in known)
+            result |= dict.fromkeys(_module(case, backend, variant) for variant in known)
             if not {"multilevel", "apart"}.isdisjoint(variants):
                 # Wrappers that choose a backend themselves: on Hopper fa3.
-                found[_module(case, "fa3", "paged")] = None
+                result[_module(case, "fa3", "paged")] = None
             if case.op == "cascade":
-                found[Module("cascade")] = None  # merges the levels
+                result[Module("cascade")] = None  # merges the levels
             if case.mask != "none":
-                found[Module("quantization")] = None  # packs a bool mask
-    return list(found)
+                result[Module("quantization")] = None  # packs a bool mask
+    return list(result)
 
 
 def _variants(case: Case | BatchCase, backend: str) -> list[str]:

@@ -12,8 +12,8 @@ from .models import MODELS, TENSOR_PARALLEL, Model
 _PAGE_SIZES = (1, 16, 16, 16, 32, 64, 128)
 _LONGEST_PROMPT = 32768
 _MOST_KEYS = 131072  # of one request
-_MOST_KV_BYTES = 3 << 30  # of a case: the pool is random numbers, made anew for each case
-_MOST_FLOPS = 6e12  # of a case: some 10 ms
+_MAX_KV_BYTES = 3 << 30  # of a case: the pool is random numbers, made anew for each case
+_MAX_FLOPS = 6e12  # of a case: some 10 ms
 _CHECKED = 12  # requests of a case
 _WEIGHTS = {"decode": 8, "verify": 3, "prompt": 6, "append": 2, "mixed": 3}
 _SAME_LENGTH = 0.35  # of batches
@@ -149,8 +149,8 @@ _SCHEDULES: dict[str, Draw] = {
 }
 
 
-def _log_uniform(generator: random.Random, least: int, most: int) -> int:
-    return round(least * (most / least) ** generator.random())
+def _log_uniform(generator: random.Random, minimum: int, maximum: int) -> int:
+    return round(minimum * (maximum / minimum) ** generator.random())
 
 
 def _key_lengths(generator: random.Random, count: int) -> list[int]:
@@ -189,7 +189,7 @@ def _fit(case: BatchCase) -> BatchCase:
     for group in case.groups:
         one_bytes, one_flops = group.kv_len * row, group.flops // group.batch
         # A mixed batch keeps its decodes: chunks come first and never fill the room.
-        room = (_MOST_KV_BYTES - kv_bytes) // one_bytes, (_MOST_FLOPS - flops) // max(one_flops, 1)
+        room = (_MAX_KV_BYTES - kv_bytes) // one_bytes, (_MAX_FLOPS - flops) // max(one_flops, 1)
         count = min(group.batch, int(min(room)))
         if not kept:
             count = max(count, 1)

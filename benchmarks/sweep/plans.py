@@ -17,7 +17,7 @@ def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:
     """(entry name, Config) of the kernels that our runs of these cases launch, once each."""
     from cupyattn.launch.attention import merge_splits
 
-    found: dict[tuple[str, Any], None] = {}
+    result: dict[tuple[str, Any], None] = {}
     for case in cases:
         planned = plan_of(case)
         if planned is None:
@@ -25,11 +25,11 @@ def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:
         launcher, _ = planned
         for kernel in launcher.kernels():
             tiles = kernel.loaded.tiles
-            found[tiles.name, tiles.config] = None
+            result[tiles.name, tiles.config] = None
             if not launcher.problem.is_wide:
                 merges = merge_splits.configs(launcher.problem, kernel.kinds[0])
-                found |= dict.fromkeys(("merge_splits", config) for config in merges)
-    return list(found)
+                result |= dict.fromkeys(("merge_splits", config) for config in merges)
+    return list(result)
 
 
 def compile_ahead(cases: Iterable[BatchCase], jobs: int) -> float:
@@ -42,10 +42,10 @@ def compile_ahead(cases: Iterable[BatchCase], jobs: int) -> float:
     return time.perf_counter() - start
 
 
-def compile_instances(found: Sequence[tuple[str, Any]], jobs: int) -> None:
+def compile_instances(result: Sequence[tuple[str, Any]], jobs: int) -> None:
     """Compile kernels, those in the cache aside."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, *zip(*found, strict=True)))
+        list(pool.map(_compile, *zip(*result, strict=True)))
 
 
 def _compile(name: str, config: Any) -> bool:

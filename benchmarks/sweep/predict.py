@@ -27,11 +27,11 @@ class Prediction(NamedTuple):
 @contextlib.contextmanager
 def as_on(device: str) -> Iterator[None]:
     """Predict meanwhile as on the GPU of this name, if there is a card of it."""
-    found = [card for card in cards.shipped() if device in card.match]
-    if not found:
+    result = [card for card in cards.shipped() if device in card.match]
+    if not result:
         yield
         return
-    with cards.using(found[0]):
+    with cards.using(result[0]):
         geometry.forget()
         yield
     geometry.forget()

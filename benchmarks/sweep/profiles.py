@@ -39,16 +39,16 @@ class Kernel(NamedTuple):
 
 def kernels_of(trace: dict[str, Any], calls: int) -> list[Kernel]:
     """The kernels of a trace of so many calls, in the order of their first launch."""
-    found: dict[tuple[str, int, int], list[float]] = {}
+    result: dict[tuple[str, int, int], list[float]] = {}
     events = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
     for event in sorted(events, key=lambda event: event["ts"]):
         if _FLUSH in event["name"]:
             continue
         grid, block = (_product(event["args"][name]) for name in ("grid", "block"))
-        found.setdefault((_short(event["name"]), grid, block), []).append(event["dur"])
+        result.setdefault((_short(event["name"]), grid, block), []).append(event["dur"])
     return [
         Kernel(name, sum(times) / calls, len(times) / calls, blocks, threads)
-        for (name, blocks, threads), times in found.items()
+        for (name, blocks, threads), times in result.items()
     ]
 
 
@@ -84,14 +84,14 @@ def profile_shape(entry: dict[str, Any], seed: int, clock: Clock) -> dict[str, A
 
     case = draw_case(seed, int(entry["case"].split("_")[1]))
     inputs = make_batch_inputs(case)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for label in ("ours", entry["best_peer"]):
         name = label.partition(":")[0]
         offered = candidates(name, case, inputs, build=False)
         chosen = [x for x in offered if label in (name, x.label)]
         if chosen:
-            found[label] = [kernel._asdict() for kernel in profile(chosen[0].call, clock)]
-    return found
+            result[label] = [kernel._asdict() for kernel in profile(chosen[0].call, clock)]
+    return result
 
 
 def lines_of(profiles: dict[str, Any]) -> list[str]:
@@ -119,13 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=10, help="shapes (default 10)")
     args = parser.parse_args(argv)
     summary = json.loads((args.folder / _SUMMARY_NAME).read_text())
-    clock, found = Clock(), {}
+    clock, result = Clock(), {}
     for entry in summary["worst"][: args.most]:
         try:
-            found[entry["case"]] = profile_shape(entry, summary["seed"], clock)
+            result[entry["case"]] = profile_shape(entry, summary["seed"], clock)
         except Exception as error:
-            found[entry["case"]] = {"error": describe(error)}
-        (args.folder / FILE_NAME).write_text(json.dumps(found, indent=1))
+            result[entry["case"]] = {"error": describe(error)}
+        (args.folder / FILE_NAME).write_text(json.dumps(result, indent=1))
     return 0
 
 

@@ -87,11 +87,11 @@ def _errors_by_kernels(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for entry in entries:
         if entry["ours_us"] and entry["predicted_us"]:
             groups.setdefault(entry["kernels"], []).append(entry)
-    found = {}
+    result = {}
     for kernels, group in sorted(groups.items(), key=lambda item: -len(item[1])):
         ratios = sorted(entry["predicted_us"] / entry["ours_us"] for entry in group)
-        found[kernels] = prediction_errors(group) | {"bias": _median(ratios)}
-    return found
+        result[kernels] = prediction_errors(group) | {"bias": _median(ratios)}
+    return result
 
 
 def _median(ordered: list[float]) -> float:
@@ -109,19 +109,19 @@ def table(summary: dict[str, Any]) -> str:
     ]
     for name in ("by_schedule", "by_kv_heads", "by_batch", "by_model"):
         lines += ["", _heading(name.replace("_", " "))]
-        lines += [_line(group, found) for group, found in summary[name].items()]
+        lines += [_line(group, result) for group, result in summary[name].items()]
     lines += ["", f"{'worst':64}{'ratio':>7}{'ours':>10}{'peer':>10}  best peer, keys"]
     for entry in summary["worst"]:
         times = f"{entry['ratio']:7.3f}{entry['ours_us']:10.1f}{entry['best_peer_us']:10.1f}"
         lines.append(f"{entry['case']:64}{times}  {entry['best_peer']}, {entry['keys']}")
     if summary.get("profiles"):
         lines += ["", "kernels of the worst: us, blocks x threads", *lines_of(summary["profiles"])]
-    found = summary["prediction"]
-    if found["count"]:
+    result = summary["prediction"]
+    if result["count"]:
         lines += [
             "",
-            f"prediction of {found['count']} shapes: median error {found['median']:.1%}, "
-            f"{found['within_20_percent']:.0%} within 20 %",
+            f"prediction of {result['count']} shapes: median error {result['median']:.1%}, "
+            f"{result['within_20_percent']:.0%} within 20 %",
         ]
         lines += [
             f"  {kernels:36}{x['count']:4} shapes {x['median']:.1%}; told / taken {x['bias']:.2f}"
@@ -134,7 +134,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
-    found = results["cases"][case.name]
+    result = results["cases"][case.name]
     kv_lens, (predicted, kernels) = case.kv_lens, _predicted(case)
     return {
         "case": case.name,
@@ -148,10 +148,10 @@ def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
         "dtypes": f"{case.dtype}/{case.kv_dtype}",
         "query_rows": case.q_offsets[-1],
         "keys": f"{min(kv_lens)}..{max(kv_lens)}",
-        "ratio": found["best_peer_over_ours"],
-        "ours_us": found["ours_us"],
-        "best_peer": found["best_peer"],
-        "best_peer_us": found["best_peer_us"],
+        "ratio": result["best_peer_over_ours"],
+        "ours_us": result["ours_us"],
+        "best_peer": result["best_peer"],
+        "best_peer_us": result["best_peer_us"],
         "predicted_us": predicted,
         "kernels": kernels,
     }
@@ -160,24 +160,24 @@ def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
 def _predicted(case: BatchCase) -> tuple[float | None, str]:
     """What the plan promises, and its candidate; None where no plan can be made on the host."""
     try:
-        found = predict(case)
+        result = predict(case)
     except Exception:
-        found = None
-    return (None, "") if found is None else (found.us, found.candidate)
+        result = None
+    return (None, "") if result is None else (result.us, result.candidate)
 
 
 def _by(entries: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
     groups: dict[str, list[float]] = {}
     for entry in entries:
         groups.setdefault(key(entry), []).append(entry["ratio"])
-    found = {group: figures(ratios) for group, ratios in groups.items()}
-    return dict(sorted(found.items(), key=lambda item: item[1]["geometric_mean"]))
+    result = {group: figures(ratios) for group, ratios in groups.items()}
+    return dict(sorted(result.items(), key=lambda item: item[1]["geometric_mean"]))
 
 
 def _batch_class(batch: int) -> str:
-    for most in (1, 4, 16, 64):
-        if batch <= most:
-            return f"up to {most}"
+    for maximum in (1, 4, 16, 64):
+        if batch <= maximum:
+            return f"up to {maximum}"
     return "more"
 
 
@@ -185,9 +185,9 @@ def _heading(name: str) -> str:
     return f"{name:24}{'shapes':>8}{'mean':>8}{'5 %':>8}{'least':>8}{'below 1':>9}"
 
 
-def _line(name: str, found: dict[str, Any]) -> str:
-    if not found["count"]:
+def _line(name: str, result: dict[str, Any]) -> str:
+    if not result["count"]:
         return f"{name:24}{0:8}"
-    numbers = (found["geometric_mean"], found["percentile_5"], found["least"])
+    numbers = (result["geometric_mean"], result["percentile_5"], result["least"])
     times = "".join(f"{number:8.3f}" for number in numbers)
-    return f"{name:24}{found['count']:8}{times}{found['below_1']:9.0%}"
+    return f"{name:24}{result['count']:8}{times}{result['below_1']:9.0%}"

@@ -57,9 +57,9 @@ def tiles(given: Sequence[str]) -> int:
     clock.preheat()
     num_rows = 0
     with args.out.open("w", encoding="utf-8") as file:
-        for made in rows_of(cases, arrays, clock, commit, time.time() + args.seconds):
-            file.writelines(rows.line(row) + "\n" for row in made)
-            num_rows += len(made)
+        for built in rows_of(cases, arrays, clock, commit, time.time() + args.seconds):
+            file.writelines(rows.line(row) + "\n" for row in built)
+            num_rows += len(built)
     print(f"{num_rows} rows in {args.out}")
     return 0
 
@@ -86,20 +86,20 @@ def fitting(given: Sequence[str]) -> int:
     args = parser.parse_args(given)
     path = FOLDER / f"{args.card}.json"
     card = read(path.read_text("utf-8"), path.name)
-    found = [row for file in args.rows for row in rows.read(file)]
+    result = [row for file in args.rows for row in rows.read(file)]
     if args.check:
-        print(table(check(card, found)))
+        print(table(check(card, result)))
         return 0
-    fitted, held_out = split(found)
+    fitted, held_out = split(result)
     print(f"{path.name}:\n{table(check(card, held_out))}")
-    made = replace(fit(card, fitted), source=args.source or _source(args.rows, found))
-    print(f"fitted:\n{table(check(made, held_out))}")
+    built = replace(fit(card, fitted), source=args.source or _source(args.rows, result))
+    print(f"fitted:\n{table(check(built, held_out))}")
     if args.write:
-        path.write_text(text_of(made), "utf-8")
+        path.write_text(text_of(built), "utf-8")
         print(f"{path}: written")
     return 0
 
 
-def _source(files: Sequence[Path], found: Sequence[rows.Row]) -> str:
-    commits = ", ".join(dict.fromkeys(row.commit for row in found))
+def _source(files: Sequence[Path], result: Sequence[rows.Row]) -> str:
+    commits = ", ".join(dict.fromkeys(row.commit for row in result))
     return f"{', '.join(file.name for file in files)} at {commits}"

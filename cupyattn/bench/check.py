@@ -27,7 +27,7 @@ class Expected:
 
 def expect(case: Case, inputs: Inputs, random: np.random.Generator) -> list[Expected]:
     """The answers of some rows: the first and last of the first and last request, and others."""
-    found = []
+    result = []
     for request in _sample(case.requests, _REQUESTS, random):
         k, v = (_keys(case, inputs, x, request) for x in (inputs.k, inputs.v))
         for row in _sample(case.q_len, _ROWS, random):
@@ -36,8 +36,8 @@ def expect(case: Case, inputs: Inputs, random: np.random.Generator) -> list[Expe
             answer, _ = reference.attention(
                 _host(inputs.q[place : place + 1]), k[:seen], v[:seen], sm_scale=case.sm_scale
             )
-            found.append(Expected(place, answer[0]))
-    return found
+            result.append(Expected(place, answer[0]))
+    return result
 
 
 def relative_error(expected: list[Expected], output: Any) -> float:

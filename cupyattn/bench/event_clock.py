@@ -16,13 +16,16 @@ _HIDDEN_HOST_US = 250.0
 class Event(Protocol):
     """A CUDA event."""
 
-    def record(self, *stream: Any) -> Any: ...
+    def record(self, stream: Any) -> Any: ...
 
 
 class EventClock:
-    """A stopwatch of CUDA events; a framework says how it makes them, and how it flushes L2."""
+    """A stopwatch of CUDA events; a framework says how it makes them, and how it flushes L2.
 
-    def __init__(self, *stream: Any) -> None:
+    stream: where events are recorded; None is the framework's current one.
+    """
+
+    def __init__(self, stream: Any = None) -> None:
         self._stream = stream
         self._num_flushes = 0
 
@@ -54,9 +57,9 @@ class EventClock:
         begin, end = self._event(), self._event()
         for _ in range(num_flushes):
             self._flush()
-        begin.record(*self._stream)
+        begin.record(self._stream)
         call()
-        end.record(*self._stream)
+        end.record(self._stream)
         return begin, end
 
     def _count_flushes(self) -> int:

@@ -54,15 +54,15 @@ class Arrays:
 
     def normal(self, *shape: int, dtype: DType = dtypes.bfloat16) -> Any:
         """Standard normal numbers (zeros would run faster than real data)."""
-        made = self.empty(shape, dtype)
-        flat = as_bits(made).reshape(-1)
+        built = self.empty(shape, dtype)
+        flat = as_bits(built).reshape(-1)
         start = min(_PERIOD, flat.size)
         flat[:start] = self._noise_of(dtype, start)
         while start < flat.size:
             stop = min(2 * start, flat.size)
             flat[start:stop] = flat[: stop - start]
             start = stop
-        return made
+        return built
 
     def _noise_of(self, dtype: DType, count: int) -> Any:
         """So many elements of noise as bits, which is made once and begins anywhere."""
@@ -87,20 +87,20 @@ class Arrays:
         return self._with(np.frombuffer(values, np.uint8), dtypes.uint8)
 
     def _with(self, values: np.ndarray, dtype: DType) -> Any:
-        made = self.empty(values.shape, dtype)
-        view = array.view(made, "array")
+        built = self.empty(values.shape, dtype)
+        view = array.view(built, "array")
         on_cpu = view.device.kind == "cpu"
         _write(array.as_numpy(view) if on_cpu else array.as_cupy(view), values)
-        return made
+        return built
 
 
 def as_bits(x: Any) -> Any:
     """An array of bfloat16 as int16, of fp8 as int8, which every library can copy and hand over."""
-    found = array.view(x, "array")
-    bits = np.dtype(np.int16 if found.dtype.itemsize == 2 else np.int8)
-    if found.device.kind == "cpu":
-        return array.as_numpy(found).view(bits)
-    return array.as_cupy(found, bits)
+    result = array.view(x, "array")
+    bits = np.dtype(np.int16 if result.dtype.itemsize == 2 else np.int8)
+    if result.device.kind == "cpu":
+        return array.as_numpy(result).view(bits)
+    return array.as_cupy(result, bits)
 
 
 def to_host(x: Any) -> np.ndarray:

@@ -65,13 +65,13 @@ def smi(device_index: int = 0) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """The installed ones of PACKAGES."""
-    found = {}
+    result = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> str:

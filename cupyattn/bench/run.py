@@ -57,7 +57,7 @@ def _case(case: Case, settings: Settings, arrays: Arrays, clock: Stopwatch) -> l
     except Exception as error:  # too little memory, say
         clock.check_alive()
         return [_bare(case, OURS, "failed", describe(error))]
-    offered, found = _offers(case, settings, inputs, clock)
+    offered, result = _offers(case, settings, inputs, clock)
     expected = expect(case, inputs, arrays.random)
     checked = []
     for candidate in offered:
@@ -66,16 +66,16 @@ def _case(case: Case, settings: Settings, arrays: Arrays, clock: Stopwatch) -> l
         except ContextLost:
             raise
         except Skipped as reason:
-            found.append(_bare(case, candidate.peer, "skipped", str(reason), candidate.variant))
+            result.append(_bare(case, candidate.peer, "skipped", str(reason), candidate.variant))
         except Exception as error:
             clock.check_alive()
-            found.append(_bare(case, candidate.peer, "failed", describe(error), candidate.variant))
+            result.append(_bare(case, candidate.peer, "failed", describe(error), candidate.variant))
     calls = [candidate.call for candidate, _ in checked]
     order = random_order(f"{settings.seed} {case.name}")
     timings = measure(calls, clock, settings.rounds, settings.deadline, settings.now, order)
     for (candidate, relative), timing in zip(checked, timings, strict=True):
-        found.append(_timed(case, candidate, relative, timing))
-    return _compared(found)
+        result.append(_timed(case, candidate, relative, timing))
+    return _compared(result)
 
 
 def _offers(
@@ -83,7 +83,7 @@ def _offers(
 ) -> tuple[list[Candidate], list[Row]]:
     """What can be called, and the rows of what cannot."""
     offered: list[Candidate] = []
-    found: list[Row] = []
+    result: list[Row] = []
     for name in (OURS, *settings.peer_names):
         try:
             if name == OURS:
@@ -93,11 +93,11 @@ def _offers(
                 told = None if tried is None else tried.get(case.kind, {})
                 offered += peers.candidates(name, case, inputs, told)
         except Unsupported as reason:
-            found.append(_bare(case, peers.TITLES.get(name, name), "unsupported", str(reason)))
+            result.append(_bare(case, peers.TITLES.get(name, name), "unsupported", str(reason)))
         except Exception as error:
             clock.check_alive()
-            found.append(_bare(case, peers.TITLES.get(name, name), "failed", describe(error)))
-    return offered, found
+            result.append(_bare(case, peers.TITLES.get(name, name), "failed", describe(error)))
+    return offered, result
 
 
 def _error(candidate: Candidate, expected: Any, clock: Stopwatch) -> float:
@@ -131,11 +131,11 @@ def _timed(case: Case, candidate: Candidate, error: float, timing: Timing) -> Ro
     }
 
 
-def _compared(found: list[Row]) -> list[Row]:
+def _compared(result: list[Row]) -> list[Row]:
     """Ours first, then the peers, the fastest first; each right peer with its time over ours."""
-    found.sort(key=lambda row: (row["name"] != OURS, row.get("us", float("inf"))))
-    mine = found[0]
-    for row in found[1:]:
+    result.sort(key=lambda row: (row["name"] != OURS, row.get("us", float("inf"))))
+    mine = result[0]
+    for row in result[1:]:
         if mine["status"] == row["status"] == "timed":
             row["speedup"] = row["us"] / mine["us"]
-    return found
+    return result

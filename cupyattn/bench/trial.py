@@ -45,12 +45,12 @@ def run(name: str, kinds: Sequence[str], seconds: float) -> Answers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
-    found: Answers = {kind: {"": left} for kind in kinds}
+    result: Answers = {kind: {"": left} for kind in kinds}
     for line in said.decode().splitlines():
         with contextlib.suppress(ValueError):  # the last line may be half a line
             kind, backend, fault = json.loads(line)
-            found[kind][backend] = fault
-    return found
+            result[kind][backend] = fault
+    return result
 
 
 def answers(name: str, kinds: Sequence[str], arrays: Arrays) -> Iterator[tuple[str, str, str]]:

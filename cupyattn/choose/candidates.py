@@ -20,14 +20,14 @@ from ..schedule.balance import ROUNDED, Work
 from ..schedule.batch import TileWork
 from ..schedule.makespan import TileTimes, best_split
 from ..schedule.sm_partition import (
+    DecodeLoad,
     Partition,
-    Streams,
     best_partition,
     followed,
-    least_on_all,
+    lower_bound_on_all,
     time_together,
 )
-from ..schedule.tile_shape import DecodeKinds, FewRows, TileShape, decode_time
+from ..schedule.tile_shape import DecodeKinds, DecodeWork, TileShape, decode_time
 
 # The name of a launch for each row class that comes.
 BY_ROW_CLASS = "by row class"
@@ -59,18 +59,20 @@ class Keys(NamedTuple):
     def equal(cls, num_requests: int, kv_len: int) -> Keys:
         return cls(num_requests, kv_len, num_requests * kv_len)
 
-    def few_rows(self, num_kv_heads: int, rows: int, key_bytes: int) -> FewRows:
+    def decode_work(self, num_kv_heads: int, rows: int, key_bytes: int) -> DecodeWork:
         """These keys of requests of a tile of so many rows each."""
-        return FewRows(self.num_requests, self.longest, self.total, num_kv_heads, rows, key_bytes)
+        return DecodeWork(
+            self.num_requests, self.longest, self.total, num_kv_heads, rows, key_bytes
+        )
 
     def work(self, tile_kv: int) -> Work:
         """The work of a tile of rows each, all as long as the longest."""
         return Work.of_equal(self.num_requests, -(-self.longest // tile_kv))
 
-    def within(self, most: int) -> Keys:
+    def within(self, maximum: int) -> Keys:
         """The keys that rows see if each row sees so many at most."""
-        total = min(self.total, self.num_requests * most)
-        return Keys(self.num_requests, min(self.longest, most), total)
+        total = min(self.total, self.num_requests * maximum)
+        return Keys(self.num_requests, min(self.longest, maximum), total)
 
 
 class Offer(Protocol):
@@ -84,18 +86,18 @@ class Offer(Protocol):
         """Tiles of prefill_sm90 that serve all rows, by name."""
         ...
 
-    def blocks_of_few_rows(
-        self, rows: str, num_requests: int, most_rows: int
+    def decode_blocks(
+        self, row_class: str, num_requests: int, max_rows: int
     ) -> list[tuple[str, TileShape]]:
         """The blocks of decode for requests of a row class: the class of their kernel, and their
         shape."""
         ...
 
-    def shape(self, rows: str) -> TileShape:
+    def shape(self, row_class: str) -> TileShape:
         """The shape of the kernel of a row class."""
         ...
 
-    def portable_times(self, rows: str) -> TileTimes | None:
+    def portable_times(self, row_class: str) -> TileTimes | None:
         """What blocks of prefill_sm80 take for a row class; None if they do not serve it, or were
         not timed."""
         ...
@@ -110,7 +112,7 @@ class Candidate:
            fewer rows follow, BY_ROW_CLASS for a launch a row class, or the blocks of decode
            ("decode cluster8")
     parts  the launches: of which row class or tiles, and what they do
-    slots  blocks of the first launch that run at a time; 0: as many as it has, -1: by rows
+    slots  blocks of the first launch that run at a time; 0: as many as it has, -1: by row classes
     shape  of the only launch, where its kernel has blocks of several shapes
     time   when all is done, in microseconds; infinite where nothing is known of it
     """
@@ -146,9 +148,9 @@ def only(name: str) -> Iterator[None]:
 class Batch:
     """What candidates are made for: the requests of each row class, and of all.
 
-    key_bytes  of a key and its value
-    streams    what the classes of few rows read, if others are there
-    many       the requests that launches for few rows may follow
+    key_bytes    of a key and its value
+    prompts      the requests of more rows, which launches for decodes may follow
+    decode_load  what the decodes beside them read
     """
 
     parts: Parts
@@ -157,18 +159,18 @@ class Batch:
     group_size: int
     max_qo_len: int
     key_bytes: int
-    streams: Streams | None
-    many: TileWork | None
+    decode_load: DecodeLoad | None
+    prompts: TileWork | None
 
     @property
     def longest(self) -> int:
         """The most keys of a request."""
-        if self.many is None or self.streams is None:
+        if self.prompts is None or self.decode_load is None:
             return self.works.longest
-        return max(self.many.longest, self.streams.longest)
+        return max(self.prompts.longest, self.decode_load.longest)
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         return self.max_qo_len * self.group_size
 
 
@@ -196,7 +198,7 @@ class _Rates(NamedTuple):
     pair: float
     tile: float
     alone: float
-    most_alone: int
+    max_single: int
 
 
 @lru_cache(maxsize=1024)
@@ -209,7 +211,7 @@ def _rates(shape: TileShape, num_kv_heads: int) -> _Rates:
         pair=share * times.key_tile / (shape.tile_q * shape.tile_kv),
         tile=share * times.item,
         alone=times.single_block_factor,
-        most_alone=shape.num_sms // num_kv_heads,
+        max_single=shape.num_sms // num_kv_heads,
     )
 
 
@@ -227,16 +229,16 @@ def best(offer: Offer, batch: Batch) -> Candidate:
 
 
 def _soonest(batch: Batch, forms: list[_Form]) -> Candidate:
-    found = None
+    result = None
     limit = math.inf
     for bound, make, name, shape, margin in sorted(forms, key=_by_bound):
-        if found is not None and _NEAR * bound >= limit:
+        if result is not None and _NEAR * bound >= limit:
             break
         candidate = make(batch, name, shape, limit / margin)
-        if found is None or margin * candidate.time < limit:
-            found, limit = candidate, margin * candidate.time
-    assert found is not None, "no requests"
-    return found
+        if result is None or margin * candidate.time < limit:
+            result, limit = candidate, margin * candidate.time
+    assert result is not None, "no requests"
+    return result
 
 
 def best_of(batch: Batch, shapes: Mapping[str, TileShape]) -> Candidate:
@@ -252,45 +254,45 @@ def candidates(offer: Offer, batch: Batch) -> list[Candidate]:
 def _forms(offer: Offer, batch: Batch) -> list[_Form]:
     if not batch.parts:
         return []
-    (rows, works), *others = batch.parts
+    (row_class, works), *others = batch.parts
     is_one_token = works.requests.qo_len.size == batch.max_qo_len == 1
-    if not others and rows == DECODE and (offer.is_paged or is_one_token):
+    if not others and row_class == DECODE and (offer.is_paged or is_one_token):
         # Tiles of prefill gain nothing here, and would be one more kernel for an engine to compile.
-        return [_known(x) for x in _of_few_rows(offer, batch)]
-    found = _forms_of_tiles(batch, offer.timed_shapes())
-    if not others and rows in ONE_AN_SM:
-        margin = MARGIN[rows]
-        found = [form._replace(bound=margin * form.bound, margin=margin) for form in found]
-        return found + [_known(x) for x in _of_few_rows(offer, batch)]
-    if found and rows == LARGE:
-        return found  # the tiles of prefill_sm90 are those of its class
-    return [*found, _known(_by_rows(offer, batch))]
+        return [_known(x) for x in _decode_candidates(offer, batch)]
+    result = _forms_of_tiles(batch, offer.timed_shapes())
+    if not others and row_class in ONE_AN_SM:
+        margin = MARGIN[row_class]
+        result = [form._replace(bound=margin * form.bound, margin=margin) for form in result]
+        return result + [_known(x) for x in _decode_candidates(offer, batch)]
+    if result and row_class == LARGE:
+        return result  # the tiles of prefill_sm90 are those of its class
+    return [*result, _known(_by_row_class(offer, batch))]
 
 
 def _forms_of_tiles(batch: Batch, shapes: Mapping[str, TileShape]) -> list[_Form]:
-    found, longest, heads, streams = [], batch.longest, batch.num_kv_heads, batch.streams
-    rows, pairs = (batch.works if batch.many is None else batch.many).rows_and_pairs()
+    result, longest, heads, load = [], batch.longest, batch.num_kv_heads, batch.decode_load
+    rows, pairs = (batch.works if batch.prompts is None else batch.prompts).rows_and_pairs()
     for name, shape in shapes.items():
-        if shape.most_keys and longest > shape.most_keys:
+        if shape.max_keys and longest > shape.max_keys:
             continue
-        launch, pair, tile, alone_share, most_alone = _rates(shape, heads)
+        launch, pair, tile, alone_share, max_single = _rates(shape, heads)
         num_tiles = -(-rows // shape.tile_q)
         busy = pairs * pair + num_tiles * tile
-        if streams is None or batch.many is None:
-            least = launch + (busy if num_tiles > most_alone else alone_share * busy)
-            found.append(_Form(least, alone, name, shape))
+        if load is None or batch.prompts is None:
+            minimum = launch + (busy if num_tiles > max_single else alone_share * busy)
+            result.append(_Form(minimum, alone, name, shape))
             continue
-        few = streams.num_keys * shape.tile_q * pair + streams.keys.size * tile
-        is_alone = num_tiles + streams.keys.size <= most_alone
-        least = launch + (busy + few) * (alone_share if is_alone else 1.0)
-        found.append(_Form(max(least, streams.least_together(shape)), alone, name, shape))
-        if name != PERSISTENT and (shape.is_persistent or shape.most_keys):
+        decodes = load.num_keys * shape.tile_q * pair + load.keys.size * tile
+        is_alone = num_tiles + load.keys.size <= max_single
+        minimum = launch + (busy + decodes) * (alone_share if is_alone else 1.0)
+        result.append(_Form(max(minimum, load.lower_bound_together(shape)), alone, name, shape))
+        if name != PERSISTENT and (shape.is_persistent or shape.max_keys):
             continue  # behind other blocks that take items launches wait as long, and longer
-        least = launch + (busy if num_tiles > most_alone else alone_share * busy)
+        minimum = launch + (busy if num_tiles > max_single else alone_share * busy)
         num_blocks = 0 if shape.is_persistent else num_tiles * heads  # which leave SMs to others
-        least = least_on_all(least, num_blocks, shape, streams)
-        found.append(_Form(least, with_others, name, shape))
-    return found
+        minimum = lower_bound_on_all(minimum, num_blocks, shape, load)
+        result.append(_Form(minimum, with_others, name, shape))
+    return result
 
 
 def _known(candidate: Candidate) -> _Form:
@@ -304,9 +306,9 @@ def _given(batch: Batch, name: str, candidate: Candidate, limit: float) -> Candi
 def alone(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) -> Candidate:
     """One launch of prefill_sm90 serves all."""
     assert shape.times is not None
-    if batch.many is not None and batch.streams is not None:
-        work = batch.many.of(shape)
-        time = time_together(work, batch.num_kv_heads, shape, batch.streams, limit)
+    if batch.prompts is not None and batch.decode_load is not None:
+        work = batch.prompts.of(shape)
+        time = time_together(work, batch.num_kv_heads, shape, batch.decode_load, limit)
     else:
         time = split_time(batch.works.of(shape), batch.num_kv_heads, shape, shape.times, limit)
     return Candidate(name, [(name, batch.works)], 0, None, time)
@@ -315,36 +317,40 @@ def alone(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) ->
 def with_others(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) -> Candidate:
     """Launches for the requests of few rows follow one for those of many, on SMs of their own if
     its blocks are persistent."""
-    assert batch.many is not None and batch.streams is not None
-    slots, time = beside_others(batch.many, batch.num_kv_heads, shape, batch.streams, limit)
-    few = [part for part in batch.parts if part[0] not in (SMALL, LARGE)]
-    return Candidate(f"{name} + others", [(name, batch.many), *few], slots, None, time)
+    assert batch.prompts is not None and batch.decode_load is not None
+    slots, time = partition_beside(
+        batch.prompts, batch.num_kv_heads, shape, batch.decode_load, limit
+    )
+    decodes = [part for part in batch.parts if part[0] not in (SMALL, LARGE)]
+    return Candidate(f"{name} + others", [(name, batch.prompts), *decodes], slots, None, time)
 
 
-def beside_others(
-    many: TileWork,
+def partition_beside(
+    prompts: TileWork,
     num_kv_heads: int,
     shape: TileShape,
-    streams: Streams,
+    load: DecodeLoad,
     limit: float = math.inf,
 ) -> Partition:
     """How many blocks of a launch run at a time that others follow, 0 for as many as it has, and
     when all are done."""
-    of_first = followed(shape, streams.times) if shape.is_persistent else shape
-    may_leave = shape.is_persistent and not shape.most_keys
-    found = best_partition(many.of(shape), num_kv_heads, of_first, streams, may_leave, limit)
-    return found._replace(num_slots=0) if found.num_slots == shape.num_slots else found
+    of_first = followed(shape, load.times) if shape.is_persistent else shape
+    may_leave = shape.is_persistent and not shape.max_keys
+    result = best_partition(prompts.of(shape), num_kv_heads, of_first, load, may_leave, limit)
+    return result._replace(num_slots=0) if result.num_slots == shape.num_slots else result
 
 
-def _by_rows(offer: Offer, batch: Batch) -> Candidate:
+def _by_row_class(offer: Offer, batch: Batch) -> Candidate:
     """A launch a row class, by the portable kernels where prefill_sm90 does not serve."""
-    (rows, works), *others = batch.parts
+    (row_class, works), *others = batch.parts
     time = math.inf
     if not others:
-        shape = offer.shape(rows)
-        time = split_time(works.of(shape), batch.num_kv_heads, shape, offer.portable_times(rows))
-    elif batch.streams is not None and batch.many is None:
-        time = batch.streams.time()
+        shape = offer.shape(row_class)
+        time = split_time(
+            works.of(shape), batch.num_kv_heads, shape, offer.portable_times(row_class)
+        )
+    elif batch.decode_load is not None and batch.prompts is None:
+        time = batch.decode_load.time()
     return Candidate(BY_ROW_CLASS, batch.parts, -1, None, time)
 
 
@@ -362,40 +368,47 @@ def split_time(
     return best_split(work, num_kv_heads, shape.slots, times, limit=limit).time
 
 
-def _of_few_rows(offer: Offer, batch: Batch) -> list[Candidate]:
+def _decode_candidates(offer: Offer, batch: Batch) -> list[Candidate]:
     """The blocks of decode for requests of one row class, and those of prefill for more rows."""
-    ((rows, works),) = batch.parts
+    ((row_class, works),) = batch.parts
     keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
-    few = keys.few_rows(batch.num_kv_heads, batch.most_rows, batch.key_bytes)
+    decode_work = keys.decode_work(batch.num_kv_heads, batch.max_rows, batch.key_bytes)
     return [
-        Candidate(name_of_blocks(rows, name, shape), [(name, works)], -1, shape, time)
-        for time, name, shape in timed_blocks(offer, rows, few, works.of)
+        Candidate(name_of_blocks(row_class, name, shape), [(name, works)], -1, shape, time)
+        for time, name, shape in timed_blocks(offer, row_class, decode_work, works.of)
     ]
 
 
 def timed_blocks(
     offer: Offer,
-    rows: str,
-    few: FewRows,
+    row_class: str,
+    decode_work: DecodeWork,
     work_of: Callable[[TileShape], Work],
 ) -> list[tuple[float, str, TileShape]]:
     """The blocks of decode for requests of one row class, and those of prefill for 17 rows and
     more: when they are done, the class of their kernel, and their shape."""
-    times, offered = offer.decode_times, offer.blocks_of_few_rows(rows, few.num_tiles, few.rows)
-    found = [(decode_time(shape, times.of(shape), few), name, shape) for name, shape in offered]
-    if rows == VERIFY:
+    times, offered = (
+        offer.decode_times,
+        offer.decode_blocks(row_class, decode_work.num_tiles, decode_work.rows),
+    )
+    result = [
+        (decode_time(shape, times.of(shape), decode_work), name, shape) for name, shape in offered
+    ]
+    if row_class == VERIFY:
         shape = offer.shape(SMALL)
-        time = split_time(work_of(shape), few.num_kv_heads, shape, offer.portable_times(SMALL))
-        found.append((time, SMALL, shape))
-    return found
+        time = split_time(
+            work_of(shape), decode_work.num_kv_heads, shape, offer.portable_times(SMALL)
+        )
+        result.append((time, SMALL, shape))
+    return result
 
 
-def name_of_blocks(rows: str, kernel_rows: str, shape: TileShape) -> str:
+def name_of_blocks(row_class: str, kernel_rows: str, shape: TileShape) -> str:
     """The name of blocks for a row class. kernel_rows: the class that their kernel is of."""
     if kernel_rows == SMALL:
         return SMALL
     if shape.cluster > 1:
-        return f"{rows} cluster{shape.cluster}"
+        return f"{row_class} cluster{shape.cluster}"
     if shape.decode is not None:
-        return f"{rows} one_an_sm"
-    return rows if shape.is_fused else f"{rows} merge_launch"
+        return f"{row_class} one_an_sm"
+    return row_class if shape.is_fused else f"{row_class} merge_launch"

@@ -202,8 +202,8 @@ def packaged(props: DeviceProps) -> Card:
     for card in shipped():
         if props.name in card.match:
             return card
-    found = [card for card in (*shipped(), *unmeasured()) if card.arch == props.arch]
-    return min(found or shipped(), key=lambda card: _distance(card, props)).scaled_to(props)
+    result = [card for card in (*shipped(), *unmeasured()) if card.arch == props.arch]
+    return min(result or shipped(), key=lambda card: _distance(card, props)).scaled_to(props)
 
 
 def _distance(card: Card, props: DeviceProps) -> tuple[float, float]:
@@ -221,7 +221,7 @@ def shipped() -> tuple[Card, ...]:
 def unmeasured() -> tuple[Card, ...]:
     """A card of each architecture of which none was measured, by the times that it should have."""
     texts = _texts()
-    found = []
+    result = []
     for text in texts.values():
         if name := _like(text):
             facts = json.loads(text)["card"]
@@ -233,8 +233,8 @@ def unmeasured() -> tuple[Card, ...]:
                 memory_rate=float(facts["memory_gb_per_s"]),
                 sm_clock=float(facts["sm_clock_mhz"]),
             )
-            found.append(read(texts[name], name).scaled_to(props))
-    return tuple(found)
+            result.append(read(texts[name], name).scaled_to(props))
+    return tuple(result)
 
 
 def _texts() -> dict[str, str]:
@@ -259,7 +259,7 @@ def read(text: str, where: str) -> Card:
 
 def _card(data: dict[str, Any]) -> Card:
     card, measured = data["card"], data["measured"] or {}
-    kinds = {kind: DecodeTimes(**data["decode"][kind]) for kind in DecodeKinds._fields}
+    decode = {kind: DecodeTimes(**old_names.fields(x)) for kind, x in data["decode"].items()}
     beside = {name: float(data["beside"][name]) for name in BesideTimes._fields}
     return Card(
         name=str(card["name"]),
@@ -273,7 +273,7 @@ def _card(data: dict[str, Any]) -> Card:
         key_rate=float(data["rates"]["keys"]),
         row_rate=float(data["rates"]["rows"]),
         fp8_keys=float(data["rates"]["fp8_keys"]),
-        decode=DecodeKinds(**kinds),
+        decode=DecodeKinds(**decode),
         beside=BesideTimes(**beside),
         options={name: _pair(data["options"][name]) for name in OPTIONS},
         tiles=dict(_tile(row) for row in data["tiles"]),
@@ -281,7 +281,7 @@ def _card(data: dict[str, Any]) -> Card:
 
 
 def _tile(row: dict[str, Any]) -> tuple[TileKey, TimedTile]:
-    row = {old_names.FIELDS.get(name, name): value for name, value in row.items()}
+    row = old_names.fields(row)
     names = [name for name in TileTimes._fields if name in row]
     times = TileTimes(**{name: float(row[name]) for name in names})
     head_dim_qk, head_dim_vo = map(int, row["dims"])

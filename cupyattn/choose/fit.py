@@ -14,10 +14,10 @@ import numpy as np
 
 from ..core.problem import AttentionProblem
 from ..launch.tiles import prefill_sm90
-from ..launch.tiles.row_classes import LARGE, MOST_ROWS, ONE_AN_SM, PERSISTENT, SMALL, VERIFY
+from ..launch.tiles.row_classes import LARGE, MAX_ROWS, ONE_AN_SM, PERSISTENT, SMALL, VERIFY
 from ..schedule.makespan import TileTimes
 from ..schedule.sm_partition import BesideTimes
-from ..schedule.tile_shape import DecodeKinds, DecodeTimes, FewRows, TileShape, decode_time
+from ..schedule.tile_shape import DecodeKinds, DecodeTimes, DecodeWork, TileShape, decode_time
 from . import least_squares, tile_times
 from .candidates import (
     BY_ROW_CLASS,
@@ -33,13 +33,13 @@ from .candidates import (
 from .card import Card, TileKey, TimedTile
 
 # A tile has times of its own for such head dims from so many samples on.
-_LEAST_SAMPLES = 12
+_MIN_SAMPLES = 12
 # What the fit of a tile changes.
 _TILE_FIELDS = "launch", "item", "key_tile", "single_block_factor", "mha_factor"
 # Rows say nothing of these: a partition is chosen by them, and no other is timed beside it.
 _NOT_TOLD = ("stream_rate",)
 # What blocks take at least that have an SM each, where others have none: memory is all theirs.
-_LEAST_OF_LONE = 0.8
+_MIN_SINGLE_BLOCK_FACTOR = 0.8
 _SHARES = {"single_block_factor": (0.3, 1.0), "mha_factor": (1.0, 2.0)}
 
 
@@ -86,9 +86,9 @@ class _OfTile(NamedTuple):
 
 
 def _of_tiles(samples: Iterable[Sample]) -> list[_OfTile]:
-    found = []
+    result = []
     for sample in samples:
-        if sample.batch.many is not None:
+        if sample.batch.prompts is not None:
             continue
         shapes = sample.offer.timed_shapes()
         us = dict(sample.us)
@@ -97,8 +97,8 @@ def _of_tiles(samples: Iterable[Sample]) -> list[_OfTile]:
         for name in us.keys() & shapes.keys():
             tile = prefill_sm90.find(sample.problem, sample.page_size, name)
             assert isinstance(tile, prefill_sm90.Tile)
-            found.append(_OfTile(sample, tile, us[name]))
-    return found
+            result.append(_OfTile(sample, tile, us[name]))
+    return result
 
 
 def _fit_rates(card: Card, samples: Sequence[Sample]) -> Card:
@@ -106,19 +106,19 @@ def _fit_rates(card: Card, samples: Sequence[Sample]) -> Card:
     group = [
         x
         for x in _of_tiles(samples)
-        if x.sample.batch.max_qo_len * x.sample.batch.group_size <= MOST_ROWS[VERIFY]
+        if x.sample.batch.max_qo_len * x.sample.batch.group_size <= MAX_ROWS[VERIFY]
         and not tile_times.option_names(x.sample.problem)
     ]
-    if len(group) < _LEAST_SAMPLES:
+    if len(group) < _MIN_SAMPLES:
         return card
 
     def card_of(x: np.ndarray) -> Card:
         return replace(card, key_rate=float(x[0]), state_rate=float(x[1]))
 
     def told(x: np.ndarray) -> np.ndarray:
-        made = card_of(x)
+        built = card_of(x)
         _forget(group)
-        return np.array([y.told_by_nearest(made) for y in group])
+        return np.array([y.told_by_nearest(built) for y in group])
 
     start = np.array([card.key_rate, card.state_rate])
     return card_of(least_squares.fit(told, start, np.array([x.us for x in group])))
@@ -138,7 +138,7 @@ def _fit_tiles(card: Card, samples: Sequence[Sample]) -> Card:
     tiles = dict(card.tiles)
     for own, group in groups.items():
         plain = [x for x in group if not x.sample.problem.soft_cap]
-        if own in tiles or len(plain) >= _LEAST_SAMPLES:
+        if own in tiles or len(plain) >= _MIN_SAMPLES:
             tiles[own] = _fit_tile(replace(card, tiles=tiles), own, plain, group[0])
     card = replace(card, tiles=tiles)
     for own, group in groups.items():
@@ -172,13 +172,13 @@ def _fit_tile(card: Card, own: TileKey, group: list[_OfTile], one: _OfTile) -> T
         values = {name: _within(name, float(v)) for name, v in zip(fields, x, strict=True)}
         if is_lone:
             factor = values["single_block_factor"]
-            values["single_block_factor"] = max(factor, _LEAST_OF_LONE)
+            values["single_block_factor"] = max(factor, _MIN_SINGLE_BLOCK_FACTOR)
         return timed._replace(times=timed.times._replace(**values))
 
     def told(x: np.ndarray) -> np.ndarray:
-        made = times_of(x)
+        built = times_of(x)
         _forget(group)
-        return np.array([y.told(card, own, made) for y in group])
+        return np.array([y.told(card, own, built) for y in group])
 
     start = np.array([max(getattr(timed.times, name), 1e-3) for name in fields])
     return times_of(least_squares.fit(told, start, np.array([x.us for x in group])))
@@ -209,9 +209,9 @@ def _fit_options(card: Card, samples: Sequence[Sample]) -> Card:
             continue
 
         def told(x: np.ndarray, name: str = name, group: list[_OfTile] = group) -> np.ndarray:
-            made = replace(card, options={**options, name: (float(x[0]), float(x[1]))})
+            built = replace(card, options={**options, name: (float(x[0]), float(x[1]))})
             _forget(group)
-            return np.array([y.told_by_nearest(made) for y in group])
+            return np.array([y.told_by_nearest(built) for y in group])
 
         us, (added, factor) = np.array([x.us for x in group]), options[name]
         fitted = least_squares.fit(told, np.array([max(added, 0.5), factor]), us)
@@ -223,21 +223,25 @@ def _fit_portable(card: Card, samples: Sequence[Sample]) -> Card:
     """The times of prefill_sm80, where a measurement has asked for its blocks."""
     groups: dict[TileKey, list[tuple[Sample, float]]] = defaultdict(list)
     for sample in samples:
-        (rows, _), *others = sample.batch.parts
-        us = sample.us.get(SMALL if rows == VERIFY else BY_ROW_CLASS)
-        rows = SMALL if rows == VERIFY else rows
-        if others or us is None or sample.offer.portable_times(rows) is None:
+        (row_class, _), *others = sample.batch.parts
+        us = sample.us.get(SMALL if row_class == VERIFY else BY_ROW_CLASS)
+        row_class = SMALL if row_class == VERIFY else row_class
+        if others or us is None or sample.offer.portable_times(row_class) is None:
             continue
         problem = sample.problem
         keys = tile_times.portable_keys(problem)
         if not (tile_times.option_names(problem) or problem.soft_cap):
             key = TileKey(
-                tile_times.PORTABLE_KERNEL, rows, keys, problem.head_dim_qk, problem.head_dim_vo
+                tile_times.PORTABLE_KERNEL,
+                row_class,
+                keys,
+                problem.head_dim_qk,
+                problem.head_dim_vo,
             )
             groups[key].append((sample, us))
     tiles = dict(card.tiles)
     for key, group in groups.items():
-        if len(group) >= _LEAST_SAMPLES or key in tiles:
+        if len(group) >= _MIN_SAMPLES or key in tiles:
             tiles[key] = _fit_portable_tile(replace(card, tiles=tiles), key, group)
     return replace(card, tiles=tiles)
 
@@ -258,17 +262,17 @@ def _fit_portable_tile(card: Card, own: TileKey, group: list[tuple[Sample, float
         return TimedTile(start._replace(**values), area, timed.capped)
 
     def told(x: np.ndarray) -> np.ndarray:
-        made = replace(card, tiles={**card.tiles, own: times_of(x)})
-        found = []
+        built = replace(card, tiles={**card.tiles, own: times_of(x)})
+        result = []
         for sample, _ in group:
             batch, shape = sample.batch, sample.offer.shape(own.tile)
             batch.works.forget()
             area = shape.tile_q, shape.tile_kv
-            times = tile_times.portable_times_of(made, sample.problem, own.tile, area)
+            times = tile_times.portable_times_of(built, sample.problem, own.tile, area)
             assert times is not None
             times = times.of_group(batch.group_size)
-            found.append(split_time(batch.works.of(shape), batch.num_kv_heads, shape, times))
-        return np.array(found)
+            result.append(split_time(batch.works.of(shape), batch.num_kv_heads, shape, times))
+        return np.array(result)
 
     us = np.array([us for _, us in group])
     values = np.array([getattr(start, name) for name in fields])
@@ -282,8 +286,8 @@ def _forget(group: Iterable[_OfTile]) -> None:
 
 
 def _within(name: str, value: float) -> float:
-    least, most = _SHARES.get(name, (0.0, math.inf))
-    return min(max(value, least), most)
+    minimum, maximum = _SHARES.get(name, (0.0, math.inf))
+    return min(max(value, minimum), maximum)
 
 
 _Told = Callable[[DecodeTimes], float]
@@ -295,29 +299,29 @@ def _of_decode(
     """What blocks of decode take by their times, and what they took, by their kind."""
     groups: dict[str, list[tuple[_Told, float]]] = defaultdict(list)
     for sample in samples:
-        (rows, works), *others = sample.batch.parts
-        if others or rows not in ONE_AN_SM or sample.problem.dtype_kv.is_fp8 != is_fp8:
+        (row_class, works), *others = sample.batch.parts
+        if others or row_class not in ONE_AN_SM or sample.problem.dtype_kv.is_fp8 != is_fp8:
             continue
         batch = sample.batch
         keys = Keys(works.requests.kv_len.size, works.longest, works.num_keys)
-        few = keys.few_rows(batch.num_kv_heads, batch.most_rows, batch.key_bytes)
-        for name, shape in _blocks(sample, rows, keys.num_requests):
+        decode_work = keys.decode_work(batch.num_kv_heads, batch.max_rows, batch.key_bytes)
+        for name, shape in _blocks(sample, row_class, keys.num_requests):
             if name in sample.us:
                 kind = card.decode.kind_of(shape)
-                told = functools.partial(_decode_time, shape, few)
+                told = functools.partial(_decode_time, shape, decode_work)
                 groups[kind].append((told, sample.us[name]))
     return groups
 
 
-def _decode_time(shape: TileShape, few: FewRows, times: DecodeTimes) -> float:
-    return decode_time(shape, times, few)
+def _decode_time(shape: TileShape, decode_work: DecodeWork, times: DecodeTimes) -> float:
+    return decode_time(shape, times, decode_work)
 
 
 def _fit_fp8(card: Card, samples: Sequence[Sample]) -> float:
     """How much longer blocks of decode take for keys of fp8."""
     groups = _of_decode(card, samples, True)
     group = [(kind, *one) for kind, some in groups.items() for one in some]
-    if len(group) < _LEAST_SAMPLES:
+    if len(group) < _MIN_SAMPLES:
         return card.fp8_keys
 
     def told(x: np.ndarray) -> np.ndarray:
@@ -331,25 +335,25 @@ def _fit_fp8(card: Card, samples: Sequence[Sample]) -> float:
 def _fit_decode(card: Card, samples: Sequence[Sample]) -> DecodeKinds:
     """The times of each kind of blocks of decode, by keys of 16 bits."""
     groups = _of_decode(card, samples, False)
-    found = card.decode
+    result = card.decode
     for kind, group in groups.items():
-        times = getattr(found, kind)
-        if len(group) < _LEAST_SAMPLES:
+        times = getattr(result, kind)
+        if len(group) < _MIN_SAMPLES:
             continue
 
         def told_all(x: np.ndarray, group: Any = group) -> np.ndarray:
-            made = DecodeTimes._make(map(float, x))
-            return np.array([told(made) for told, _ in group])
+            built = DecodeTimes._make(map(float, x))
+            return np.array([told(built) for told, _ in group])
 
         us = np.array([us for _, us in group])
         fitted = least_squares.fit(told_all, np.array(times), us)
-        found = found._replace(**{kind: DecodeTimes._make(map(float, fitted))})
-    return found
+        result = result._replace(**{kind: DecodeTimes._make(map(float, fitted))})
+    return result
 
 
-def _blocks(sample: Sample, rows: str, count: int) -> Iterable[tuple[str, Any]]:
-    for name, shape in sample.offer.blocks_of_few_rows(rows, count, sample.batch.most_rows):
-        yield name_of_blocks(rows, name, shape), shape
+def _blocks(sample: Sample, row_class: str, count: int) -> Iterable[tuple[str, Any]]:
+    for name, shape in sample.offer.decode_blocks(row_class, count, sample.batch.max_rows):
+        yield name_of_blocks(row_class, name, shape), shape
 
 
 def _fit_beside(card: Card, samples: Sequence[Sample]) -> BesideTimes:
@@ -357,7 +361,7 @@ def _fit_beside(card: Card, samples: Sequence[Sample]) -> BesideTimes:
     group: list[tuple[Callable[[BesideTimes], Candidate], float]] = []
     for sample in samples:
         batch = sample.batch
-        if batch.many is None or batch.streams is None:
+        if batch.prompts is None or batch.decode_load is None:
             continue
         for name in sample.offer.timed_shapes():
             times = tile_times.times_of(card, sample.problem, sample.page_size, name)
@@ -367,7 +371,7 @@ def _fit_beside(card: Card, samples: Sequence[Sample]) -> BesideTimes:
             for label, make in ((name, alone), (f"{name} + others", with_others)):
                 if label in sample.us:
                     group.append((_beside(batch, name, shape, make), sample.us[label]))
-    if len(group) < _LEAST_SAMPLES:
+    if len(group) < _MIN_SAMPLES:
         return card.beside
     fields = [name for name in BesideTimes._fields if name not in _NOT_TOLD]
 
@@ -375,8 +379,8 @@ def _fit_beside(card: Card, samples: Sequence[Sample]) -> BesideTimes:
         return card.beside._replace(**dict(zip(fields, map(float, x), strict=True)))
 
     def told(x: np.ndarray) -> np.ndarray:
-        made = times_of(x)
-        return np.array([make(made).time for make, _ in group])
+        built = times_of(x)
+        return np.array([make(built).time for make, _ in group])
 
     start = np.array([getattr(card.beside, name) for name in fields])
     return times_of(least_squares.fit(told, start, np.array([us for _, us in group])))
@@ -385,11 +389,11 @@ def _fit_beside(card: Card, samples: Sequence[Sample]) -> BesideTimes:
 def _beside(
     batch: Batch, name: str, shape: Any, make: Callable[[Batch, str, Any], Candidate]
 ) -> Callable[[BesideTimes], Candidate]:
-    assert batch.streams is not None
-    streams = batch.streams
+    assert batch.decode_load is not None
+    load = batch.decode_load
 
     def told(times: BesideTimes) -> Candidate:
-        return make(replace(batch, streams=replace(streams, times=times)), name, shape)
+        return make(replace(batch, decode_load=replace(load, times=times)), name, shape)
 
     return told
 

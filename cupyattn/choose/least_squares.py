@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 _STEP = 1e-3  # of a logarithm, for derivatives
-_MOST_STEPS = 25
-_LEAST_GAIN = 1e-4
+_MAX_STEPS = 25
+_MIN_GAIN = 1e-4
 # An error beyond this, a logarithm, counts linearly: one odd sample does not bend all others.
 _FAR = 0.15
 # How strongly a parameter is held where it starts, as if so many samples had said so.
@@ -31,7 +31,7 @@ def fit(told: Callable[[np.ndarray], np.ndarray], start: np.ndarray, us: np.ndar
 
     x, damping = log_start.copy(), 1e-2
     now = errors(x)
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         slopes = np.stack([(errors(x + step) - now) / _STEP for step in np.eye(x.size) * _STEP], 1)
         square = slopes.T @ slopes
         while True:
@@ -45,6 +45,6 @@ def fit(told: Callable[[np.ndarray], np.ndarray], start: np.ndarray, us: np.ndar
                 return np.exp(x)
         gain = 1 - (then @ then) / (now @ now)
         x, now, damping = x + step, then, damping / 4
-        if gain < _LEAST_GAIN:
+        if gain < _MIN_GAIN:
             break
     return np.exp(x)

@@ -4,6 +4,8 @@ hold them, and stay as they are: what reads them translates."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 _TILES = {
     "large": "persistent",
@@ -22,8 +24,16 @@ _CANDIDATES = (
     (r"(decode|verify) merged apart", r"\1 merge_launch"),
     (r"(decode|verify) x(\d)", r"\1 cluster\2"),
 )
-FIELDS = {"alone": "single_block_factor", "own_keys": "mha_factor"}
-"""Fields of a card's tiles, by their names of then."""
+_FIELDS = {
+    "alone": "single_block_factor",
+    "own_keys": "mha_factor",
+    "least_share": "min_share",
+}
+
+
+def fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of a card by today's names of its fields."""
+    return {_FIELDS.get(name, name): value for name, value in record.items()}
 
 
 def tile(name: str, keys: str, head_dims: tuple[int, int]) -> str:

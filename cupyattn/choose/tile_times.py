@@ -33,14 +33,14 @@ def large_tiles(
 ) -> dict[str, tuple[TileConfig, TileTimes]]:
     """The tiles that a plan of requests of the last class may choose from, by name, and their
     times, the one for long launches first. Empty for a problem whose kernels were not timed."""
-    card, found = card_of(props), {}
+    card, result = card_of(props), {}
     target = Target(props.arch, props.max_smem_per_block, page_size)
     for name in LARGE_TILES:
         if prefill_sm90.refusal(problem, name, target) is None:
             times = times_of(card, problem, page_size, name)
             if times is not None:
-                found[name] = prefill_sm90.tiles(problem, name, target), times
-    return found if PERSISTENT in found else {}
+                result[name] = prefill_sm90.tiles(problem, name, target), times
+    return result if PERSISTENT in result else {}
 
 
 def times_of(card: Card, problem: AttentionProblem, page_size: int, name: str) -> TileTimes | None:
@@ -110,12 +110,12 @@ def _of_options(card: Card, problem: AttentionProblem) -> tuple[float, float]:
 
 def option_names(problem: AttentionProblem) -> list[str]:
     """The keys of card.options that a problem has."""
-    found = [] if problem.pos_encoding == "NONE" else [problem.pos_encoding.lower()]
+    result = [] if problem.pos_encoding == "NONE" else [problem.pos_encoding.lower()]
     if problem.custom_mask:
-        found.append("mask")
+        result.append("mask")
     if problem.reads_rows and problem.pos_encoding != "ALIBI":
-        found.append("rows")
-    return found
+        result.append("rows")
+    return result
 
 
 def portable_keys(problem: AttentionProblem) -> str:
@@ -123,20 +123,20 @@ def portable_keys(problem: AttentionProblem) -> str:
     return "fp8" if problem.dtype_kv.is_fp8 else "paged" if problem.paged else "ragged"
 
 
-def nearest_portable(card: Card, problem: AttentionProblem, rows: str) -> TileKey | None:
+def nearest_portable(card: Card, problem: AttentionProblem, row_class: str) -> TileKey | None:
     """The tile of prefill_sm80 of a row class that was timed with the likest keys and dims."""
     like = _LIKE_PORTABLE_KEYS[portable_keys(problem)]
     own = problem.head_dim_qk + problem.head_dim_vo
-    fitting = [x for x in card.tiles if x[:2] == (PORTABLE_KERNEL, rows) and x.keys in like]
+    fitting = [x for x in card.tiles if x[:2] == (PORTABLE_KERNEL, row_class) and x.keys in like]
     return min(fitting, key=lambda x: (like.index(x.keys), abs(sum(x[-2:]) - own)), default=None)
 
 
 def portable_times_of(
-    card: Card, problem: AttentionProblem, rows: str, area: tuple[int, int]
+    card: Card, problem: AttentionProblem, row_class: str, area: tuple[int, int]
 ) -> TileTimes | None:
     """The times of prefill_sm80 for a row class, whose tiles have so many rows and keys; None if no
     like tile was timed."""
-    key = nearest_portable(card, problem, rows)
+    key = nearest_portable(card, problem, row_class)
     return key and _scaled(card, problem, area, key, card.tiles[key])
 
 
@@ -151,5 +151,5 @@ def shape_of(
         times=times.of_group(group_size),
         num_sms=num_sms,
         is_persistent=tiles.is_persistent,
-        most_keys=prefill_sm90.MOST_KEYS_OF_SHORT_ITEMS if tiles.is_for_short_items else 0,
+        max_keys=prefill_sm90.MAX_KEYS_OF_SHORT_ITEMS if tiles.is_for_short_items else 0,
     )

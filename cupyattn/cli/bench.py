@@ -90,8 +90,8 @@ def _measure(
     record: report.Record, settings: Settings, arrays: Arrays, clock: Clock, seconds: float
 ) -> None:
     """Ours alone, so that its rows are there whatever a peer does, and then again beside peers."""
-    for found in rows(replace(settings, peer_names=()), arrays, clock):
-        record.add(found)
+    for result in rows(replace(settings, peer_names=()), arrays, clock):
+        record.add(result)
     absent = {name: peers.absence(name) for name in settings.peer_names}
     names = [name for name, reason in absent.items() if not reason]
     if any(absent.values()):
@@ -105,9 +105,9 @@ def _measure(
     beside = replace(settings, peer_names=names, tried=tried, deadline=deadline)
     print("\nThe same again, beside peers:", flush=True)
     left = [case.name for case in settings.cases]
-    for found in rows(beside, arrays, clock):
-        record.add(found)
-        left.remove(found[0]["case"])
+    for result in rows(beside, arrays, clock):
+        record.add(result)
+        left.remove(result[0]["case"])
     if left:
         print(f"\nwithout peers: {', '.join(left)}; give more --seconds")
 
@@ -117,7 +117,7 @@ def _try(name: str, settings: Settings, seconds: float) -> trial.Answers:
     title = peers.TITLES[name]
     print(f"\n{title} has {seconds:.0f} s to compile what is not prebuilt ...", flush=True)
     answers = trial.run(name, list(dict.fromkeys(case.kind for case in settings.cases)), seconds)
-    if not all(set(found) - {""} for found in answers.values()):
+    if not all(set(result) - {""} for result in answers.values()):
         print(f"{title} has not answered for all cases; --compile-seconds 600 gives it time")
     return answers
 
@@ -135,17 +135,17 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _cases(patterns: str) -> Sequence[Case]:
-    found = [
+    result = [
         case
         for case in CASES
         if any(fnmatch.fnmatch(case.name, part.strip()) for part in patterns.split(","))
     ]
-    if not found:
+    if not result:
         raise ArgumentError(
             f"--case: nothing is called {patterns!r}; wanted some of "
             f"{', '.join(case.name for case in CASES)}"
         )
-    return found
+    return result
 
 
 def _finish(record: report.Record, settings: Settings) -> int:

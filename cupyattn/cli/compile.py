@@ -113,11 +113,11 @@ def _archs_here() -> list[str]:
         count = cupy_module().cuda.runtime.getDeviceCount()
     except RuntimeError:  # no CuPy, or no driver
         return []
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for index in range(count):
         with contextlib.suppress(UnsupportedError):
-            found[device_props(index).arch] = None
-    return list(found)
+            result[device_props(index).arch] = None
+    return list(result)
 
 
 def _estimate(tasks: Iterable[Task]) -> list[str]:
@@ -165,8 +165,8 @@ class _Outcome:
         """Kernels that share what is wrong differ in the first of several lines."""
         name, config, arch = task
         first, _, rest = message.partition("\n")
-        found = self.failures.setdefault(rest or first, [])
-        found.append(f"{name} {arch}: {message}\n  {config!r}")
+        result = self.failures.setdefault(rest or first, [])
+        result.append(f"{name} {arch}: {message}\n  {config!r}")
 
     def print(self) -> None:
         seconds = time.perf_counter() - self.start

@@ -25,7 +25,7 @@ from . import model
 
 _AUTO, _WITHOUT_GPU = "auto", "h100"
 _KIND = re.compile(r"(?:(\d+)x)?(\d+):(\d+)")
-_MOST_REQUESTS = 1 << 16
+_MAX_REQUESTS = 1 << 16
 # The L2 of the cards without a GPU. Plans look at it only for the order of heads.
 _L2_BYTES = 50 << 20
 _LENGTHS = "64x1:4096,2x512:2048"
@@ -82,10 +82,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print it; 2 if there is nothing to explain."""
     try:
-        found = explanation(args)
-        print(found)
+        result = explanation(args)
+        print(result)
         if args.plot is not None:
-            _write(args.plot, found.picture())
+            _write(args.plot, result.picture())
     except CupyAttnError as error:
         print(f"cupyattn explain: {error}", file=sys.stderr)
         return 2
@@ -128,9 +128,9 @@ def _requests(text: str, spec: AttentionSpec) -> BatchRequests:
     """The requests of --batch, one behind another."""
     lengths: list[tuple[int, int]] = []
     for part in text.replace(" ", "").split(","):
-        found = _KIND.fullmatch(part)
-        number, rows, keys = (int(x or 1) for x in found.groups()) if found else (0, 0, 0)
-        if not found or not rows or max(rows, keys) > MAX_LENGTH:
+        result = _KIND.fullmatch(part)
+        number, rows, keys = (int(x or 1) for x in result.groups()) if result else (0, 0, 0)
+        if not result or not rows or max(rows, keys) > MAX_LENGTH:
             raise ArgumentError(
                 f"--batch: got {part!r}; wanted COUNTxROWS:KEYS, such as {_LENGTHS}, of lengths up "
                 f"to {MAX_LENGTH}"
@@ -140,8 +140,8 @@ def _requests(text: str, spec: AttentionSpec) -> BatchRequests:
                 f"--batch: got {part!r}, with {rows} query tokens and {keys} keys; wanted all keys "
                 "of a request, those of its query tokens among them"
             )
-        if len(lengths) + number > _MOST_REQUESTS:
-            raise ArgumentError(f"--batch: more than {_MOST_REQUESTS} requests; name fewer")
+        if len(lengths) + number > _MAX_REQUESTS:
+            raise ArgumentError(f"--batch: more than {_MAX_REQUESTS} requests; name fewer")
         lengths += [(rows, keys)] * number
     if not lengths:
         raise ArgumentError(f"--batch: got {text!r}, no requests; wanted some, such as {_LENGTHS}")

@@ -37,8 +37,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 0."""
-    found = facts()
-    print(json.dumps(found, indent=2) if args.json else "\n".join(_lines(found)))
+    result = facts()
+    print(json.dumps(result, indent=2) if args.json else "\n".join(_lines(result)))
     return 0
 
 
@@ -115,12 +115,12 @@ def _cache_facts() -> Any:
         places = cache.places()
     except CupyAttnError as error:
         return {"error": str(error)}
-    found = []
+    result = []
     for place in places:
         count, nbytes = cache.contents(place)
         access = cache.problem(place) or ("writable" if is_writable(place.path) else "read-only")
         kind = "fallback" if place.is_private else "cache"
-        found.append(
+        result.append(
             {
                 "kind": kind,
                 "path": str(place.path),
@@ -129,27 +129,27 @@ def _cache_facts() -> Any:
                 "bytes": nbytes,
             }
         )
-    return found
+    return result
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _lines(result: dict[str, Any]) -> list[str]:
     """The facts for readers, a line each."""
     lines = [
-        f"cupyattn     {found['cupyattn']}",
-        f"Python       {found['python']}, {found['platform']}",
-        f"frameworks   {_frameworks(found['frameworks'])}",
+        f"cupyattn     {result['cupyattn']}",
+        f"Python       {result['python']}, {result['platform']}",
+        f"frameworks   {_frameworks(result['frameworks'])}",
     ]
-    lines += _gpu_lines(found)
-    dims = ", ".join(found["hopper_head_dims"])
+    lines += _gpu_lines(result)
+    dims = ", ".join(result["hopper_head_dims"])
     lines += [
         f"Hopper       prefill kernels of its own for head dims {dims}",
-        f"NVRTC        {_shown(found['nvrtc'])}",
-        f"kernels      {_shown(found['kernels'])}",
+        f"NVRTC        {_shown(result['nvrtc'])}",
+        f"kernels      {_shown(result['kernels'])}",
     ]
-    lines += _cache_lines(found["cache"])
+    lines += _cache_lines(result["cache"])
     lines += ["environment"]
     for variable in env.ALL:
-        value = found["environment"][variable.name]
+        value = result["environment"][variable.name]
         shown = "(not set)" if value is None else f"= {value}"
         lines += [f"  {variable.name:24} {shown:9}  {variable.doc}"]
     return lines
@@ -159,23 +159,23 @@ def _shown(value: Any) -> str:
     return str(value["error"] if isinstance(value, dict) else value)
 
 
-def _frameworks(found: dict[str, str | None]) -> str:
-    return ", ".join(f"{name} {known}" for name, known in found.items() if known) or "none"
+def _frameworks(result: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {known}" for name, known in result.items() if known) or "none"
 
 
-def _gpu_lines(found: dict[str, Any]) -> list[str]:
+def _gpu_lines(result: dict[str, Any]) -> list[str]:
     nothing = "NumPy and other CPU arrays run on the reference"
-    cupy, driver = found["cupy"], found["driver"]
+    cupy, driver = result["cupy"], result["driver"]
     lines = [f"CuPy         {_shown(cupy).removeprefix('CuPy ')}"]
     if isinstance(cupy, dict):
         return [*lines, f"GPU          none without CuPy: {nothing}"]
     if isinstance(driver, dict):
         return [*lines, f"GPU          none usable ({driver['error']})", f"             {nothing}"]
     lines += [f"driver       {driver}"]
-    for gpu in found["gpus"]:
+    for gpu in result["gpus"]:
         lines += [f"GPU {gpu['index']}        {_gpu_line(gpu)}"]
         lines += [f"  times      {_times_line(gpu['times'])}"] if "times" in gpu else []
-    return lines if found["gpus"] else [*lines, "GPU          none"]
+    return lines if result["gpus"] else [*lines, "GPU          none"]
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
@@ -196,11 +196,11 @@ def _times_line(times: dict[str, Any]) -> str:
     return f"of {times['card']}, scaled to this card; `cupyattn tune` measures its own"
 
 
-def _cache_lines(found: Any) -> list[str]:
-    if isinstance(found, dict):
-        return [f"cache        {found['error']}"]
+def _cache_lines(result: Any) -> list[str]:
+    if isinstance(result, dict):
+        return [f"cache        {result['error']}"]
     lines = []
-    for place in found:
+    for place in result:
         size = f"{place['kernels']} kernels, {place['bytes'] / _MIB:.1f} MiB"
         lines += [f"{place['kind']:12} {place['path']} ({place['access']}): {size}"]
     return lines or ["cache        none: no folder can be written"]

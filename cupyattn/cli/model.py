@@ -162,10 +162,10 @@ def _dtypes(config: Mapping[str, Any]) -> tuple[dtypes.DType, dtypes.DType]:
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:
         raise ArgumentError("--model: the file has neither dtype nor torch_dtype; give --dtype")
-    found = dtypes.parse(name, "--model: dtype")
-    if not found.is_float16:
-        raise UnsupportedError(f"--model: dtype: no kernels for {found}; give --dtype")
-    return found, found
+    result = dtypes.parse(name, "--model: dtype")
+    if not result.is_float16:
+        raise UnsupportedError(f"--model: dtype: no kernels for {result}; give --dtype")
+    return result, result
 
 
 def _options(config: Mapping[str, Any]) -> frozenset[str]:
@@ -173,5 +173,5 @@ def _options(config: Mapping[str, Any]) -> frozenset[str]:
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float)):
         raise ArgumentError(f"--model: attn_logit_softcapping: got {cap!r}; wanted a number")
     has_slopes = config.get("alibi") or config.get("position_embedding_type") == "alibi"
-    found = [name for name, has in (("soft_cap", cap), ("alibi", has_slopes)) if has]
-    return frozenset(found or ["none"])
+    result = [name for name, has in (("soft_cap", cap), ("alibi", has_slopes)) if has]
+    return frozenset(result or ["none"])

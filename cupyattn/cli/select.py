@@ -56,13 +56,13 @@ def selections(args: argparse.Namespace) -> list[Selection]:
     chosen = LEVELS[args.level]
     if args.model is not None:
         chosen = (model.read(args.model, given),)
-    found = [replace(one, **given) for one in chosen]
-    asked = [problem for one in found for problem, _ in problems(one)]
+    result = [replace(one, **given) for one in chosen]
+    asked = [problem for one in result for problem, _ in problems(one)]
     if not asked:
         raise ArgumentError("no call has all of these at once, so there is nothing to compile")
     for problem in asked:
         problem.check_supported()
-    return found
+    return result
 
 
 def _several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -105,8 +105,8 @@ def _options(text: str) -> frozenset[str]:
     return names
 
 
-def _integer(text: str, name: str, least: int = 1) -> int:
-    return require_int(int(text) if text.lstrip("-").isdecimal() else text, name, least)
+def _integer(text: str, name: str, minimum: int = 1) -> int:
+    return require_int(int(text) if text.lstrip("-").isdecimal() else text, name, minimum)
 
 
 # Flag -> field of Selection, what reads a value, and the help.

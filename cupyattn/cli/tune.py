@@ -18,7 +18,7 @@ from ..bench.clock import Clock
 from ..bench.inputs import Arrays
 from ..bench.tiles.case import TileCase
 from ..bench.tiles.draw import draw_cases
-from ..bench.tiles.judge import LEAST_BATCHES, Verdict, judge
+from ..bench.tiles.judge import MIN_BATCHES, Verdict, judge
 from ..bench.tiles.measure import Instance, instances, rows_of
 from ..bench.tiles.rows import Row
 from ..bench.timing import ContextLost, Stopwatch
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
     except ContextLost as error:
         return _fail(f"the GPU stopped answering: {error}", 1)
     count = len({row.case.name for row in rows})
-    if count < LEAST_BATCHES:
+    if count < MIN_BATCHES:
         return _fail(
-            f"{count} batches were measured, which are too few; wanted {LEAST_BATCHES}: give more "
+            f"{count} batches were measured, which are too few; wanted {MIN_BATCHES}: give more "
             "--seconds",
             1,
         )
@@ -158,18 +158,18 @@ def _timed(
     """The rows of as many batches as there is time for, with a bar."""
     start, count = time.time(), max(1, round(seconds))
     progress, steps = Progress(count, seconds, sys.stderr, unit="seconds"), 0
-    found: list[Row] = []
-    made = rows_of(cases, arrays, clock, "", start + seconds)
+    result: list[Row] = []
+    built = rows_of(cases, arrays, clock, "", start + seconds)
     try:
-        for number, rows in enumerate(made, 1):
-            found += rows
-            label = f"{number} batches, {len(found)} times"
+        for number, rows in enumerate(built, 1):
+            result += rows
+            label = f"{number} batches, {len(result)} times"
             while steps < min(count, int(time.time() - start)):
                 progress.step(label, 1.0)
                 steps += 1
     finally:
         progress.close()
-    return found
+    return result
 
 
 # --- keeping ---

@@ -320,7 +320,7 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     (_, rows_wide, _, kv_wide, has_read, is_wide), kind, _, q_len, page_size = first
     num_offsets, num_ids, num_lengths, num_rows = found.lengths
     count = num_offsets - 1
-    fits = 0 < count <= read_tables.MOST_REQUESTS and (not page_size or num_lengths == count)
+    fits = 0 < count <= read_tables.MAX_REQUESTS and (not page_size or num_lengths == count)
     if not fits or (not q_len and num_rows != num_offsets):
         return False
     # --- 2. Read the tables ---
@@ -336,10 +336,10 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
         if planner is not None:
             words = wrapper._next_words.reserve(planner.num_words)
     numbers = read_tables.read(tables, planner, words, device.index, stream)
-    _, is_bad, least_rows, most_rows, *made = numbers[: read_tables.HEAD].tolist()
+    _, is_bad, least_rows, max_rows, *made = numbers[: read_tables.HEAD].tolist()
     if is_bad:
         return False
-    batch = _batch_of(numbers, tables, least_rows if least_rows == most_rows else -1)
+    batch = _batch_of(numbers, tables, least_rows if least_rows == max_rows else -1)
     if page_size and (batch.num_page_ids > num_ids or meets(wrapper._workspace, ids, 4 * num_ids)):
         return False
     # --- 3. Make it the current plan ---

@@ -182,8 +182,8 @@ class InParts(Prepared):
 def prepare(call: Call, have: int | None = None) -> Prepared:
     """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
 
-    def of_plan(most_bytes: int) -> tuple[Prepared, int]:
-        prepared = _prepare(call, most_bytes)
+    def of_plan(max_bytes: int) -> tuple[Prepared, int]:
+        prepared = _prepare(call, max_bytes)
         assert prepared.plan is not None
         # Besides the plan a workspace holds what is packed or padded.
         return prepared, prepared.num_bytes - prepared.plan.num_bytes
@@ -203,7 +203,7 @@ def prepare_within(of_plan: Callable[[int], tuple[Prepared, int]], have: int | N
     return fewer if fewer.num_bytes <= have else prepared
 
 
-def _prepare(call: Call, most_bytes: int) -> Prepared:
+def _prepare(call: Call, max_bytes: int) -> Prepared:
     vq, keys, vout, vlse = call.q, call.keys, call.out, call.lse
     assert vout is not None
     strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
@@ -220,7 +220,7 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
     lengths, lse_shape, num_rows = call.lengths, call.lse_shape, vq.shape[0]
     if size < count:
         lengths, lse_shape, num_rows = _part(call, size)
-    plan = plan_of(launcher, lengths, most_bytes)
+    plan = plan_of(launcher, lengths, max_bytes)
     lse_strides = None if vlse is None else vlse.strides
     prepared = Prepared(
         launcher,
@@ -247,7 +247,7 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         prepared, plan, num_rows, keys.size, lse_shape, lse_strides, call.pads_lse
     )
     if size < count:
-        prepared = _in_parts(call, prepared, size, lse_strides, most_bytes)
+        prepared = _in_parts(call, prepared, size, lse_strides, max_bytes)
     if not is_bool_mask(call):
         return prepared
     # Bits of all rows lie behind what launches share.
@@ -271,7 +271,7 @@ def _requests_of_a_part(call: Call, launcher: BatchLauncher) -> int:
     count, indices = call.lengths.num_requests, call.indices
     if indices.qo_offsets is None and call.lengths.qo_len <= 0:
         return count
-    num_parts = -(-count // plan_batch.most_requests(launcher.device_index))
+    num_parts = -(-count // plan_batch.max_requests(launcher.device_index))
     sharers = call.lengths.sharers
     size = -(-count // num_parts) if count else 0
     return size if size == count else max(size // sharers, 1) * sharers
@@ -292,7 +292,7 @@ def _in_parts(
     first: Prepared,
     size: int,
     lse_strides: Sequence[int] | None,
-    most_bytes: int,
+    max_bytes: int,
 ) -> Prepared:
     """What a call launches whose first `size` requests launch `first`."""
     count, steps = call.lengths.num_requests, _steps(call)
@@ -301,7 +301,7 @@ def _in_parts(
         lengths, lse_shape, num_rows = _part(call, min(size, count - begin))
         part = first
         if lengths.num_requests < size:
-            plan = plan_of(first.launcher, lengths, most_bytes)
+            plan = plan_of(first.launcher, lengths, max_bytes)
             rest = num_rows, first.num_keys, lse_shape, lse_strides, call.pads_lse
             part = of_lengths(replace(first, mask=_mask_bits(call, num_rows)), plan, *rest)
         parts.append((tuple(begin // sharers * step for step, sharers in steps), part))
@@ -339,9 +339,9 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(
-    launcher: BatchLauncher, lengths: Lengths, most_bytes: int = ANY_BATCH_BYTES
+    launcher: BatchLauncher, lengths: Lengths, max_bytes: int = ANY_BATCH_BYTES
 ) -> DevicePlan:
-    return plan_batch.prepare(launcher, lengths, most_bytes)
+    return plan_batch.prepare(launcher, lengths, max_bytes)
 
 
 def of_lengths(

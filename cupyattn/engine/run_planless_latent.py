@@ -64,8 +64,8 @@ def _prepare(call: Call, have: int | None) -> Prepared:
     return prepare_within(functools.partial(_prepare_within, call), have)
 
 
-def _prepare_within(call: Call, most_bytes: int) -> tuple[Prepared, int]:
-    """The launches of a plan that takes up to most_bytes, if there is one, and what the workspace
+def _prepare_within(call: Call, max_bytes: int) -> tuple[Prepared, int]:
+    """The launches of a plan that takes up to max_bytes, if there is one, and what the workspace
     holds besides."""
     options, queries, pages, vout = call.options, call.queries, call.pages, call.out
     assert vout is not None
@@ -78,15 +78,15 @@ def _prepare_within(call: Call, most_bytes: int) -> tuple[Prepared, int]:
     prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
     variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
     launcher = call.geometry.launcher(variant)
-    plan, schedule, partials = None, _schedule_lists(call, launcher, most_bytes), 0
+    plan, schedule, partials = None, _schedule_lists(call, launcher, max_bytes), 0
     if schedule is None:
         if call.kv_lens is None:
             count, entries = call.table.shape
             call.kv_lens = array.view(progression(count, entries, 0, vq), options.names.kv_lens)
         if _has_parts(call, launcher):
-            return _in_parts(call, launcher, most_bytes), 0
+            return _in_parts(call, launcher, max_bytes), 0
         lengths = call.lengths._replace(list_gap=call.gaps[2])
-        plan = plan_of(launcher, lengths, most_bytes)
+        plan = plan_of(launcher, lengths, max_bytes)
         schedule, partials = plan.schedule, plan.partials
     size = of_plan = partials + schedule.workspace_bytes
     padding, lse_rows = None, 0
@@ -125,16 +125,16 @@ def _prepare_within(call: Call, most_bytes: int) -> tuple[Prepared, int]:
 def _has_parts(call: Call, launcher: BatchLauncher) -> bool:
     """Whether there are more requests than a block plans, which can be taken apart."""
     are_apart = call.options.request_tokens > 1 or any(call.gaps) or call.kv_offsets is not None
-    most = plan_batch.most_requests(launcher.device_index)
+    most = plan_batch.max_requests(launcher.device_index)
     return call.lengths.num_requests > most and not are_apart
 
 
-def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> Prepared:
+def _in_parts(call: Call, launcher: BatchLauncher, max_bytes: int) -> Prepared:
     """What a call of more requests than a block plans launches: one part after the other."""
     count, tokens = call.lengths.num_requests, 0
     if call.qo_offsets is None:
         tokens = call.lengths.qo_len
-    size = -(-count // -(-count // plan_batch.most_requests(launcher.device_index)))
+    size = -(-count // -(-count // plan_batch.max_requests(launcher.device_index)))
     parts, vlse = [], call.lse
     for begin in range(0, count, size):
         number = min(size, count - begin)
@@ -144,7 +144,7 @@ def _in_parts(call: Call, launcher: BatchLauncher, most_bytes: int) -> Prepared:
         lengths = call.lengths._replace(num_requests=number)
         if tokens:
             lengths = lengths._replace(num_rows=number * tokens)
-        part, _ = _prepare_within(replace(call, lengths=lengths, lse=vlse), most_bytes)
+        part, _ = _prepare_within(replace(call, lengths=lengths, lse=vlse), max_bytes)
         parts.append((tuple(begin * step for step in _steps(call, tokens)), part))
     _, first = parts[0]
     known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
@@ -175,14 +175,14 @@ def _steps(call: Call, tokens: int) -> tuple[int, ...]:
     return tuple(at.get(name, 0) for name in ROLES)
 
 
-def _schedule_lists(call: Call, launcher: BatchLauncher, most_bytes: int) -> BatchSchedule | None:
+def _schedule_lists(call: Call, launcher: BatchLauncher, max_bytes: int) -> BatchSchedule | None:
     """The launches of lists that are all as long as the table, but for what tokens do not see yet;
     None for other calls."""
     knows_length = call.kv_lens is None or call.options.counts_later
     if not call.options.is_list or not knows_length or call.scales != (None, None):
         return None
     count, entries = call.table.shape
-    return launcher.schedule_lists(count, entries, most_bytes)
+    return launcher.schedule_lists(count, entries, max_bytes)
 
 
 def _views(call: Call) -> Arrays:

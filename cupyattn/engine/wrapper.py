@@ -528,7 +528,7 @@ class BatchWrapper(Untraced):
             split_tokens=split_tokens,
             may_split=may_split,
             capacity=plan.capacity,
-            most_bytes=room,
+            max_bytes=room,
         )
         is_planned = variant == plan.geometry.default_variant
         if not is_planned and room is not None and schedule.workspace_bytes > room:

@@ -79,14 +79,14 @@ def explain(wrapper: Any) -> Explanation:
 
 def _planned(wrapper: BatchWrapper) -> list[BatchWrapper]:
     """The wrappers that have a plan of the last plan(): this one, or its parts."""
-    found: list[BatchWrapper] = [wrapper]
+    result: list[BatchWrapper] = [wrapper]
     if isinstance(wrapper, BatchPODWithPagedKVCacheWrapper):
         parts = {"together": wrapper, **wrapper._apart}
-        found = [part for name, part in parts.items() if name in wrapper._ready]
-    found = [x for x in found if x._current is not None]
-    if not found:
+        result = [part for name, part in parts.items() if name in wrapper._ready]
+    result = [x for x in result if x._current is not None]
+    if not result:
         raise PlanError("explain() was called before plan(); call plan() first")
-    return found
+    return result
 
 
 def _of_plan(wrapper: BatchWrapper, notes: tuple[str, ...]) -> Explanation:
@@ -96,8 +96,8 @@ def _of_plan(wrapper: BatchWrapper, notes: tuple[str, ...]) -> Explanation:
     if preferred is not None and preferred[0] is plan.geometry and preferred[1] in plan.prepared:
         variant = preferred[1]
     launcher = plan.geometry.launcher(variant)
-    found = plan.prepared.get(variant)
-    schedule = None if found is None else found.schedule
+    cached = plan.prepared.get(variant)
+    schedule = None if cached is None else cached.schedule
     if schedule is None or not schedule.words.size:
         # Not made yet, or by the GPU, whose list is the one that the host makes.
         probe = copy.copy(wrapper)  # whose workspace may grow
@@ -110,19 +110,19 @@ def _of_plan(wrapper: BatchWrapper, notes: tuple[str, ...]) -> Explanation:
 
 def _notes(plan: Plan, schedule: BatchSchedule) -> list[str]:
     """What else decided about a wrapper's plan."""
-    found = []
+    result = []
     if plan.geometry.given.device.kind == "cpu":
         checked = f"this is the plan of an {_name(NO_GPU)}, by which it is checked"
-        found.append(f"the arrays are on the CPU, where the reference answers; {checked}")
+        result.append(f"the arrays are on the CPU, where the reference answers; {checked}")
     asked, spec = plan.geometry.spec.dtype_q, plan.geometry.spec.as_on_gpu()
     if asked is not spec.dtype_q:
-        found.append(f"there are no kernels for {asked}: this is the plan of {spec.dtype_q}")
+        result.append(f"there are no kernels for {asked}: this is the plan of {spec.dtype_q}")
     if plan.capacity is not None:
         kept = "keeps the tiles of the first plan, whose longest request chose them"
-        found.append(f"a captured graph {kept}; lists have room for any later plan")
+        result.append(f"a captured graph {kept}; lists have room for any later plan")
     if plan.batch.levels is not None:
-        found.append("levels of a cascade: each leaves states, which one launch merges")
-    return found
+        result.append("levels of a cascade: each leaves states, which one launch merges")
+    return result
 
 
 def explain_schedule(
@@ -186,14 +186,14 @@ def _candidates(
     if has_levels(schedule) or not schedule.parts:
         return [], []
     taken, notes = schedule.candidate, []
-    if any(not isinstance(part.rows, str) for part in schedule.parts):
+    if any(not isinstance(part.row_class, str) for part in schedule.parts):
         taken, notes = BY_ROW_CLASS, ["one launch has blocks for many rows and for few"]
-    found = [
+    result = [
         Choice(x.name, x.time if x.time < math.inf else None, x.name == taken)
         for x in launcher.candidates(requests)
     ]
-    found.sort(key=lambda x: math.inf if x.time is None else x.time)
-    times = {x.name: x.time for x in found if x.time is not None}
+    result.sort(key=lambda x: math.inf if x.time is None else x.time)
+    times = {x.name: x.time for x in result if x.time is not None}
     soonest = min(times, key=times.__getitem__, default=taken)
     if taken in times and times[taken] > times[soonest]:
         share = 1 - times[soonest] / times[taken]
@@ -201,7 +201,7 @@ def _candidates(
             f"{soonest} is estimated {share:.1%} sooner than what is taken, which others "
             "replace only where more is to be gained"
         )
-    return found, notes
+    return result, notes
 
 
 def _key_bytes(launcher: BatchLauncher, requests: BatchRequests) -> int:
@@ -224,10 +224,10 @@ def _name(props: DeviceProps) -> str:
 
 
 def _card_words(props: DeviceProps) -> str:
-    found = [f"{_name(props)}: {props.arch}", f"{props.num_sms} SMs"]
-    found += [f"{props.memory_rate:,.0f} GB/s"] if props.memory_rate else []
-    found += [f"{props.sm_clock:,.0f} MHz"] if props.sm_clock else []
-    return ", ".join(found)
+    result = [f"{_name(props)}: {props.arch}", f"{props.num_sms} SMs"]
+    result += [f"{props.memory_rate:,.0f} GB/s"] if props.memory_rate else []
+    result += [f"{props.sm_clock:,.0f} MHz"] if props.sm_clock else []
+    return ", ".join(result)
 
 
 def _times_words(card: Card, props: DeviceProps) -> str:

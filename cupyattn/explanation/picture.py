@@ -14,9 +14,9 @@ _COLOURS = "#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#ef4444", "#64748b"
 _MERGE_COLOUR = "#111827"
 _LEFT, _TOP, _WIDTH = 70, 56, 1000
 # Of one SM; all of them take so many pixels at least.
-_ROW, _LEAST_HEIGHT = 5, 400
+_ROW, _MIN_HEIGHT = 5, 400
 # Neighbours are drawn as one bar where a launch has more blocks than this.
-_MOST_BARS = 12000
+_MAX_BARS = 12000
 _TICKS = 8
 
 
@@ -26,7 +26,7 @@ def draw(launches: Sequence[LaunchBlocks], num_sms: int, time: float | None, tit
     if not launches:
         return _document(_WIDTH, 60, title, [_text(_LEFT, 40, "nothing is launched")])
     dealt = deal(launches, num_sms, time)
-    row = max(_ROW, _LEAST_HEIGHT / num_sms)
+    row = max(_ROW, _MIN_HEIGHT / num_sms)
     height = num_sms * row
     scale = _WIDTH / dealt.end
     parts = [_rect(_LEFT, _TOP, _WIDTH, height, "#f3f4f6")]
@@ -50,9 +50,9 @@ def draw(launches: Sequence[LaunchBlocks], num_sms: int, time: float | None, tit
 def _bars(bars: Bars, scale: float, row: float, colour: str) -> str:
     """One path: a rectangle for each block, with a gap at its end."""
     sm, at, begin, end = bars.sm, bars.at, bars.begin, bars.end
-    if begin.size > _MOST_BARS:
+    if begin.size > _MAX_BARS:
         sm, at, begin, end = _joined(bars)
-    gap = 0.0 if begin.size > _MOST_BARS // 4 else 0.6
+    gap = 0.0 if begin.size > _MAX_BARS // 4 else 0.6
     x = _LEFT + scale * begin
     width = np.maximum(scale * (end - begin) - gap, 0.3)
     y = _TOP + row * (sm + at)
@@ -100,9 +100,9 @@ def _axes(end: float, scale: float, height: float, num_sms: int, is_estimated: b
 
 def _step(end: float) -> float:
     """A round distance of ticks."""
-    least = end / _TICKS
-    power = 10.0 ** np.floor(np.log10(least))
-    return float(next(x * power for x in (1, 2, 5, 10) if x * power >= least))
+    minimum = end / _TICKS
+    power = 10.0 ** np.floor(np.log10(minimum))
+    return float(next(x * power for x in (1, 2, 5, 10) if x * power >= minimum))
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1.0) -> str:

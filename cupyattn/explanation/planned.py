@@ -35,21 +35,21 @@ def planned_launches(
     launcher: BatchLauncher, schedule: BatchSchedule, rates: Rates
 ) -> tuple[list[PlannedLaunch], list[LaunchBlocks]]:
     """Each kernel of a schedule, and what its blocks take by the card's rates."""
-    found, blocks = [], []
+    result, blocks = [], []
     is_beside, is_of_levels = False, has_levels(schedule)
     for part in schedule.parts:
         if not part.launches:
             continue
-        kernel, work = launcher.kernel(part.rows), _work_of(launcher, schedule, part)
+        kernel, work = launcher.kernel(part.row_class), _work_of(launcher, schedule, part)
         states = _num_states(launcher, work, is_of_levels)
         may_overlap = is_beside and part.launches[0][0].prologue is None
         launch = _launch(launcher, part, kernel, work, states)
         merge = _merge(part, states, is_of_levels)
-        found.append(replace(launch, is_beside=may_overlap, merge=merge))
-        times = _block_times(launcher, kernel, work, found[-1], rates)
-        blocks.append(_blocks(found[-1], kernel, times, part.merge is not None))
+        result.append(replace(launch, is_beside=may_overlap, merge=merge))
+        times = _block_times(launcher, kernel, work, result[-1], rates)
+        blocks.append(_blocks(result[-1], kernel, times, part.merge is not None))
         is_beside |= part.tiles is not None
-    return found, blocks
+    return result, blocks
 
 
 def has_levels(schedule: BatchSchedule) -> bool:
@@ -70,7 +70,7 @@ def _work_of(launcher: BatchLauncher, schedule: BatchSchedule, part: LaunchPart)
     first, count = part.items // 4, (part.merges - part.items) // ITEM_BYTES
     items = schedule.words[first : first + count * fields].reshape(-1, fields).astype(np.int64)
     items = items[items[:, _QO_LEN] > 0]
-    kernel, group = launcher.kernel(part.rows), launcher.group_size
+    kernel, group = launcher.kernel(part.row_class), launcher.group_size
     qo_len, kv_len, splits = (items[:, x] for x in (_QO_LEN, _KV_LEN, _NUM_SPLITS))
     kind = np.zeros(len(items), np.int64)
     if len(kernel.kinds) > 1:
@@ -84,8 +84,8 @@ def _work_of(launcher: BatchLauncher, schedule: BatchSchedule, part: LaunchPart)
     masking = Masking() if has_levels(schedule) else launcher.masking
     row = items[:, _FIRST_ROW]
     first_token, last_token = row // group, (row + tile_q - 1) // group
-    most_keys = int(tile_kv.max(initial=1))
-    spans = masking.span_lengths(first_token, last_token, qo_len, kv_len, None, most_keys)
+    max_keys = int(tile_kv.max(initial=1))
+    spans = masking.span_lengths(first_token, last_token, qo_len, kv_len, None, max_keys)
     count_of = -(-spans // tile_kv)
     begin = count_of * items[:, _SPLIT] // splits
     end = count_of * (items[:, _SPLIT] + 1) // splits
@@ -101,13 +101,13 @@ def _launch(
     blocks = sum(math.prod(each.grid) for each, _ in part.launches)
     slots = loaded.num_slots
     if launch.cluster > 1:
-        slots = loaded.most_clusters(launch.cluster) * launch.cluster
+        slots = loaded.max_clusters(launch.cluster) * launch.cluster
     is_persistent = part.tiles is not None and part.tiles.is_persistent
     num_items = work.splits.size * heads
     tile_rows = max(kind.tile_q for kind in kernel.kinds)
     return PlannedLaunch(
         kernel=loaded.tiles.name,
-        tiles=part.rows if isinstance(part.rows, str) else " + ".join(part.rows),
+        tiles=part.row_class if isinstance(part.row_class, str) else " + ".join(part.row_class),
         tile_rows=tuple(shape.tile_q for shape in kernel.shapes),
         tile_keys=tuple(shape.tile_kv for shape in kernel.shapes),
         grid=launch.grid,
@@ -166,7 +166,7 @@ def _blocks(
         name=f"{launch.kernel} ({launch.tiles})",
         times=times.repeat(launch.items * launch.cluster // num_items),
         per_sm=max(1, launch.blocks_at_a_time // kernel.loaded.num_sms),
-        most_blocks=launch.blocks if launch.is_persistent else 0,
+        max_blocks=launch.blocks if launch.is_persistent else 0,
         is_beside=launch.is_beside,
         has_merge=has_merge,
     )

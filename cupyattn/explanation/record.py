@@ -203,8 +203,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _from_to(numbers: tuple[int, int]) -> str:
-    least, most = numbers
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    minimum, maximum = numbers
+    return f"{minimum:,}" if minimum == maximum else f"{minimum:,} to {maximum:,}"
 
 
 def _micros(time: float) -> str:

@@ -8,7 +8,7 @@ from ..core.device import DeviceProps, overlaps_launches
 from ..core.problem import AttentionProblem
 from ..launch.tiles import prefill_sm90, wide_sm90
 from ..launch.tiles.config import Target
-from ..launch.tiles.row_classes import DECODE, LARGE, LARGE_TILES, PERSISTENT, row_class
+from ..launch.tiles.row_classes import DECODE, LARGE, LARGE_TILES, PERSISTENT, row_class_of
 from ..schedule.batch import BatchRequests
 from .record import Refusal
 
@@ -49,7 +49,7 @@ def refused_clusters(
     """Why decode has no clusters, where it has none. heads: key heads, and those of a group."""
     num_kv_heads, group_size = heads
     is_decode = (
-        requests.qo_len.size > 0 and row_class(requests.qo_range()[1] * group_size) == DECODE
+        requests.qo_len.size > 0 and row_class_of(requests.qo_range()[1] * group_size) == DECODE
     )
     if problem.is_wide or not is_decode or any(" cluster" in name for name in offered):
         return []

@@ -27,7 +27,7 @@ class LaunchBlocks(NamedTuple):
 
     times        microseconds of each, by the card's rates
     per_sm       that run on an SM at a time
-    most_blocks  persistent ones, which take what is dealt; 0: each block has one
+    max_blocks  persistent ones, which take what is dealt; 0: each block has one
     is_beside    it begins as soon as SMs are free; else when the launch before it is done
     has_merge    a launch behind it merges its partial results
     """
@@ -35,7 +35,7 @@ class LaunchBlocks(NamedTuple):
     name: str
     times: np.ndarray
     per_sm: int
-    most_blocks: int = 0
+    max_blocks: int = 0
     is_beside: bool = False
     has_merge: bool = False
 
@@ -92,8 +92,8 @@ def _deal(launch: LaunchBlocks, free: np.ndarray) -> Bars:
     # The first block of each SM comes before the second one of any.
     waiting = [(float(groups[g % num_sms, g // num_sms]), g) for g in range(groups.size)]
     heapq.heapify(waiting)
-    if launch.most_blocks:
-        waiting = heapq.nsmallest(launch.most_blocks, waiting)
+    if launch.max_blocks:
+        waiting = heapq.nsmallest(launch.max_blocks, waiting)
     at = np.zeros(launch.times.size, np.int64)
     begin = np.zeros(launch.times.size)
     for index, time in enumerate(launch.times.tolist()):

@@ -35,9 +35,9 @@ from .ops import (
     store_kv,
 )
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
-from .tiles.decode_sm80 import few_rows
+from .tiles.decode_sm80 import one_an_sm_rows
 from .tiles.mixed_sm80 import mixed_config
-from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class
+from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class_of
 from .tiles.select import tile_config
 
 Instance = tuple[str, jit.Config]
@@ -186,12 +186,12 @@ def problem_of(
 
 def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:
     """(entry name, Config) of all kernels of these kinds of calls on an architecture, once each."""
-    found: dict[Instance, None] = {}
+    result: dict[Instance, None] = {}
     for chosen in selections:
         kernels = _attention(chosen, arch), _latent(chosen, arch), _cascade(chosen)
         for each in (*kernels, _operations(chosen)):
-            found |= dict.fromkeys(each)
-    return list(found)
+            result |= dict.fromkeys(each)
+    return list(result)
 
 
 def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
@@ -202,7 +202,7 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     yield "pad_lse", pad_lse.CONFIG
     yield from (("plan_batch", config) for config in plan_batch.CONFIGS)
     yield "read_tables", read_tables.CONFIG
-    rows = {row_class(group) for group in chosen.groups}
+    rows = {row_class_of(group) for group in chosen.groups}
     if many:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
     for problem, page_size in problems(chosen):
@@ -231,17 +231,17 @@ def problems(chosen: Selection) -> Iterator[tuple[AttentionProblem, int]]:
 
 def _row_classes(group: int) -> set[str]:
     """The row classes of requests of any number of query tokens."""
-    return {row_class(n * group) for n in range(1, 67)}
+    return {row_class_of(n * group) for n in range(1, 67)}
 
 
 def _of_rows(
-    problem: AttentionProblem, rows: str, is_batch: bool, arch: str, page_size: int
+    problem: AttentionProblem, row_class: str, is_batch: bool, arch: str, page_size: int
 ) -> Iterator[Instance]:
-    tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
+    tiles = tile_config(problem, row_class, SHARED_BYTES[arch], is_batch, arch, page_size)
     yield tiles.name, tiles.config
     # Many splits, or those of many rows, are merged by a launch, whoever could do it.
     yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
-    few = few_rows(problem, rows)
+    few = one_an_sm_rows(problem, row_class)
     if few is not None and overlaps_launches(arch):
         yield from _of_rows(problem, few, is_batch, arch, page_size)
     if tiles.wants_rotated_keys:

@@ -32,14 +32,14 @@ class Costs(NamedTuple):
     merge        any merge
     state        writing and merging a partial state, shared by all blocks
     part         what a part adds to the merge of a tile, which nothing is beside
-    least_share  of the time of tiles and blocks, where half of the slots are busy
+    min_share  of the time of tiles and blocks, where half of the slots are busy
     """
 
     block: float = BLOCK_OVERHEAD
     merge: float = MERGE_OVERHEAD
     state: float = 0.0
     part: float = 0.0
-    least_share: float = 1.0
+    min_share: float = 1.0
 
 
 class Work:
@@ -100,13 +100,13 @@ class Work:
 
     def descending(self) -> np.ndarray:
         """The same as float64, the most first; sorted once for all estimates."""
-        found = self._sorted
-        if found is None:
-            found = self.array().astype(np.float64)
+        result = self._sorted
+        if result is None:
+            result = self.array().astype(np.float64)
             if self.key_tiles is not None:
-                found.sort()
-            found = self._sorted = found[::-1]
-        return found
+                result.sort()
+            result = self._sorted = result[::-1]
+        return result
 
 
 class Chunk(NamedTuple):
@@ -124,7 +124,7 @@ class Split(NamedTuple):
     time: float
 
 
-def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) -> Chunk:
+def best_chunk(work: Work, items_per_wave: int, costs: Costs, minimum: int = 1) -> Chunk:
     """The most key tiles of one block, `least` or more, by an estimate of when the last is done.
 
     Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
@@ -132,7 +132,7 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
     """
     longest, total, num_tiles = work.longest, work.total, work.num_tiles
     is_even = are_even(longest, total, num_tiles)
-    chunks = _candidates(work, items_per_wave, is_even, least, costs.least_share)
+    chunks = _candidates(work, items_per_wave, is_even, minimum, costs.min_share)
     if not chunks or is_even:
         whole = _time_of_even(work, longest, items_per_wave, costs)[0]
     else:
@@ -140,10 +140,10 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
         whole = max(uneven.done(longest, float(num_tiles)), longest + costs.block)
     best, best_time = longest, whole * _WORTHWHILE
     soonest = total / items_per_wave
-    if best_time <= soonest + costs.least_share * costs.block:
+    if best_time <= soonest + costs.min_share * costs.block:
         return Chunk(longest, whole)
     if not is_even:
-        bounds = [_least_of_uneven(work, chunk, items_per_wave, costs) for chunk in chunks]
+        bounds = [_lower_bound_of_uneven(work, chunk, items_per_wave, costs) for chunk in chunks]
         forms = sorted(zip(bounds, chunks, strict=True))
     else:
         forms = [(0.0, chunk) for chunk in chunks]
@@ -162,7 +162,7 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
     return Chunk(best, whole if best == longest else best_time)
 
 
-def _least_of_uneven(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> float:
+def _lower_bound_of_uneven(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> float:
     """When all is done at least if keys are split after `chunk` tiles."""
     longest = work.longest
     waves = max(work.num_tiles, work.total / chunk) / items_per_wave
@@ -170,8 +170,8 @@ def _least_of_uneven(work: Work, chunk: int, items_per_wave: int, costs: Costs) 
     done = max(
         busy, longest / math.ceil(longest * (1.0 / chunk)) + costs.block
     )  # as `split` has it
-    least = ROUNDED * (done + waves * costs.state)
-    return least + costs.merge + costs.part * -(-longest // chunk)
+    minimum = ROUNDED * (done + waves * costs.state)
+    return minimum + costs.merge + costs.part * -(-longest // chunk)
 
 
 def are_even(longest: int, total: int, num_tiles: int) -> bool:
@@ -185,7 +185,7 @@ def _time_of_even(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> 
     num_items = work.num_tiles * parts
     waves = float(-(-num_items // items_per_wave))
     if waves == 1:  # the fewer blocks, the faster each
-        waves = max(costs.least_share, num_items / items_per_wave)
+        waves = max(costs.min_share, num_items / items_per_wave)
     done = waves * (work.longest / parts + costs.block)
     return done, num_items
 
@@ -230,16 +230,16 @@ def ones(count: int) -> np.ndarray:
 
 
 def _candidates(
-    work: Work, items_per_wave: int, is_even: bool, least: int, least_share: float
+    work: Work, items_per_wave: int, is_even: bool, minimum: int, min_share: float
 ) -> list[int]:
     """Sizes of parts worth a look. None makes more than MAX_WAVES more waves of blocks."""
     longest, total, num_tiles = work.longest, work.total, work.num_tiles
     fewest = -(-total // (items_per_wave * MAX_WAVES))
-    if max(fewest, least) >= longest:
+    if max(fewest, minimum) >= longest:
         return []
     if is_even:
         items = [items_per_wave * n for n in _WAVES]
-        if least_share < 1:  # keys that memory brings come as fast to half of the blocks
+        if min_share < 1:  # keys that memory brings come as fast to half of the blocks
             items.append(items_per_wave // 2)
         parts = {n // num_tiles for n in items}
         chunks = {-(-longest // part) for part in parts if part > 1}
@@ -249,5 +249,5 @@ def _candidates(
         rooms = [items_per_wave * n for n in _WAVES]
         rooms += [n - num_tiles * half // 2 for n in rooms[:2] for half in (1, 2)]
         chunks = {-(-total // room) for room in rooms if room > 0}
-    found = {max(chunk, least) for chunk in chunks if chunk >= fewest}
-    return sorted(chunk for chunk in found if chunk < longest)
+    result = {max(chunk, minimum) for chunk in chunks if chunk >= fewest}
+    return sorted(chunk for chunk in result if chunk < longest)

@@ -39,8 +39,8 @@ _NO_MERGES = np.zeros(0, np.int32)
 # Converted once.
 _HIGH_HALF, _LOW_HALF = np.int64(32), np.int64(0xFFFFFFFF)
 # Batches of more requests are not worth keeping a table for.
-_MOST_REMEMBERED = 4096
-_ONES, _INDICES = np.ones(_MOST_REMEMBERED, np.int64), np.arange(_MOST_REMEMBERED)
+_MAX_REMEMBERED = 4096
+_ONES, _INDICES = np.ones(_MAX_REMEMBERED, np.int64), np.arange(_MAX_REMEMBERED)
 # Waves of the longest items that the short ones at the end of a list amount to. (A wave leaves
 # blocks 1 % further apart where items have few tiles.)
 _SHORT_WAVES = 3
@@ -80,7 +80,7 @@ class BatchRequests:
             return self.uniform, self.uniform
         if not self.qo_len.size:
             return 0, 0
-        return least_of(self.qo_len), most_of(self.qo_len)
+        return min_of(self.qo_len), max_of(self.qo_len)
 
     def select(self, chosen: np.ndarray) -> BatchRequests:
         """The requests at these indices."""
@@ -121,7 +121,7 @@ class BatchPlan:
     items       int32 [num_items, 12], fields WORK_FIELDS
     merges      int32 [num_split_tiles]: the first item of each tile whose keys are split
     num_states  partial states of one KV head
-    most_parts  of a tile
+    max_parts  of a tile
     tiles       int64 [num_tiles, 4], if every tile leaves states: its request, its first row, its
                 first state and how many they are
     """
@@ -130,7 +130,7 @@ class BatchPlan:
     merges: np.ndarray
     num_states: int
     tiles: np.ndarray | None = None
-    most_parts: int = 1
+    max_parts: int = 1
 
 
 def plan_batch(
@@ -154,10 +154,10 @@ def plan_tiles(
     if is_in_order or not len(requests.qo_len):
         return build(requests, tiles, None)
     work = works.of(shape)
-    most_rows = works.most_rows
+    max_rows = works.max_rows
     splits = None
     if splitting.may_split:
-        splits = _splits(work, num_kv_heads, most_rows, shape, splitting)
+        splits = _splits(work, num_kv_heads, max_rows, shape, splitting)
     items_per_wave = max(1, shape.num_slots // num_kv_heads)
     tiles, splits = short_last(tiles, work, splits, items_per_wave)
     return build(requests, tiles, splits)
@@ -174,8 +174,8 @@ def _make_tiles(
     requests: BatchRequests, order: np.ndarray | None, group_size: int, tile_q: int
 ) -> Tiles:
     """Of requests with rows, the last tile, which sees the most keys, comes first."""
-    least, most = requests.qo_range()
-    if least > 0 and most * group_size <= tile_q:
+    minimum, maximum = requests.qo_range()
+    if minimum > 0 and maximum * group_size <= tile_q:
         return Tiles(order, None)
     counts = (requests.qo_len * group_size + (tile_q - 1)) // tile_q
     if order is None:
@@ -184,14 +184,14 @@ def _make_tiles(
         counts = counts[order]
     if counts.size == 0:
         return Tiles(order, None)
-    if least <= 0:
+    if minimum <= 0:
         order, counts = order[counts > 0], counts[counts > 0]
     ends = counts.cumsum()
     total = int(ends[-1]) if ends.size else 0
     if total == counts.size:
         return Tiles(order, None)
     first_row = ends.repeat(counts)
-    first_row -= _INDICES[1 : total + 1] if total < _MOST_REMEMBERED else np.arange(1, total + 1)
+    first_row -= _INDICES[1 : total + 1] if total < _MAX_REMEMBERED else np.arange(1, total + 1)
     first_row *= tile_q
     return Tiles(order.repeat(counts), first_row)
 
@@ -219,7 +219,7 @@ class TileWork:
         self._num_keys = -1
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """The rows of the request that has the most."""
         return self.requests.qo_range()[1] * self._group_size
 
@@ -230,7 +230,7 @@ class TileWork:
         if not kv_len.size:
             return 0
         if self._masking.window_left >= 0:  # the order is of keys in sight
-            return most_of(kv_len)
+            return max_of(kv_len)
         return int(kv_len[0 if order is None else order[0]])
 
     @property
@@ -247,24 +247,24 @@ class TileWork:
 
     def tiles(self, shape: TileShape) -> Tiles:
         """The tiles of this shape, requests with the longest keys first."""
-        found = self._tiles.get(shape.tile_q)
-        if found is None:
-            found = _make_tiles(self.requests, self._in_order(), self._group_size, shape.tile_q)
-            self._tiles[shape.tile_q] = found
-        return found
+        cached = self._tiles.get(shape.tile_q)
+        if cached is None:
+            cached = _make_tiles(self.requests, self._in_order(), self._group_size, shape.tile_q)
+            self._tiles[shape.tile_q] = cached
+        return cached
 
     def of(self, shape: TileShape) -> Work:
         """The work of this shape's tiles."""
         size = shape.tile_q, shape.tile_kv
-        found = self._works.get(size)
-        if found is None:
+        cached = self._works.get(size)
+        if cached is None:
             tiles, group_size = self.tiles(shape), self._group_size
-            found = count_work(
+            cached = count_work(
                 self.requests, tiles, group_size, shape, self._masking, self.num_keys
             )
-            self._works[size] = found
-            found.num_rows, found.splits_alike = self._num_rows(), self._splits_alike
-        return found
+            self._works[size] = cached
+            cached.num_rows, cached.splits_alike = self._num_rows(), self._splits_alike
+        return cached
 
     def _num_rows(self) -> int:
         """The rows of all requests, for each KV head."""
@@ -282,7 +282,7 @@ class TileWork:
         """All rows, and at least how many pairs of a row and a key in its sight there are."""
         if self._pairs < 0:
             requests = self.requests
-            pairs = self._masking.least_pairs(requests.qo_len, requests.kv_len)
+            pairs = self._masking.min_pairs(requests.qo_len, requests.kv_len)
             self._pairs = max(0.0, pairs * self._group_size)
         return self._num_rows(), self._pairs
 
@@ -316,26 +316,26 @@ def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | No
     return packed
 
 
-def most_of(numbers: np.ndarray) -> int:
+def max_of(numbers: np.ndarray) -> int:
     """The largest integer. A reduction of a short array takes four times as long."""
     return int(numbers[numbers.argmax()])
 
 
-def least_of(numbers: np.ndarray) -> int:
+def min_of(numbers: np.ndarray) -> int:
     """The smallest integer."""
     return int(numbers[numbers.argmin()])
 
 
 def sum_of(numbers: np.ndarray) -> int:
     """The sum of integers. A product with ones takes a third of the time of a short sum."""
-    if numbers.size > _MOST_REMEMBERED:
+    if numbers.size > _MAX_REMEMBERED:
         return int(np.add.reduce(numbers))
     return int(numbers.dot(_ONES[: numbers.size]))
 
 
 def are_equal(numbers: np.ndarray) -> bool:
     """Whether these are one number, some times."""
-    return bool(numbers[0] == numbers[-1]) and least_of(numbers) == most_of(numbers)
+    return bool(numbers[0] == numbers[-1]) and min_of(numbers) == max_of(numbers)
 
 
 def count_work(
@@ -369,7 +369,7 @@ def count_work(
         num_keys = sum_of(requests.kv_len) if num_keys < 0 else num_keys
         num_read = num_keys // shape.tile_kv
     elif key_tiles.size:
-        longest = most_of(key_tiles)
+        longest = max_of(key_tiles)
     shares_keys = first_row is not None
     return Work(key_tiles, longest, sum_of(key_tiles), key_tiles.size, num_read, shares_keys)
 
@@ -401,7 +401,7 @@ def _spans(
 
 
 def _splits(
-    work: Work, num_kv_heads: int, most_rows: int, shape: TileShape, splitting: Splitting
+    work: Work, num_kv_heads: int, max_rows: int, shape: TileShape, splitting: Splitting
 ) -> np.ndarray | None:
     """In how many parts each tile's keys are split; None: none is."""
     if work.longest <= 1:
@@ -410,23 +410,23 @@ def _splits(
         return split_after(work, max(1, splitting.tokens // shape.tile_kv))
     per_wave = max(1, shape.num_slots // num_kv_heads)
     # Parts no shorter than this add no more blocks than these waves have.
-    least = -(-work.total // max(1, int(splitting.waves * per_wave)))
+    minimum = -(-work.total // max(1, int(splitting.waves * per_wave)))
     if shape.times is not None:
         chunk = best_split(work, num_kv_heads, shape.slots, shape.times).chunk or work.longest
-        return split_after(work, max(chunk, least))
-    least = max(least, shape.least_part(work.longest, most_rows))
-    return split_after(work, best_chunk(work, per_wave, shape.costs(most_rows), least).size)
+        return split_after(work, max(chunk, minimum))
+    minimum = max(minimum, shape.min_part(work.longest, max_rows))
+    return split_after(work, best_chunk(work, per_wave, shape.costs(max_rows), minimum).size)
 
 
 def alike_splits(
-    work: Work, num_kv_heads: int, most_rows: int, shape: TileShape, splitting: Splitting
+    work: Work, num_kv_heads: int, max_rows: int, shape: TileShape, splitting: Splitting
 ) -> int:
     """In how many parts the keys of every tile of rows are split, by kernels without a work
     list."""
     if not work.num_tiles or not splitting.may_split:
         return 1
-    splits = _splits(work, num_kv_heads, most_rows, shape, splitting)
-    return 1 if splits is None else most_of(splits)
+    splits = _splits(work, num_kv_heads, max_rows, shape, splitting)
+    return 1 if splits is None else max_of(splits)
 
 
 def split_after(work: Work, chunk: int) -> np.ndarray | None:
@@ -450,13 +450,13 @@ def short_last(
     if not np.count_nonzero(sizes[1:] > sizes[:-1]):
         return tiles, splits
     order = -sizes
-    most = _SHORT_WAVES * items_per_wave
-    if sizes.size > most or splits is not None:  # else all are short
+    maximum = _SHORT_WAVES * items_per_wave
+    if sizes.size > maximum or splits is not None:  # else all are short
         costs = sizes + BLOCK_OVERHEAD
         work_up_to = np.bincount(sizes, costs if splits is None else costs * splits).cumsum()
         longest = work_up_to.size - 1 + BLOCK_OVERHEAD
         # All that are no short ones are alike here, so that they stay in order.
-        np.maximum(order, -int(work_up_to.searchsorted(most * longest)), out=order)
+        np.maximum(order, -int(work_up_to.searchsorted(maximum * longest)), out=order)
     order = order.argsort(kind="stable")
     request = None if tiles.request is None else tiles.request[order]
     return Tiles(request, tiles.first_row[order]), None if splits is None else splits[order]
@@ -485,7 +485,7 @@ def _table(requests: BatchRequests, tiles: Tiles) -> np.ndarray:
 def _rows_of(requests: BatchRequests) -> np.ndarray:
     """An item of each request, of its first tile."""
     count = requests.qo_len.size
-    if requests.uniform >= 0 and count <= _MOST_REMEMBERED:
+    if requests.uniform >= 0 and count <= _MAX_REMEMBERED:
         table = _uniform_rows(count, requests.uniform).copy()
     else:
         table = np.zeros((count, len(WORK_FIELDS)), np.int32)
@@ -528,7 +528,7 @@ def build(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> B
     items = table.repeat(splits, axis=0)
     split = items[:, _SPLIT]
     np.subtract(np.arange(len(items), dtype=np.int32), split, out=split)
-    return BatchPlan(items, merges.astype(np.int32), num_states, most_parts=most_of(splits))
+    return BatchPlan(items, merges.astype(np.int32), num_states, max_parts=max_of(splits))
 
 
 def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> BatchPlan:

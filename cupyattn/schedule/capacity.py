@@ -10,7 +10,7 @@ from .masking import Masking
 from .tile_shape import TileShape
 
 # The planner sums key tiles in 32 bits.
-_MOST_KEY_TILES = 2**30
+_MAX_KEY_TILES = 2**30
 
 
 class PlanCapacity(NamedTuple):
@@ -68,6 +68,6 @@ def plan_capacity(
     # Many tiles balance by themselves, and then a merge is not worth its launch.
     if last_block_merges and num_tiles >= MAX_WAVES * per_wave:
         num_more = 0
-    if num_tiles * -(-max_kv_len // shape.tile_kv) >= _MOST_KEY_TILES:
+    if num_tiles * -(-max_kv_len // shape.tile_kv) >= _MAX_KEY_TILES:
         num_more = 0
     return PlanCapacity(num_tiles, num_more, per_wave)

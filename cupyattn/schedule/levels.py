@@ -120,9 +120,9 @@ def level_limits(
         rows = longest * group_size
         usable = [kind for kind in kinds if kind.above < rows] or kinds[-1:]
         tiles = num_requests
-        for tile_rows, _, most, _ in usable:
+        for tile_rows, _, maximum, _ in usable:
             # Those past the first of each request.
-            each = -(-min(most, rows) // tile_rows) - 1
+            each = -(-min(maximum, rows) // tile_rows) - 1
             tiles += max(0, min(num_requests * each, num_rows * group_size // tile_rows))
         num_tiles += tiles
         state_rows += tiles * max(kind.state_rows for kind in usable)
@@ -137,10 +137,10 @@ def level_limits(
 def check_level_limits(needed: tuple[int, int, int], limits: LevelLimits) -> None:
     """Raise PlanError if a plan is larger than a captured graph has room for."""
     names = "blocks", "words of merge tables", "rows of partial states"
-    for name, have, most in zip(names, needed, limits, strict=True):
-        if have > most:
+    for name, have, room in zip(names, needed, limits, strict=True):
+        if have > room:
             raise PlanError(
-                f"plan: {have} {name}, but the captured graph has room for {most}; plan at first "
+                f"plan: {have} {name}, but the captured graph has room for {room}; plan at first "
                 "with the largest batch of every level, or capture again"
             )
 

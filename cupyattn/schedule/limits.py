@@ -44,13 +44,13 @@ def limits(
 
 def check_limits(plan: BatchPlan, limits: Limits) -> None:
     """Raise PlanError if a plan is larger than a captured graph has room for."""
-    for name, have, most in (
+    for name, have, room in (
         ("blocks", len(plan.items), limits.num_items),
         ("split tiles", len(plan.merges), limits.num_split_tiles),
         ("partial states", plan.num_states, limits.num_states),
     ):
-        if have > most:
+        if have > room:
             raise PlanError(
-                f"plan: {have} {name}, but the captured graph has room for {most}; plan at first "
+                f"plan: {have} {name}, but the captured graph has room for {room}; plan at first "
                 "with the largest batch, or capture again"
             )

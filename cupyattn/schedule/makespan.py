@@ -59,11 +59,11 @@ class TileTimes(NamedTuple):
         item, key_tile = self.mha_factor * self.item, self.mha_factor * self.key_tile
         return self._replace(item=item, key_tile=key_tile, mha_factor=1.0)
 
-    def busy(self, work: Work, num_kv_heads: int) -> float:
+    def total_time(self, work: Work, num_kv_heads: int) -> float:
         """What all items take, one after another."""
         return (work.total * self.key_tile + work.num_tiles * self.item) * num_kv_heads
 
-    def least(self, total: float, num_tiles: int, num_kv_heads: int, slots: Slots) -> float:
+    def lower_bound(self, total: float, num_tiles: int, num_kv_heads: int, slots: Slots) -> float:
         """What a launch of so many tiles, or more, takes at least that visit so many key tiles.
 
         Splits make more items than tiles, so that where tiles are more than SMs no block is alone.
@@ -159,12 +159,12 @@ def best_split(
     It is remembered with the work, for a plan asks again what the choice of its tiles has asked.
     """
     key = num_kv_heads, slots, times, may_split
-    found = work.splits.get(key)
-    if found is None:
-        found = _best_split(work, num_kv_heads, slots, times, may_split, limit)
-        if found.time < limit:
-            work.splits[key] = found
-    return found
+    cached = work.splits.get(key)
+    if cached is None:
+        cached = _best_split(work, num_kv_heads, slots, times, may_split, limit)
+        if cached.time < limit:
+            work.splits[key] = cached
+    return cached
 
 
 def _best_split(
@@ -173,32 +173,32 @@ def _best_split(
     slots: Slots,
     times: TileTimes,
     may_split: bool,
-    most: float,
+    maximum: float,
 ) -> Split:
     """best_split; `most` is the limit."""
-    soonest = times.least(work.total, work.num_tiles, num_kv_heads, slots)
+    soonest = times.lower_bound(work.total, work.num_tiles, num_kv_heads, slots)
     # Whole tiles take as long as the longest, and parts a merge.
     share = times.single_block_factor if work.num_tiles * num_kv_heads <= slots.num_sms else 1.0
     longest = times.launch + share * (times.item + times.key_tile * work.longest)
-    if min(max(soonest, longest), soonest + times.merge) >= most:
+    if min(max(soonest, longest), soonest + times.merge) >= maximum:
         return Split(0, math.inf)
     reading = (times.read * work.num_read + times.row * work.num_rows) * num_kv_heads
-    least = 0.0
+    minimum = 0.0
     if work.shares_keys:  # blocks do not ask memory for all that they read
-        least, reading = times.launch + _SHARED_READING * reading, 0.0
+        minimum, reading = times.launch + _SHARED_READING * reading, 0.0
     unsplit = _unsplit_time(work, num_kv_heads, slots, times, reading)
-    whole = Split(0, max(least, times.launch + unsplit))
+    whole = Split(0, max(minimum, times.launch + unsplit))
     if not may_split or work.longest <= 1:
         return whole
-    if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
+    if whole.time - times.launch <= _UNEVEN * times.total_time(work, num_kv_heads) / slots.blocks:
         return whole
-    best, limit = whole, min(WORTHWHILE * whole.time, most)
+    best, limit = whole, min(WORTHWHILE * whole.time, maximum)
     if soonest + times.merge >= limit:
         return whole
     for split in _parts(work, num_kv_heads, slots.blocks):
         merge = times.merge + times.state * (split.num_parts - split.num_whole) * num_kv_heads
         of_parts = _parts_time(split, work, num_kv_heads, slots, times, reading, limit - merge)
-        time = max(of_parts, least) + merge
+        time = max(of_parts, minimum) + merge
         if time < limit:
             best, limit = Split(split.chunk, time), time
     return best
@@ -209,15 +209,15 @@ def _unsplit_time(
 ) -> float:
     """What whole tiles take besides the launch: the same with launches behind it and without."""
     if work.num_tiles * num_kv_heads > _MANY_WAVES * slots.blocks:  # as makespan has it
-        busy = max(times.busy(work, num_kv_heads) / slots.blocks, reading)
+        busy = max(times.total_time(work, num_kv_heads) / slots.blocks, reading)
         longest, shortest = (times.item + times.key_tile * x for x in (work.longest, work.shortest))
         return max(longest, busy + 0.5 * shortest)
     key = num_kv_heads, slots, times.item, times.key_tile, times.single_block_factor, reading
-    found = work.unsplit.get(key)
-    if found is None:
+    cached = work.unsplit.get(key)
+    if cached is None:
         sizes = work.descending()
-        found = work.unsplit[key] = _items_time(sizes, num_kv_heads, slots, times, reading)
-    return found
+        cached = work.unsplit[key] = _items_time(sizes, num_kv_heads, slots, times, reading)
+    return cached
 
 
 def _parts_time(
@@ -261,11 +261,11 @@ class _Parts(NamedTuple):
 def _parts(work: Work, num_kv_heads: int, num_slots: int) -> list[_Parts]:
     """Each split that is tried; shapes of tiles of one size and as many slots share them."""
     key = num_kv_heads, num_slots
-    found = work.parts.get(key)
-    if found is None:
+    cached = work.parts.get(key)
+    if cached is None:
         chunks = _chunks(work, num_kv_heads, num_slots)
-        found = work.parts[key] = _make_parts(work, chunks) if chunks else []
-    return found
+        cached = work.parts[key] = _make_parts(work, chunks) if chunks else []
+    return cached
 
 
 def _make_parts(work: Work, chunks: list[int]) -> list[_Parts]:
@@ -297,31 +297,31 @@ def _parts_of_equal(work: Work, chunk: int) -> _Parts:
 def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:
     """Key tiles of a part by which all parts are some whole waves of blocks."""
     total, num_items = work.total * num_kv_heads, max(1, work.num_tiles * num_kv_heads)
-    found = {-(-total // (slots * waves)) for waves in _SPLIT_WAVES}
+    result = {-(-total // (slots * waves)) for waves in _SPLIT_WAVES}
     if work.key_tiles is not None:
         # The last part of a tile is not full, and a few blocks too many take a wave more.
         rooms = [slots * waves - num_items * half // 2 for waves in _FULL_WAVES for half in (1, 2)]
-        found |= {-(-total // room) for room in rooms if room > num_items}
+        result |= {-(-total // room) for room in rooms if room > num_items}
     # As many parts of each tile as fill the slots, or a share of them, which leaves fewer states:
     # parts of equal tiles end together.
     for share in _SPLIT_SHARES:
-        parts, most = slots // (share * num_items), slots // (share * num_kv_heads)
+        parts, maximum = slots // (share * num_items), slots // (share * num_kv_heads)
         if parts > 1:
-            found.add(-(-work.longest // parts))
-        if work.key_tiles is not None and most > work.num_tiles:
-            found.add(chunk_of_parts(work.key_tiles, most))
-    return sorted(chunk for chunk in found if chunk < work.longest)
+            result.add(-(-work.longest // parts))
+        if work.key_tiles is not None and maximum > work.num_tiles:
+            result.add(chunk_of_parts(work.key_tiles, maximum))
+    return sorted(chunk for chunk in result if chunk < work.longest)
 
 
-def chunk_of_parts(sizes: np.ndarray, most: int) -> int:
+def chunk_of_parts(sizes: np.ndarray, maximum: int) -> int:
     """Key tiles of a part so that uneven tiles have at most so many parts, and not many fewer.
 
     Example: tiles of 361, 361, 103 and 103 key tiles have 18 parts of 58, and 16 of 61.
     """
     sizes, all_ones = sizes.astype(np.float64), ones(sizes.size)
-    chunk = -(-int(sizes.dot(all_ones)) // most)
+    chunk = -(-int(sizes.dot(all_ones)) // maximum)
     while True:
         num_parts = int(np.ceil(sizes / chunk).dot(all_ones))
-        if num_parts <= most:
+        if num_parts <= maximum:
             return chunk
-        chunk += max(1, chunk * (num_parts - most) // (num_parts + most))
+        chunk += max(1, chunk * (num_parts - maximum) // (num_parts + maximum))

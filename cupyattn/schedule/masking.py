@@ -83,7 +83,7 @@ class Masking:
         is_seen = hidden[hidden.argmin()] + self.window_right >= -1
         return last_token if is_seen else np.maximum(last_token, 0)
 
-    def least_pairs(self, qo_len: np.ndarray, kv_len: np.ndarray) -> float:
+    def min_pairs(self, qo_len: np.ndarray, kv_len: np.ndarray) -> float:
         """Pairs of a row and a key in its sight, custom mask aside, at least: of all requests."""
         if self.window_left >= 0:
             return 0.0

@@ -110,14 +110,14 @@ def _choose(
 ) -> tuple[float, list[np.ndarray | None]]:
     """The soonest end, and in how many parts the keys of each kind's tiles are split for it."""
     shapes = [shape for _, shape in kinds]
-    least_parts = [
-        shape.least_part(work.longest, requests.qo_range()[1] * group_size)
+    min_parts = [
+        shape.min_part(work.longest, requests.qo_range()[1] * group_size)
         for (requests, shape), work in zip(kinds, works, strict=True)
     ]
     best: tuple[float, list[np.ndarray | None]] = (np.inf, [None] * len(works))
     for chunks in _chunks_to_try(shapes, works, device, splitting):
         if not splitting.tokens:
-            chunks = [max(both) for both in zip(chunks, least_parts, strict=True)]
+            chunks = [max(both) for both in zip(chunks, min_parts, strict=True)]
         splits = [split_after(work, chunk) for work, chunk in zip(works, chunks, strict=True)]
         time = _time(works, shapes, device, splits, leaves_states)
         if time < best[0]:
@@ -132,11 +132,11 @@ def _chunks_to_try(
     if splitting.may_split and splitting.tokens:
         return [[max(1, splitting.tokens // shape.tile_kv) for shape in shapes]]
     longest = max((work.longest for work in works), default=0)
-    found = [[longest] * len(works)]
+    result = [[longest] * len(works)]
     if not splitting.may_split:
-        return found
+        return result
     total = sum(work.total for work in works)
-    least = -(-total // (device.items * MAX_WAVES))
+    minimum = -(-total // (device.items * MAX_WAVES))
     tried = [waves for waves in _WAVES if waves <= splitting.waves]
     sizes = {-(-total // int(device.items * waves)) for waves in tried}
     tiles = np.concatenate([work.array() for work in works])
@@ -144,10 +144,10 @@ def _chunks_to_try(
         # The last part of a tile is not full: so many parts that all run at a time.
         sizes.add(chunk_of_parts(tiles, device.items))
     for size in sorted(sizes, reverse=True):
-        if max(1, least) <= size < longest:
+        if max(1, minimum) <= size < longest:
             # Decode with what is best for prefill, or as it is.
-            found += [[size] * len(works), [size, *(longest for _ in works[1:])]]
-    return found
+            result += [[size] * len(works), [size, *(longest for _ in works[1:])]]
+    return result
 
 
 def _time(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import Work
-from .batch import BatchRequests, most_of, sum_of
+from .batch import BatchRequests, max_of, sum_of
 from .makespan import Slots, best_split
 from .masking import Masking
 from .tile_shape import TileShape
@@ -26,7 +26,7 @@ _STEP = 4
 # Keys of a part, by which the root of the longest request's parts is taken.
 _KEYS = 64
 # Where each key is looked up by itself, decode has at least as many items as run at a time.
-_LEAST_ITEMS = 264
+_MIN_ITEMS = 264
 # Another form must end within this share of the time of the best; but one launch serves all if it
 # is done by the others: none then waits for another, and it is closer to estimates.
 _WORTHWHILE, _AS_SOON = 0.97, 1.06
@@ -74,7 +74,7 @@ class BesideTimes(NamedTuple):
 
 # Not frozen, because every plan makes one and a frozen one is slow to make. No field changes.
 @dataclass(slots=True)
-class Streams:
+class DecodeLoad:
     """Launches of decode's kernels that follow one of prefill.
 
     keys       that each request sees; the longest has `longest`, and all have `num_keys`
@@ -99,7 +99,7 @@ class Streams:
     _reading: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.longest = most_of(self.keys) if self.keys.size else 0
+        self.longest = max_of(self.keys) if self.keys.size else 0
         self.num_keys = sum_of(self.keys)
         # All candidates ask for these.
         times = self.times
@@ -109,10 +109,10 @@ class Streams:
         slow = times.capped if self.is_capped else 1.0
         self._latency, self._reading = slow * latency, slow * reading
 
-    def busy(self) -> float:
+    def time_on_one_sm(self) -> float:
         """For how long one SM would be busy with them."""
         if self.has_tiny_pages:
-            num_items = max(self.num_items, _LEAST_ITEMS)
+            num_items = max(self.num_items, _MIN_ITEMS)
             items = self.times.tiny_page_item * num_items
             return self.num_bytes / self.times.tiny_page_rate + items
         return self.num_bytes / self.times.stream_rate + self.times.item * self.num_items
@@ -125,7 +125,7 @@ class Streams:
         """What all SMs take for their keys."""
         return self._reading
 
-    def least_together(self, shape: TileShape) -> float:
+    def lower_bound_together(self, shape: TileShape) -> float:
         """What one launch that serves them too takes at least for their keys."""
         assert shape.times is not None
         return shape.times.launch + self.num_bytes / self.times.rate_beside_products
@@ -142,26 +142,26 @@ class Partition(NamedTuple):
     time: float
 
 
-def streams_of(
-    few: Sequence[BatchRequests],
+def decode_load_of(
+    decodes: Sequence[BatchRequests],
     num_kv_heads: int,
     key_bytes: float,
     masking: Masking,
     times: BesideTimes,
     has_tiny_pages: bool = False,
     is_capped: bool = False,
-) -> Streams:
+) -> DecodeLoad:
     """What launches of these requests of few rows stream. key_bytes: of a key and its value, or
     so many more as take as long."""
-    keys = few[0].kv_len
-    if len(few) > 1:
-        keys = np.concatenate([requests.kv_len for requests in few])
+    keys = decodes[0].kv_len
+    if len(decodes) > 1:
+        keys = np.concatenate([requests.kv_len for requests in decodes])
     if masking.window_left >= 0:
-        rows = np.concatenate([requests.qo_len for requests in few])
+        rows = np.concatenate([requests.qo_len for requests in decodes])
         keys = np.minimum(keys, rows + masking.window_left)
     num_bytes = float(sum_of(keys)) * num_kv_heads * key_bytes
     num_items = keys.size * num_kv_heads
-    return Streams(keys, num_bytes, num_items, times, len(few), has_tiny_pages, is_capped)
+    return DecodeLoad(keys, num_bytes, num_items, times, len(decodes), has_tiny_pages, is_capped)
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,49 +172,53 @@ def followed(shape: TileShape, beside: BesideTimes) -> TileShape:
     return replace(shape, times=times._replace(launch=times.launch + beside.followed))
 
 
-def least_on_all(least: float, num_blocks: int, shape: TileShape, streams: Streams) -> float:
-    """When blocks on all SMs that there is room for, which are not done before `least`, and the
+def lower_bound_on_all(
+    minimum: float, num_blocks: int, shape: TileShape, load: DecodeLoad
+) -> float:
+    """When blocks on all SMs that there is room for, which are not done before `minimum`, and the
     streams behind them are done at least."""
     if num_blocks >= shape.num_sms:
-        # No SM is left to the streams.
-        least += streams.latency() + streams.reading()
-    return max(least, streams.time())
+        # No SM is left to the load.
+        minimum += load.latency() + load.reading()
+    return max(minimum, load.time())
 
 
 def time_together(
-    work: Work, num_kv_heads: int, shape: TileShape, streams: Streams, limit: float = math.inf
+    work: Work, num_kv_heads: int, shape: TileShape, load: DecodeLoad, limit: float = math.inf
 ) -> float:
     """When one launch that serves all is done; infinite if that cannot be within the limit."""
     times, slots = shape.times, shape.slots
     assert times is not None
-    if streams.least_together(shape) >= limit:
+    if load.lower_bound_together(shape) >= limit:
         return math.inf
     # Few rows are one tile.
-    few = (streams.keys + (shape.tile_kv - 1)) // shape.tile_kv
-    sizes = np.concatenate((few, work.array()))
-    longest = int(np.maximum.reduce(few))
-    both = Work(sizes, max(work.longest, longest), work.total + int(np.add.reduce(few)), sizes.size)
-    if times.least(both.total, both.num_tiles, num_kv_heads, slots) >= limit:
+    decode_tiles = (load.keys + (shape.tile_kv - 1)) // shape.tile_kv
+    sizes = np.concatenate((decode_tiles, work.array()))
+    longest = int(np.maximum.reduce(decode_tiles))
+    both = Work(
+        sizes, max(work.longest, longest), work.total + int(np.add.reduce(decode_tiles)), sizes.size
+    )
+    if times.lower_bound(both.total, both.num_tiles, num_kv_heads, slots) >= limit:
         return math.inf
     chunk, time = best_split(both, num_kv_heads, slots, times, limit=limit)
     if time >= limit:
         return math.inf
-    merge, is_few = 0.0, np.arange(sizes.size) < few.size
+    merge, is_decode = 0.0, np.arange(sizes.size) < decode_tiles.size
     if chunk:
         parts = np.maximum(-(-sizes // chunk), 1)  # of no keys, too
         merge, longest = times.merge, min(longest, chunk)
-        sizes, is_few = (sizes / parts).repeat(parts), is_few.repeat(parts)
+        sizes, is_decode = (sizes / parts).repeat(parts), is_decode.repeat(parts)
     # The longest items come first. A wave in which many are of few rows is as long as their keys
     # take, though its products were done sooner.
     order = (-sizes).argsort(kind="stable")
-    sizes, is_few = sizes[order], is_few[order]
+    sizes, is_decode = sizes[order], is_decode[order]
     waves = np.arange(0, sizes.size, max(1, shape.num_slots // num_kv_heads))
-    tile_bytes = streams.num_bytes / max(1.0, float(streams.num_keys)) * shape.tile_kv
-    rate = streams.times.rate_beside_products
-    reading = np.add.reduceat(sizes * is_few, waves) * (tile_bytes / rate)
+    tile_bytes = load.num_bytes / max(1.0, float(load.num_keys)) * shape.tile_kv
+    rate = load.times.rate_beside_products
+    reading = np.add.reduceat(sizes * is_decode, waves) * (tile_bytes / rate)
     busy = np.add.reduceat(times.item + times.key_tile * sizes, waves) * num_kv_heads
     all_waves = float(np.add.reduce(np.maximum(reading, busy / shape.num_slots)))
-    of_longest = longest * tile_bytes / num_kv_heads / streams.times.rate_of_block
+    of_longest = longest * tile_bytes / num_kv_heads / load.times.rate_of_block
     return max(time, times.launch + max(all_waves, of_longest) + merge)
 
 
@@ -222,7 +226,7 @@ def best_partition(
     work: Work,
     num_kv_heads: int,
     shape: TileShape,
-    streams: Streams,
+    load: DecodeLoad,
     is_persistent: bool,
     limit: float = math.inf,
 ) -> Partition:
@@ -234,13 +238,13 @@ def best_partition(
     """
     times = shape.times
     assert times is not None
-    least = times.least(work.total, work.num_tiles, num_kv_heads, shape.slots)
-    soonest = max(least, streams.time())
-    on_all = least_on_all(least, work.num_tiles * num_kv_heads, shape, streams)
+    minimum = times.lower_bound(work.total, work.num_tiles, num_kv_heads, shape.slots)
+    soonest = max(minimum, load.time())
+    on_all = lower_bound_on_all(minimum, work.num_tiles * num_kv_heads, shape, load)
     if soonest >= limit or (not is_persistent and on_all >= limit):
         return Partition(shape.num_slots, math.inf)
     # Tiny pages change whether a launch of their own is worth it, but not which SMs it should have.
-    usual = replace(streams, has_tiny_pages=False) if streams.has_tiny_pages else streams
+    usual = replace(load, has_tiny_pages=False) if load.has_tiny_pages else load
     estimate = functools.partial(_partition_time, work, num_kv_heads, shape, usual)
     full = shape.num_slots
     # All SMs need no estimate where less than all are done sooner than the bound.
@@ -248,7 +252,7 @@ def best_partition(
     if _WORTHWHILE * on_all <= soonest:
         best, is_bound = Partition(full, estimate(full)[0]), False
     if _WORTHWHILE * best.time > soonest:
-        busy, num_items = times.busy(work, num_kv_heads), work.num_tiles * num_kv_heads
+        busy, num_items = times.total_time(work, num_kv_heads), work.num_tiles * num_kv_heads
         for num_slots in _slots_to_try(busy, num_items, shape, usual, is_persistent):
             time, is_split = estimate(num_slots)
             if is_split and not is_persistent:
@@ -259,14 +263,14 @@ def best_partition(
                 best, is_bound = Partition(num_slots, time), False
     if is_bound:
         best = Partition(full, estimate(full)[0])
-    if streams.has_tiny_pages:
-        time, _ = _partition_time(work, num_kv_heads, shape, streams, best.num_slots)
+    if load.has_tiny_pages:
+        time, _ = _partition_time(work, num_kv_heads, shape, load, best.num_slots)
         best = best._replace(time=time)
     return best
 
 
 def _partition_time(
-    work: Work, num_kv_heads: int, shape: TileShape, streams: Streams, num_slots: int
+    work: Work, num_kv_heads: int, shape: TileShape, load: DecodeLoad, num_slots: int
 ) -> tuple[float, bool]:
     """When prefill, with so many blocks at a time, and the streams are done, and whether keys of
     prefill are split."""
@@ -276,43 +280,43 @@ def _partition_time(
     if chunk:  # parts end together
         used = min(num_slots, shape.num_sms)
         end -= times.merge
-        time = time_beside(end, end, shape.num_sms, used, streams) + times.merge
-        time += streams.times.late_merge
+        time = time_beside(end, end, shape.num_sms, used, load) + times.merge
+        time += load.times.late_merge
     else:  # blocks go to free SMs first
         blocks = min(num_slots, work.num_tiles * num_kv_heads)
-        mean = min(end, times.launch + times.busy(work, num_kv_heads) / max(1, blocks))
-        time = time_beside(end, mean, shape.num_sms, min(blocks, shape.num_sms), streams)
+        mean = min(end, times.launch + times.total_time(work, num_kv_heads) / max(1, blocks))
+        time = time_beside(end, mean, shape.num_sms, min(blocks, shape.num_sms), load)
     return time, bool(chunk)
 
 
 def _slots_to_try(
-    busy: float, num_items: int, shape: TileShape, streams: Streams, is_persistent: bool
+    busy: float, num_items: int, shape: TileShape, load: DecodeLoad, is_persistent: bool
 ) -> list[int]:
     """Fewer slots than all: they bind persistent blocks, or leave the keys of few items whole."""
-    full, found = shape.num_slots, []
+    full, result = shape.num_slots, []
     if num_items * 4 <= full * 3:
-        found.append(num_items)
+        result.append(num_items)
     if is_persistent:
-        most = streams.times.max_share
-        share = min(streams.busy() / (busy + streams.busy()), most)
+        maximum = load.times.max_share
+        share = min(load.time_on_one_sm() / (busy + load.time_on_one_sm()), maximum)
         balanced = full - int(share * full / _STEP) * _STEP
-        if (1 - most) * full <= balanced < full:
-            found.append(balanced)
-    return list(dict.fromkeys(found))
+        if (1 - maximum) * full <= balanced < full:
+            result.append(balanced)
+    return list(dict.fromkeys(result))
 
 
-def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Streams) -> float:
+def time_beside(end: float, mean: float, num_sms: int, used: int, load: DecodeLoad) -> float:
     """When a launch on `used` SMs that ends then, its blocks at `mean` on average, and the streams
     behind it are done. They stream on SMs without blocks from the beginning, and what is left at
     `mean` on all."""
     done, streamed, free = 0.0, 0.0, num_sms - used
     if free:
-        slowdown = streams.times.slowdown
-        streamed = slowdown * streams.time()
+        slowdown = load.times.slowdown
+        streamed = slowdown * load.time()
         more = 1.0 + (slowdown - 1.0) * min(1.0, streamed / end)
         end, mean = more * end, more * mean
-        done = free * max(0.0, mean - streams.times.start) / streams.busy()
+        done = free * max(0.0, mean - load.times.start) / load.time_on_one_sm()
     if done < 1.0:
-        left = (1.0 - done) * streams.reading()
-        streamed = max(streamed, mean + streams.latency() + left)
+        left = (1.0 - done) * load.reading()
+        streamed = max(streamed, mean + load.latency() + left)
     return max(end, streamed)

@@ -20,7 +20,7 @@ class DecodeTimes(NamedTuple):
     start        before its blocks and after them
     row          each row of a tile
     block        each block besides its key tiles
-    least_share  of a key tile's time, that of a block whose keys memory brings at once
+    min_share  of a key tile's time, that of a block whose keys memory brings at once
     merge        what a split adds at all
     part         what each part of a tile adds, for as many rows as are merged at a time
     key_tile     what memory takes for a key tile of each slot, of 32 KB for two slots an SM
@@ -29,7 +29,7 @@ class DecodeTimes(NamedTuple):
     start: float
     row: float
     block: float
-    least_share: float
+    min_share: float
     merge: float
     part: float
     key_tile: float
@@ -38,7 +38,7 @@ class DecodeTimes(NamedTuple):
         """These in the time of a key tile, as splits are chosen by."""
         part = self.part * passes / self.key_tile
         block, merge = self.block / self.key_tile, self.merge / self.key_tile
-        return Costs(block, merge, 0.0, part, self.least_share)
+        return Costs(block, merge, 0.0, part, self.min_share)
 
 
 class DecodeKinds(NamedTuple):
@@ -52,8 +52,8 @@ class DecodeKinds(NamedTuple):
 
     def of(self, shape: TileShape) -> DecodeTimes:
         """The times of these blocks."""
-        found: DecodeTimes = getattr(self, self.kind_of(shape))
-        return found
+        result: DecodeTimes = getattr(self, self.kind_of(shape))
+        return result
 
     def of_keys(self, factor: float) -> DecodeKinds:
         """The times over keys that take so many times as long."""
@@ -85,13 +85,13 @@ class TileShape:
                     it merges at a time, in the time that a key tile takes where few blocks run;
                     0: a launch merges
     rows_at_a_time  rows that such a merge takes at a time
-    least_share     of the time of a key tile with all slots busy, that of one where half are
+    min_share     of the time of a key tile with all slots busy, that of one where half are
     times           where the kernel has been timed, what a plan goes by instead of these costs
     num_sms         SMs that these slots are on
     is_persistent   timed blocks take items until none is left; else each has one
     cluster         blocks that share the keys of an item; a slot then has all of them
     is_fused        the last block of a tile merges its parts
-    most_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
+    max_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
     decode          of blocks of decode that were timed for few requests, what plans go by
     slots           num_slots and num_sms
     """
@@ -102,13 +102,13 @@ class TileShape:
     state_cost: float = 0.0
     part_cost: float = 0.0
     rows_at_a_time: int = 1
-    least_share: float = 1.0
+    min_share: float = 1.0
     times: TileTimes | None = None
     num_sms: int = 1
     is_persistent: bool = False
     cluster: int = 1
     is_fused: bool = True
-    most_keys: int = 0
+    max_keys: int = 0
     decode: DecodeTimes | None = None
     slots: Slots = field(init=False, compare=False, repr=False)
 
@@ -129,8 +129,8 @@ class TileShape:
 
     def timed(self, times: DecodeTimes) -> TileShape:
         """The shape of blocks of decode that take so long."""
-        part_cost = times.part / (times.least_share * times.key_tile)
-        return replace(self, part_cost=part_cost, least_share=times.least_share, decode=times)
+        part_cost = times.part / (times.min_share * times.key_tile)
+        return replace(self, part_cost=part_cost, min_share=times.min_share, decode=times)
 
     def merged_apart(self) -> TileShape:
         """The shape of blocks whose parts are merged by a launch."""
@@ -140,7 +140,7 @@ class TileShape:
         """What a part of so many rows, or of a whole tile, adds to a merge."""
         return self.part_cost * self._passes(rows)
 
-    def least_part(self, key_tiles: int, rows: int) -> int:
+    def min_part(self, key_tiles: int, rows: int) -> int:
         """The fewest of these key tiles that are worth a part: n / size + cost * size, the
         time of a part and of the merge, is least at parts of sqrt(n * cost)."""
         return math.ceil(math.sqrt(key_tiles * self.cost_of_part(rows))) or 1
@@ -151,9 +151,9 @@ class TileShape:
         if self.decode is not None:
             return self.decode.costs(self._passes(rows))
         if not self.is_fused:
-            return _MERGED_APART._replace(least_share=self.least_share)
+            return _MERGED_APART._replace(min_share=self.min_share)
         if not self.part_cost:
-            return Costs(state=self.state_cost, least_share=self.least_share)
+            return Costs(state=self.state_cost, min_share=self.min_share)
         # In units of 2.1 us, which a key tile takes by memory's rate with all slots busy. The
         # first pass of a merge costs what was fitted to times of an H200, each further one two
         # round trips to L2, 0.4 us. A key tile is 0.6 us where few blocks run (docs/ladder.md).
@@ -161,7 +161,7 @@ class TileShape:
         block = BLOCK_OVERHEAD + 1.0 + 0.5 * passes
         merge = 1.8 + 0.2 * passes
         part = 0.3 * self.cost_of_part(rows)
-        return Costs(block, merge, self.state_cost, part, self.least_share)
+        return Costs(block, merge, self.state_cost, part, self.min_share)
 
     def _passes(self, rows: int) -> int:
         return -(-min(rows, self.tile_q) // self.rows_at_a_time)
@@ -171,7 +171,7 @@ class TileShape:
 CLUSTERS = (8, 4)
 
 
-class FewRows(NamedTuple):
+class DecodeWork(NamedTuple):
     """What a launch of decode serves.
 
     num_tiles  of so many rows, each for all KV heads
@@ -187,15 +187,15 @@ class FewRows(NamedTuple):
     key_bytes: int = 512
 
 
-def decode_time(shape: TileShape, times: DecodeTimes, few: FewRows) -> float:
+def decode_time(shape: TileShape, times: DecodeTimes, work: DecodeWork) -> float:
     """When a launch of decode is done, in microseconds, whose keys are split as suits it best.
 
     A block waits for its keys, or memory decides: the longest tile's keys, or all keys over all
     slots. Parts divide the former, and cost a merge.
     """
-    num_tiles, longest, total, num_kv_heads, rows, key_bytes = few
+    num_tiles, longest, total, num_kv_heads, rows, key_bytes = work
     key_tiles = math.ceil(longest / shape.tile_kv)
-    waits = times.key_tile * times.least_share * key_tiles
+    waits = times.key_tile * times.min_share * key_tiles
     all_tiles = max(total / shape.tile_kv, 1.0)
     # Clusters leave SMs idle, but memory is as fast without them.
     num_bytes = max(total, shape.tile_kv) * key_bytes * num_kv_heads

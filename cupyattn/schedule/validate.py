@@ -24,15 +24,15 @@ def validate_plan(plan: BatchPlan, requests: BatchRequests, group_size: int, til
         for q_start, kv_start, count in zip(*begins, num_tiles, strict=True)
         for tile in range(count)
     }
-    found: dict[tuple[int, int, int], list[int]] = {}
+    result: dict[tuple[int, int, int], list[int]] = {}
     places = column["q_start"], column["kv_start"], column["first_row"]
     for index, (q_start, kv_start, row) in enumerate(zip(*places, strict=True)):
-        found.setdefault((int(q_start), int(kv_start), int(row)), []).append(index)
-    if found.keys() != wanted:
-        raise PlanError(f"plan: tiles of rows {sorted(found.keys() ^ wanted)[:4]} are not covered")
+        result.setdefault((int(q_start), int(kv_start), int(row)), []).append(index)
+    if result.keys() != wanted:
+        raise PlanError(f"plan: tiles of rows {sorted(result.keys() ^ wanted)[:4]} are not covered")
     states = np.zeros(plan.num_states, np.int64)
     merged = {int(column["split_tile"][i]): int(i) for i in plan.merges}
-    for tile, items in found.items():
+    for tile, items in result.items():
         count = len(items)
         splits = sorted(int(column["split"][i]) for i in items)
         if splits != list(range(count)) or set(column["num_splits"][items]) != {count}:

@@ -14,7 +14,7 @@ from cupyattn.core.problem import (
 )
 from cupyattn.errors import CupyAttnError
 from cupyattn.launch.instances import OPTIONS, SHARED_BYTES, fields_of
-from cupyattn.launch.tiles.row_classes import LARGE, MOST_ROWS, ROW_CLASSES
+from cupyattn.launch.tiles.row_classes import LARGE, MAX_ROWS, ROW_CLASSES
 from cupyattn.launch.tiles.select import tile_config
 
 from . import doors
@@ -103,7 +103,7 @@ def _head_dims() -> str:
 
 def _kernels() -> str:
     """Kernels by head dims and rows, on Hopper and elsewhere."""
-    names = [f"≤ {MOST_ROWS[c]}" if c in MOST_ROWS else "more" for c in ROW_CLASSES]
+    names = [f"≤ {MAX_ROWS[c]}" if c in MAX_ROWS else "more" for c in ROW_CLASSES]
     head = ["head dims", *(f"{n} rows" for n in names[:-1]), "more, Hopper", "more, others"]
     rows = []
     for dims in (*_DIMS, "latent"):

@@ -154,7 +154,7 @@ class EmulatedGpu:
         return any(launch.name == name for launch in self.launches)
 
     def alloc_landing(self) -> np.ndarray:
-        return self.empty((read_tables.MOST_NUMBERS,), np.dtype(np.int64))
+        return self.empty((read_tables.MAX_NUMBERS,), np.dtype(np.int64))
 
     def read(self, x: np.ndarray, name: str) -> ArrayView:
         """The view of a NumPy array, which is on this GPU."""
@@ -254,7 +254,7 @@ def plugging_in(gpu: Gpu) -> Iterator[Gpu]:
             self.tiles = tiles
             self.has_clusters = gpu.forms_clusters(tiles)
 
-        def most_clusters(self, cluster: int) -> int:
+        def max_clusters(self, cluster: int) -> int:
             return self.num_slots // cluster
 
     def make_counters(index: int, stream: int) -> tuple[int, Any]:

@@ -198,7 +198,7 @@ def test_fp8_keys_converted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slopes_and_scales_of_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more requests than a block plans, of which there are two here."""
-    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    monkeypatch.setattr(plan_batch, "max_requests", lambda device: 2)
     run_of_requests(6)
 
 

@@ -214,7 +214,7 @@ _OF_DECODE = [
 @pytest.mark.parametrize("rows", [16, 32])
 def test_even_decodes_are_split_as_on_the_host(emulated: gpu.EmulatedGpu, rows: int) -> None:
     """By the host's estimate no plan of the device takes 6 % longer, or half a key tile."""
-    shape = TileShape(rows, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
+    shape = TileShape(rows, 64, 264, 0.25, 0.03, rows_at_a_time=4, min_share=0.52)
     for count, kv_len, group, heads, qo_len in _OF_DECODE:
         if (qo_len * group <= 16) != (rows == 16):
             continue

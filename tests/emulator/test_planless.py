@@ -68,7 +68,7 @@ def test_many_rows_of_other_head_dims(dim: int) -> None:
 @pytest.mark.parametrize("index", one_of(4, range(COUNT)))
 def test_random_calls_in_parts(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more requests than a block plans, of which there are two here."""
-    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    monkeypatch.setattr(plan_batch, "max_requests", lambda device: 2)
     most = 0
     for seed in range(index, index + 6 * COUNT, COUNT):
         case = random_case(seed)
@@ -81,7 +81,7 @@ def test_random_calls_in_parts(index: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("form", ["uniform", "steps"])
 @pytest.mark.parametrize("is_bool", [False, True])
 def test_masks_in_parts(form: str, is_bool: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    monkeypatch.setattr(plan_batch, "max_requests", lambda device: 2)
     count = 0
     for seed in range(4000):
         case = random_case(seed)
@@ -98,7 +98,7 @@ def test_masks_in_parts(form: str, is_bool: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_each_entry_point_in_parts(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    monkeypatch.setattr(plan_batch, "max_requests", lambda device: 2)
     form = "steps" if "context" in entry else "uniform"
     case = replace(BASE, entry=entry, form=form, qo_len=(1,) * 5, kv_len=(600, 0, 33, 7, 90))
     if entry.startswith("cudnn"):

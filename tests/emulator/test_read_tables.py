@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cupyattn.launch.attention import read_tables
-from cupyattn.launch.attention.kernels import MOST_PARTS
+from cupyattn.launch.attention.kernels import MAX_PARTS
 from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, NO_LENGTHS, DeviceTables, Planner
 from cupyattn.schedule import Masking
 from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Splitting, plan_batch
@@ -184,7 +184,7 @@ def check_list(
     assert head[3] == column["num_splits"].max()
     size = made.items.size
     np.testing.assert_array_equal(words[:size].reshape(made.items.shape), made.items)
-    is_apart = not shape.is_fused or (shape.part_cost > 0 and head[3] > MOST_PARTS)
+    is_apart = not shape.is_fused or (shape.part_cost > 0 and head[3] > MAX_PARTS)
     if fused_splits:
         is_apart = head[3] > fused_splits
     rest = made.merges.tolist() if is_apart else [0] * (heads * len(made.merges))

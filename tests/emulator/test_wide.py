@@ -60,7 +60,7 @@ WHOLE = "wrapper", "metadata", "list of tokens"
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in WHOLE])
 def test_random_calls_in_parts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more requests than a block plans, of which there is one here."""
-    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 1)
+    monkeypatch.setattr(plan_batch, "max_requests", lambda device: 1)
     index, count = list(WAYS).index(way), 0
     for seed in range(index, index + 3 * len(WAYS), len(WAYS)):
         emulated = emulate(random_case(seed), seed=seed % 3, num_sms=4)

@@ -158,11 +158,11 @@ def test_masks_change_between_replays(torch: Any) -> None:
 
 
 def test_ragged_lengths_change_between_replays(torch: Any) -> None:
-    count, most_rows, most_keys = 4, 200, 3000
+    count, max_rows, max_keys = 4, 200, 3000
     rng = np.random.default_rng(4)
-    values = rng.standard_normal((2, most_keys, KV_HEADS, DIM)).astype(np.float16)
+    values = rng.standard_normal((2, max_keys, KV_HEADS, DIM)).astype(np.float16)
     k, v = (upload(x, torch) for x in values)
-    q, out = queries(torch, most_rows), queries(torch, most_rows, 2)
+    q, out = queries(torch, max_rows), queries(torch, max_rows, 2)
     cls = cupyattn.BatchPrefillWithRaggedKVCacheWrapper
     buffers = ints(torch, count + 1), ints(torch, count + 1)
     w = cls(scratch(torch), "NHD", True, *buffers)
@@ -171,8 +171,8 @@ def test_ragged_lengths_change_between_replays(torch: Any) -> None:
     w.run(q, k, v, out=out)
     replay = capture(torch, torch, lambda: w.run(q, k, v, out=out))
     for step in range(some(60)):
-        qo_len = rng.multinomial(int(rng.integers(0, most_rows)), [0.25] * 4)
-        kv_len = rng.multinomial(int(rng.integers(0, most_keys)), [0.25] * 4)
+        qo_len = rng.multinomial(int(rng.integers(0, max_rows)), [0.25] * 4)
+        kv_len = rng.multinomial(int(rng.integers(0, max_keys)), [0.25] * 4)
         indptr = batches.offsets(list(qo_len)), batches.offsets(list(kv_len))
         w.plan(*indptr, *sizes, causal=True)
         replay()

@@ -59,6 +59,6 @@ def land(asked: DeviceTables, planner: Planner | None) -> tuple[np.ndarray, np.n
     made = plan_batch(requests, *sizes, launcher.masking, Splitting())
     most = made.items[:, NUM_SPLITS].max()
     numbers[4:8] = len(made.items), len(made.merges), made.num_states, most
-    is_apart = most > planner.most_fused
+    is_apart = most > planner.max_fused
     counters = np.zeros(len(made.merges) * launcher.num_kv_heads, np.int32)
     return numbers, np.concatenate([made.items.ravel(), made.merges if is_apart else counters])

@@ -127,7 +127,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
             num_slots=SLOTS,
             num_sms=SLOTS // 2,
             has_clusters=fake.has_clusters and tiles.name == "decode_sm80",
-            most_clusters=lambda cluster: SLOTS // 2 // cluster,
+            max_clusters=lambda cluster: SLOTS // 2 // cluster,
         )
 
     def load_mixed(

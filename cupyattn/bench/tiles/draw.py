@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from .case import TileCase
 
-_MOST_FLOPS = 2.5e11  # of a batch: some 0.4 ms
-_MOST_KV_BYTES = 1 << 29
+_MAX_FLOPS = 2.5e11  # of a batch: some 0.4 ms
+_MAX_KV_BYTES = 1 << 29
 _HEADS = ((32, 8), (32, 32), (16, 16), (64, 8), (8, 1), (16, 2), (28, 4), (12, 12), (40, 8), (5, 5))
 _SHAPES = {"prompt": 2, "short": 2, "append": 2, "decode": 5, "verify": 3, "mixed": 4}
 _RAGGED_SHAPES = "prompt", "short"
@@ -115,8 +115,8 @@ def _prompt(generator: random.Random) -> Lengths:
 def _short(generator: random.Random) -> Lengths:
     """Short prompts, which are all as long as padded ones are, or nearly."""
     count, rows = _log_uniform(generator, 4, 128), _log_uniform(generator, 24, 1024)
-    least = generator.choice((rows, rows, rows - rows // 8))
-    return [(n, n) for n in (generator.randint(least, rows) for _ in range(count))]
+    minimum = generator.choice((rows, rows, rows - rows // 8))
+    return [(n, n) for n in (generator.randint(minimum, rows) for _ in range(count))]
 
 
 def _append(generator: random.Random) -> Lengths:
@@ -153,8 +153,8 @@ _SHAPE_DRAWS = {
 }
 
 
-def _log_uniform(generator: random.Random, least: int, most: int) -> int:
-    return round(least * (most / least) ** generator.random())
+def _log_uniform(generator: random.Random, minimum: int, maximum: int) -> int:
+    return round(minimum * (maximum / minimum) ** generator.random())
 
 
 def _lengths(generator: random.Random, count: int, median: int) -> list[int]:
@@ -172,7 +172,7 @@ def _fit(case: TileCase) -> TileCase:
     flops, num_bytes = 0.0, 0.0
     for _, q_len, kv_len in case.requests:
         flops, num_bytes = flops + case.flops(q_len, kv_len), num_bytes + kv_len * row_bytes
-        if kept and (flops > _MOST_FLOPS or num_bytes > _MOST_KV_BYTES):
+        if kept and (flops > _MAX_FLOPS or num_bytes > _MAX_KV_BYTES):
             break
         kept.append((1, q_len, kv_len))
     return replace(case, requests=tuple(kept))

@@ -44,14 +44,14 @@ class Check(NamedTuple):
     @property
     def regret(self) -> float:
         """The mean regret of all batches; 1 is the least."""
-        found = self.all_regrets()
-        return float(np.mean(found)) if found else 1.0
+        result = self.all_regrets()
+        return float(np.mean(result)) if result else 1.0
 
     @property
     def high_regret(self) -> float:
         """The 95th percentile of the regrets."""
-        found = self.all_regrets()
-        return float(np.percentile(found, 95)) if found else 1.0
+        result = self.all_regrets()
+        return float(np.percentile(result, 95)) if result else 1.0
 
     def all_regrets(self) -> list[float]:
         """The regrets of all batches, in the same order for every card."""
@@ -90,17 +90,17 @@ def check(card: Card, rows: Sequence[Row], device_index: int = NO_GPU.index) -> 
     return Check(dict(errors), dict(regrets))
 
 
-def table(found: Check) -> str:
+def table(result: Check) -> str:
     """The errors and regrets as text."""
     lines = [f"{'batches':18}{'':22}{'rows':>6}{'told/taken':>12}{'error':>8}"]
-    for (kind, name), logs in sorted(found.errors.items()):
+    for (kind, name), logs in sorted(result.errors.items()):
         bias, error = math.exp(np.median(logs)), float(np.median(np.abs(logs)))
         lines.append(f"{kind:18}{name:22}{len(logs):6}{bias:12.3f}{100 * error:7.1f}%")
-    count = sum(map(len, found.errors.values()))
-    lines.append(f"{'all':40}{count:6}{'':12}{100 * found.error:7.1f}%")
+    count = sum(map(len, result.errors.values()))
+    lines.append(f"{'all':40}{count:6}{'':12}{100 * result.error:7.1f}%")
     lines.append(f"{'batches':40}{'number':>6}{'regret':>12}{'95th':>8}{'worst':>8}")
-    regrets = {**dict(sorted(found.regrets.items()))}
-    regrets["all"] = [x for some in found.regrets.values() for x in some]
+    regrets = {**dict(sorted(result.regrets.items()))}
+    regrets["all"] = [x for some in result.regrets.values() for x in some]
     for kind, some in regrets.items():
         high = float(np.percentile(some, 95))
         lines.append(f"{kind:40}{len(some):6}{np.mean(some):12.3f}{high:8.3f}{max(some):8.3f}")
@@ -108,10 +108,10 @@ def table(found: Check) -> str:
 
 
 def _by_case(rows: Iterable[Row]) -> list[tuple[TileCase, dict[str, float]]]:
-    found: dict[str, tuple[TileCase, dict[str, float]]] = {}
+    result: dict[str, tuple[TileCase, dict[str, float]]] = {}
     for row in rows:
-        found.setdefault(row.case.name, (row.case, {}))[1][row.candidate] = row.us
-    return list(found.values())
+        result.setdefault(row.case.name, (row.case, {}))[1][row.candidate] = row.us
+    return list(result.values())
 
 
 def _sample(case: TileCase, us: dict[str, float], device_index: int) -> Sample:
@@ -127,11 +127,11 @@ def _planned(
     case: TileCase, device_index: int
 ) -> tuple[BatchLauncher, BatchSchedule, BatchRequests]:
     """A launcher by the card that is used, a case's requests, and the schedule made of them."""
-    found = plan_of(case)
-    assert found is not None
-    launcher = found.launcher
+    result = plan_of(case)
+    assert result is not None
+    launcher = result.launcher
     key = id(cards.card_of(NO_GPU)), launcher.spec, launcher.problem, device_index
     own = _launchers.get(key)
     if own is None:
         own = _launchers[key] = BatchLauncher(launcher.spec, launcher.problem, device_index)
-    return own, own.schedule(found.requests), found.requests
+    return own, own.schedule(result.requests), result.requests

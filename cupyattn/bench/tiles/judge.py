@@ -13,7 +13,7 @@ from ...core.device import DeviceProps
 from .fit import Check, check, fit, split
 from .rows import Row
 
-LEAST_BATCHES = 40
+MIN_BATCHES = 40
 # Mean regrets this near are one, or if they differ by no more than twice what chance makes of them:
 # then the errors of the estimates decide.
 _SAME_REGRET = 0.005
@@ -60,9 +60,9 @@ class Verdict(NamedTuple):
 def judge(card: Card, rows: Sequence[Row], props: DeviceProps, source: str) -> Verdict:
     """Fit a card like `card` to rows of a device, whose name and rates it gets."""
     fitted, held_out = split(rows)
-    made = fit(card.slower(_slowness(card, fitted, props)), fitted, props.index)
-    made = replace(
-        made,
+    built = fit(card.slower(_slowness(card, fitted, props)), fitted, props.index)
+    built = replace(
+        built,
         name=props.name,
         match=(props.name,),
         arch=props.arch,
@@ -72,8 +72,8 @@ def judge(card: Card, rows: Sequence[Row], props: DeviceProps, source: str) -> V
         source=source,
         scaled_from="",
     )
-    before, after = (check(x, held_out, props.index) for x in (card, made))
-    return Verdict(made, before, after, len({row.case.name for row in held_out}))
+    before, after = (check(x, held_out, props.index) for x in (card, built))
+    return Verdict(built, before, after, len({row.case.name for row in held_out}))
 
 
 def _slowness(card: Card, rows: Sequence[Row], props: DeviceProps) -> float:

@@ -27,7 +27,7 @@ from .rows import Row
 Instance = tuple[str, jit.Config]
 
 _ROUNDS = 3
-_MOST_ERROR = 0.02  # between the outputs of two candidates, of their norm: rounding alone is less
+_MAX_ERROR = 0.02  # between the outputs of two candidates, of their norm: rounding alone is less
 _COMPARED_ROWS = 256
 
 
@@ -40,20 +40,20 @@ def instances(
     groups: dict[Any, dict[Instance, None]] = defaultdict(dict)
     group_of, seen = {}, set()
     for case in cases:
-        made = plan_of(case)
-        assert made is not None
-        drawn, problem = made.launcher, made.launcher.problem
+        built = plan_of(case)
+        assert built is not None
+        drawn, problem = built.launcher, built.launcher.problem
         launcher = launchers.setdefault(
             (drawn.spec, problem), BatchLauncher(drawn.spec, problem, device_index)
         )
         group_of[case.name] = group = problem, case.page_size
-        for candidate in launcher.candidates(made.requests):
+        for candidate in launcher.candidates(built.requests):
             rows = tuple(name for name, _ in candidate.parts)
             if (group, candidate.name, rows) in seen:
                 continue
             seen.add((group, candidate.name, rows))
             with candidates.only(candidate.name):
-                launcher.schedule(made.requests)
+                launcher.schedule(built.requests)
             groups[group] |= dict.fromkeys(_kernels_of(launcher))
     return {name: frozenset(groups[group]) for name, group in group_of.items()}
 
@@ -128,9 +128,9 @@ def _rows_of_case(
     now: Callable[[], float],
 ) -> list[Row]:
     inputs, device = _make_inputs(case, arrays), str(arrays.device)
-    made = planned(inputs.wrapper(case, device))
-    assert made is not None
-    offered = made.launcher.candidates(made.requests)
+    built = planned(inputs.wrapper(case, device))
+    assert built is not None
+    offered = built.launcher.candidates(built.requests)
     calls, outputs = [], []
     for candidate in offered:
         # The first run plans again, in memory of its arrays' framework (BatchWrapper._follow).
@@ -143,7 +143,7 @@ def _rows_of_case(
             raise AssertionError(f"{candidate.name}: another candidate was launched in its place")
     for candidate, output in zip(offered, outputs, strict=True):
         error = float(np.linalg.norm(output - outputs[0]) / np.linalg.norm(outputs[0]))
-        if not error <= _MOST_ERROR:
+        if not error <= _MAX_ERROR:
             raise AssertionError(f"{candidate.name} differs by {error:.3g} from {offered[0].name}")
     timings = measure(calls, clock, _ROUNDS, deadline, now, random_order(case.name))
     props = device_props(arrays.device.index)
@@ -152,7 +152,7 @@ def _rows_of_case(
         if timing.error is not None:
             raise RuntimeError(f"{candidate.name}: {timing.error}")
         told = float(candidate.time) if np.isfinite(candidate.time) else None
-        is_chosen = candidate.name == made.schedule.candidate
+        is_chosen = candidate.name == built.schedule.candidate
         row = Row(
             card=props.name,
             clock=props.sm_clock,

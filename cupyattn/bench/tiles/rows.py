@@ -69,7 +69,7 @@ def read(path: Path) -> list[Row]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         lines = file.read().splitlines()
-    found = []
+    result = []
     for number, text in enumerate(lines, 1):
         try:
             data: dict[str, Any] = json.loads(text)
@@ -78,7 +78,7 @@ def read(path: Path) -> list[Row]:
             requests = tuple(tuple(request) for request in case["requests"])
             head_dims = case["head_dim_qk"], case["head_dim_vo"]
             data["candidate"] = old_names.candidate(data["candidate"], case["api"], head_dims)
-            found.append(Row(**{**data, "case": TileCase(**{**case, "requests": requests})}))
+            result.append(Row(**{**data, "case": TileCase(**{**case, "requests": requests})}))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: this is no row of a candidate ({error})") from error
-    return found
+    return result

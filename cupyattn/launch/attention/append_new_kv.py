@@ -205,8 +205,8 @@ def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
         lane_bits,
     )
     # The kernel walks on with rows beyond the last block; lengths are written without rows too.
-    most = max(new.num_rows * new.num_kv_heads, rotated.q_rows * rotated.num_qo_heads, 1)
-    blocks = min(-(-most // (_THREADS >> lane_bits)), _MAX_BLOCKS)
+    maximum = max(new.num_rows * new.num_kv_heads, rotated.q_rows * rotated.num_qo_heads, 1)
+    blocks = min(-(-maximum // (_THREADS >> lane_bits)), _MAX_BLOCKS)
     grid = blocks, 2 if rotation is None else 3, 1
     launch = Launch(kernel.function, grid, _THREADS, 0)
     return Bound(launch, pack_rows(new.k), pack_rows(new.v), rest, device)

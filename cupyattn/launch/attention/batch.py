@@ -25,7 +25,7 @@ from ...schedule.batch import (
     Splitting,
     TileWork,
     alike_splits,
-    most_of,
+    max_of,
     plan_tiles,
 )
 from ...schedule.levels import (
@@ -54,12 +54,12 @@ from ...schedule.validate import validate_plan
 from ..driver import params
 from ..driver.enqueue import MAX_GRID_YZ, Launch, cuda
 from ..tiles.config import TileConfig
-from ..tiles.row_classes import DECODE, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
+from ..tiles.row_classes import DECODE, LARGE, MAX_ROWS, SMALL, VERIFY, row_class_of
 from . import log_choices, rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
 from .equal_requests import EqualRequests, key_of_equal, uniform_of
 from .kernels import (
-    MOST_PARTS,
+    MAX_PARTS,
     UNKNOWN_LENGTH,
     Kernel,
     KernelGroup,
@@ -81,7 +81,7 @@ from .swizzle import swizzle_of
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
-_LEAST_GAIN = 5.0
+_MIN_GAIN = 5.0
 # In microseconds: what a launch beside others takes at least, and what one of a portable kernel for
 # few rows over pages takes beyond that.
 _NO_MERGES = np.zeros(0, np.int32)
@@ -130,15 +130,15 @@ class BatchLauncher:
         split_tokens: int = 0,
         may_split: bool = True,
         capacity: Capacity | None = None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> BatchSchedule:
         """Plan on the host. split_tokens > 0: every request is split into parts of this many keys.
 
         With a capacity, `words` and `workspace_bytes` have the same size for every plan that fits;
         a plan that does not is a PlanError. Keys are split in fewer parts where the workspace would
-        else take more than `most_bytes`; if it still does, this is the best plan without a limit.
+        else take more than `max_bytes`; if it still does, this is the best plan without a limit.
         """
-        schedule = self._within(requests, Splitting(may_split, split_tokens), capacity, most_bytes)
+        schedule = self._within(requests, Splitting(may_split, split_tokens), capacity, max_bytes)
         schedule.requests = requests
         if self._log is not None:
             self._log.batch(self, schedule, requests)
@@ -149,18 +149,18 @@ class BatchLauncher:
         requests: BatchRequests,
         splitting: Splitting,
         capacity: Capacity | None,
-        most_bytes: int | None,
+        max_bytes: int | None,
     ) -> BatchSchedule:
         """The schedule within so many bytes, if one is."""
         best = self._schedule_known(requests, splitting, capacity)
-        if most_bytes is None or best.workspace_bytes <= most_bytes or splitting.is_given:
+        if max_bytes is None or best.workspace_bytes <= max_bytes or splitting.is_given:
             return best
         fewer = SPLITTINGS[1:]
-        if most_bytes >= ANY_BATCH_BYTES:
+        if max_bytes >= ANY_BATCH_BYTES:
             fewer = (*fewer, Splitting(False))
         for splitting in fewer:
             schedule = self._schedule_known(requests, splitting, capacity)
-            if schedule.workspace_bytes <= most_bytes:
+            if schedule.workspace_bytes <= max_bytes:
                 return schedule
         return best
 
@@ -175,34 +175,34 @@ class BatchLauncher:
                 requests, self.group_size, self.masking, has_table, splitting, capacity
             )
         if key is not None:
-            found = self._equal.get(key)
-            if found is None:
+            cached = self._equal.get(key)
+            if cached is None:
                 if len(self._equal) >= _MAX_EQUAL:
                     self._equal.clear()
-                made = self._schedule(requests, splitting, capacity)
-                found = self._equal[key] = EqualRequests(made, requests.uniform)
-            return found.schedule(requests)
+                built = self._schedule(requests, splitting, capacity)
+                cached = self._equal[key] = EqualRequests(built, requests.uniform)
+            return cached.schedule(requests)
         return self._schedule(requests, splitting, capacity)
 
     def choose_for_any_length(self, num_requests: int, qo_len: int) -> tuple[str, TileShape] | None:
         """`choose` for decode of so many requests, whatever their lengths; None if those decide, or
         it is no decode."""
-        most_rows = qo_len * self.group_size
-        if row_class(most_rows) != DECODE or self._is_debugging():
+        max_rows = qo_len * self.group_size
+        if row_class_of(max_rows) != DECODE or self._is_debugging():
             return None
-        return self._kernels.only_blocks(num_requests, most_rows)
+        return self._kernels.only_blocks(num_requests, max_rows)
 
     def schedule_planned(
-        self, rows: str, shape: TileShape, made: Limits, most_parts: int
+        self, row_class: str, shape: TileShape, built: Limits, max_parts: int
     ) -> BatchSchedule:
         """The launches of a list that the device has made, whose words it has written.
-        most_parts: of a tile."""
-        if most_parts > MOST_PARTS:
+        max_parts: of a tile."""
+        if max_parts > MAX_PARTS:
             shape = self._kernels.merged_if_many(shape)
         if self._log is not None:
-            self._log.any_lengths(rows, self.kernel(rows).loaded.tiles.name)
-        reserved = self._exactly(rows, self._reserved(rows, shape, made), most_parts)
-        part, _, workspace_bytes = self._layout.part(rows, reserved, 0, 0)
+            self._log.any_lengths(row_class, self.kernel(row_class).loaded.tiles.name)
+        reserved = self._exactly(row_class, self._reserved(row_class, shape, built), max_parts)
+        part, _, workspace_bytes = self._layout.part(row_class, reserved, 0, 0)
         return BatchSchedule(_NO_MERGES, workspace_bytes, (part,))
 
     def _schedule(
@@ -220,21 +220,21 @@ class BatchLauncher:
             schedule.candidate = candidate.name
             return schedule
         if splitting.is_given:
-            (rows, first), *others = parts
-            slots = self._blocks_of_first(rows, first, [x.requests for _, x in others])
+            (row_class, first), *others = parts
+            slots = self._blocks_of_first(row_class, first, [x.requests for _, x in others])
         works: list[KernelWork] = []
-        for rows, chosen in parts:
-            shape = candidate.shape or self._kernels.shape(rows)
+        for row_class, chosen in parts:
+            shape = candidate.shape or self._kernels.shape(row_class)
             if slots > 0:
                 shape = _with_slots(shape, slots)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
                 is_free = not splitting.is_given and len(parts) == 1
-                if is_free and plan.num_states > MOST_PARTS:
-                    shape = self._kernels.merged_by(shape, plan.most_parts)
+                if is_free and plan.num_states > MAX_PARTS:
+                    shape = self._kernels.merged_by(shape, plan.max_parts)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 work = self._kernel_work(
-                    rows, shape, plan, exact, splitting, max(slots, 0), is_exact=True
+                    row_class, shape, plan, exact, splitting, max(slots, 0), is_exact=True
                 )
                 works.append(work)
             slots = 0
@@ -249,11 +249,11 @@ class BatchLauncher:
     ) -> BatchSchedule:
         """With room for all that the capacity allows, by a kernel that lengths do not choose."""
         keys = Keys.equal(capacity.num_requests, UNKNOWN_LENGTH)
-        rows, shape = self.choose(keys, capacity.max_qo_len, splitting)
+        row_class, shape = self.choose(keys, capacity.max_qo_len, splitting)
         plan = self._plan(self._works(requests), shape, splitting)
-        most = self._limits(shape, splitting, capacity)
-        check_limits(plan, most)
-        work = self._kernel_work(rows, shape, plan, most, splitting)
+        maximum = self._limits(shape, splitting, capacity)
+        check_limits(plan, maximum)
+        work = self._kernel_work(row_class, shape, plan, maximum, splitting)
         return self._of_requests([work], requests, capacity)
 
     def _choose(self, requests: BatchRequests, splitting: Splitting) -> Candidate:
@@ -267,15 +267,19 @@ class BatchLauncher:
 
     def _only_choice(self, requests: BatchRequests) -> Candidate | None:
         """Blocks of decode where no others are offered, which need no estimate."""
-        least, most = requests.qo_range()
-        if least <= 0 or most * self.group_size > MOST_ROWS[DECODE] or not self._kernels.is_paged:
+        minimum, maximum = requests.qo_range()
+        if (
+            minimum <= 0
+            or maximum * self.group_size > MAX_ROWS[DECODE]
+            or not self._kernels.is_paged
+        ):
             return None
-        only = self._kernels.only_blocks(requests.qo_len.size, most * self.group_size)
+        only = self._kernels.only_blocks(requests.qo_len.size, maximum * self.group_size)
         if only is None:
             return None
-        rows, shape = only
-        name = candidates.name_of_blocks(DECODE, rows, shape)
-        return Candidate(name, [(rows, self._works(requests))], -1, shape)
+        row_class, shape = only
+        name = candidates.name_of_blocks(DECODE, row_class, shape)
+        return Candidate(name, [(row_class, self._works(requests))], -1, shape)
 
     def candidates(self, requests: BatchRequests) -> list[Candidate]:
         """Every way to serve these requests, and when each would be done."""
@@ -284,16 +288,16 @@ class BatchLauncher:
     def batch_of(self, requests: BatchRequests) -> Batch:
         """What candidates are made for."""
         classes = group_by_row_class(requests, self.group_size)
-        parts = [(rows, self._works(x)) for rows, x in classes]
-        many, streams = None, None
-        few = [x for rows, x in classes if rows not in (SMALL, LARGE)]
-        if few and len(parts) > 1:
-            streams = self._kernels.streams_of(few, self.masking)
-            first, *others = [x for rows, x in parts if rows in (SMALL, LARGE)] or (None,)
-            many = first
+        parts = [(row_class, self._works(x)) for row_class, x in classes]
+        prompts, load = None, None
+        decodes = [x for row_class, x in classes if row_class not in (SMALL, LARGE)]
+        if decodes and len(parts) > 1:
+            load = self._kernels.decode_load_of(decodes, self.masking)
+            first, *others = [x for row_class, x in parts if row_class in (SMALL, LARGE)] or (None,)
+            prompts = first
             if others:
                 rows = requests.qo_len * self.group_size
-                many = self._works(requests.select((rows > MOST_ROWS[VERIFY]).nonzero()[0]))
+                prompts = self._works(requests.select((rows > MAX_ROWS[VERIFY]).nonzero()[0]))
         works = parts[0][1] if len(parts) == 1 else self._works(requests)
         return Batch(
             parts,
@@ -302,8 +306,8 @@ class BatchLauncher:
             group_size=self.group_size,
             max_qo_len=requests.qo_range()[1],
             key_bytes=self._kernels.key_bytes,
-            streams=streams,
-            many=many,
+            decode_load=load,
+            prompts=prompts,
         )
 
     @property
@@ -320,76 +324,81 @@ class BatchLauncher:
         schedule = self._layout.lay_out(works)
         for tiles in (part.tiles for part in schedule.parts if part.tiles is not None):
             shared, used = requests.kv_len, self._used_rows(tiles) // self.group_size
-            least, most = requests.qo_range()
-            if least <= used:
+            minimum, maximum = requests.qo_range()
+            if minimum <= used:
                 shared = shared * (requests.qo_len > used)
-            if most > used:
-                schedule.longest = max(schedule.longest, most_of(shared))
+            if maximum > used:
+                schedule.longest = max(schedule.longest, max_of(shared))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
     def kernels(self) -> list[Kernel]:
         """The kernels that plans have asked for so far."""
         return self._kernels.known()
 
-    def kernel(self, rows: str | tuple[str, str]) -> Kernel:
-        """The kernel of a part of a schedule (LaunchPart.rows)."""
-        return self._kernels.get(rows)
+    def kernel(self, row_class: str | tuple[str, str]) -> Kernel:
+        """The kernel of a part of a schedule (LaunchPart.row_class)."""
+        return self._kernels.get(row_class)
 
-    def tiles(self, rows: str) -> TileConfig:
+    def tiles(self, row_class: str) -> TileConfig:
         """The tiles of a row class."""
-        return self._kernels.get(rows).kinds[0]
+        return self._kernels.get(row_class).kinds[0]
 
     def choose(self, keys: Keys, max_qo_len: int, splitting: Splitting) -> tuple[str, TileShape]:
         """The kernel of a plan of such requests, and what the plan must know of its tiles."""
-        most_rows = max_qo_len * self.group_size
-        rows = row_class(most_rows)
+        max_rows = max_qo_len * self.group_size
+        row_class = row_class_of(max_rows)
         if splitting.is_given:
-            return rows, self._kernels.get(rows).shapes[0]
+            return row_class, self._kernels.get(row_class).shapes[0]
         if self.masking.window_left >= 0:
             keys = keys.within(self.masking.window_left + max_qo_len)
-        return self._kernels.choose(rows, keys, most_rows)
+        return self._kernels.choose(row_class, keys, max_rows)
 
     def reserve(
-        self, rows: str, shape: TileShape, most: Limits, longest: int, begins_early: bool = False
+        self,
+        row_class: str,
+        shape: TileShape,
+        maximum: Limits,
+        longest: int,
+        begins_early: bool = False,
     ) -> tuple[BatchSchedule, int]:
         """A schedule whose words the device will write, and how many bytes they take.
 
         begins_early: its kernels begin beside the launch that writes the words, if they wait for it
         """
         part, words_bytes, workspace_bytes = self._layout.part(
-            rows, self._reserved(rows, shape, most), 0, 0
+            row_class, self._reserved(row_class, shape, maximum), 0, 0
         )
         is_overlapped = overlaps_launches(device_props(self.device_index).arch)
         if begins_early and self.problem.is_wide and is_overlapped:
             early = tuple((launch._replace(is_dependent=True), x) for launch, x in part.launches)
             part = replace(part, launches=early)
         if self._log is not None:
-            self._log.any_lengths(rows, self.kernel(rows).loaded.tiles.name)
+            self._log.any_lengths(row_class, self.kernel(row_class).loaded.tiles.name)
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
 
     def schedule_lists(
-        self, count: int, kv_len: int, most_bytes: int = ANY_BATCH_BYTES
+        self, count: int, kv_len: int, max_bytes: int = ANY_BATCH_BYTES
     ) -> BatchSchedule | None:
         """The schedule of `count` tokens with lists of so many keys each, which has no words; None
         where kernels need a work list. Lists are split in fewer parts as in `schedule`."""
         best = self._schedule_lists(count, kv_len, SPLITTINGS[0])
-        if best is None or best.workspace_bytes <= most_bytes:
+        if best is None or best.workspace_bytes <= max_bytes:
             return best
         fewer = SPLITTINGS[1:]
-        if most_bytes >= ANY_BATCH_BYTES:
+        if max_bytes >= ANY_BATCH_BYTES:
             fewer = (*fewer, Splitting(False))
         for splitting in fewer:
             schedule = self._schedule_lists(count, kv_len, splitting)
-            if schedule is not None and schedule.workspace_bytes <= most_bytes:
+            if schedule is not None and schedule.workspace_bytes <= max_bytes:
                 return schedule
         return best
 
     def _schedule_lists(
         self, count: int, kv_len: int, splitting: Splitting
     ) -> BatchSchedule | None:
-        rows, shape = self.choose(Keys.equal(count, kv_len), 1, Splitting())
-        tiles = self._kernels.get(rows).kinds[0]
+        row_class, shape = self.choose(Keys.equal(count, kv_len), 1, Splitting())
+        tiles = self._kernels.get(row_class).kinds[0]
         num_tiles = count * -(-self.group_size // shape.tile_q)
         if not tiles.reads_uniform:
             return None
@@ -398,7 +407,7 @@ class BatchLauncher:
         is_split = splits > 1
         state_rows = num_tiles * splits * tiles.tile_q if is_split else 0
         reserved = Reserved(num_tiles * splits, 0, num_tiles * is_split, 0, state_rows)
-        part, _, workspace_bytes = self._layout.part(rows, reserved, 0, 0)
+        part, _, workspace_bytes = self._layout.part(row_class, reserved, 0, 0)
         (launch, _), *_ = part.launches
         launches = []
         for first in range(0, num_tiles, MAX_GRID_YZ):
@@ -443,29 +452,29 @@ class BatchLauncher:
         reserved = [Reserved(len(x), slots=blocks) for x, blocks in zip(lists, slots, strict=True)]
         words = sum(table.size for table in tables)
         if capacity is not None:
-            most = self._level_limits(groups, capacity, splitting)
-            check_level_limits((max(map(len, lists)), words, state_rows), most)
-            reserved = [Reserved(most.items) for _ in lists]
-            words, state_rows = most.merges, most.state_rows
+            maximum = self._level_limits(groups, capacity, splitting)
+            check_level_limits((max(map(len, lists)), words, state_rows), maximum)
+            reserved = [Reserved(maximum.items) for _ in lists]
+            words, state_rows = maximum.merges, maximum.state_rows
         sizes = num_rows, levels.num_levels
         reserved[-1] = reserved[-1]._replace(merges=words, state_rows=state_rows, levels=sizes)
         works = [
-            KernelWork(group.rows, reserved, items, _NO_MERGES)
+            KernelWork(group.row_class, reserved, items, _NO_MERGES)
             for group, reserved, items in zip(groups, reserved, lists, strict=True)
         ]
         merges = np.concatenate([table.reshape(-1) for table in tables])
         works[-1] = works[-1]._replace(merges=merges)
-        made = self._layout.lay_out(works, levels.positions)
+        built = self._layout.lay_out(works, levels.positions)
         if self._log is not None:
-            self._log.batch(self, made, requests)
-        return rotate_batch.reserve_rotated(made, requests, self._keys, capacity)
+            self._log.batch(self, built, requests)
+        return rotate_batch.reserve_rotated(built, requests, self._keys, capacity)
 
     def _blocks_of_first_group(self, groups: list[KernelGroup]) -> int:
         """As _blocks_of_first, where the launches of the other groups follow."""
         first, *rest = groups
         others = [requests for group in rest for requests, _ in group.kinds]
-        many = self._works(first.kinds[0][0])
-        return self._blocks_of_first(first.rows, many, others, leaves_states=True)
+        prompts = self._works(first.kinds[0][0])
+        return self._blocks_of_first(first.row_class, prompts, others, leaves_states=True)
 
     def _level_limits(
         self, groups: list[KernelGroup], capacity: Capacity, splitting: Splitting
@@ -484,7 +493,7 @@ class BatchLauncher:
             )
             for of, is_shared in ((requests, True), (flat, False))
         )
-        return shared + _LEAST_GAIN < alone
+        return shared + _MIN_GAIN < alone
 
     def _level_groups(
         self, requests: BatchRequests, capacity: Capacity | None
@@ -494,20 +503,20 @@ class BatchLauncher:
         if capacity is not None:
             lengths = np.array([longest for _, longest in capacity.levels])
         rows, chosen = lengths * self.group_size, np.arange(len(requests.qo_len))
-        is_large, groups = rows > MOST_ROWS[SMALL], []
+        is_large, groups = rows > MAX_ROWS[SMALL], []
         if is_large.any() and self._kernels.get(LARGE).kinds[0].is_sm90:
             # Its blocks are like those of no other kernel, which serves the rest.
-            of_large = requests.qo_len * self.group_size > MOST_ROWS[SMALL]
+            of_large = requests.qo_len * self.group_size > MAX_ROWS[SMALL]
             groups = [self._kernels.group(LARGE, requests, np.flatnonzero(of_large))]
             if is_large.all():
                 if capacity is None:
                     return groups
-                rows = np.array([MOST_ROWS[SMALL]])  # of a later plan
+                rows = np.array([MAX_ROWS[SMALL]])  # of a later plan
             else:
                 rows = rows[~is_large]
             chosen = np.flatnonzero(~of_large)
         # Tiles of prefill serve requests of few rows too.
-        name = self._kernels.mixed_rows(rows // self.group_size) or row_class(
+        name = self._kernels.mixed_rows(rows // self.group_size) or row_class_of(
             int(rows.max(initial=1))
         )
         return [*groups, self._kernels.group(name, requests, chosen)]
@@ -518,7 +527,7 @@ class BatchLauncher:
         if not large:
             return [rest.served(MOST)]
         (tiles,) = large[0].kernel.kinds
-        edge, rows = MOST_ROWS[SMALL], self._used_rows(tiles)
+        edge, rows = MAX_ROWS[SMALL], self._used_rows(tiles)
         return [[Served(rows, edge, MOST, tiles.tile_q - rows)], rest.served(edge)]
 
     def _used_rows(self, tiles: TileConfig) -> int:
@@ -530,20 +539,20 @@ class BatchLauncher:
 
     def _blocks_of_first(
         self,
-        rows: Rows,
+        row_class: Rows,
         first: TileWork,
         others: list[BatchRequests],
         leaves_states: bool = False,
     ) -> int:
         """The number of persistent blocks that launches for others follow; 0: as many as there can
         be."""
-        shape = self._kernels.get(rows).shapes[0]
+        shape = self._kernels.get(row_class).shapes[0]
         if not others or shape.times is None:
             return 0
         if leaves_states:  # a merge comes anyway
             shape = replace(shape, times=shape.times._replace(merge=0.0))
-        streams = self._kernels.streams_of(others, self.masking)
-        return candidates.beside_others(first, self.num_kv_heads, shape, streams).num_slots
+        load = self._kernels.decode_load_of(others, self.masking)
+        return candidates.partition_beside(first, self.num_kv_heads, shape, load).num_slots
 
     def _plan(self, works: TileWork, shape: TileShape, splitting: Splitting) -> BatchPlan:
         plan = plan_tiles(works, self.num_kv_heads, shape, splitting)
@@ -567,11 +576,12 @@ class BatchLauncher:
         return self.device_index > NO_GPU.index and cuda().is_debugging
 
     def _mixed_work(
-        self, rows: tuple[str, str], requests: BatchRequests, splitting: Splitting
+        self, row_class: tuple[str, str], requests: BatchRequests, splitting: Splitting
     ) -> KernelWork:
-        kernel = self._kernels.get(rows)
+        kernel = self._kernels.get(row_class)
         plan = self._plan_group(
-            KernelGroup(rows, kernel, self._kernels.assign_requests(requests, kernel)), splitting
+            KernelGroup(row_class, kernel, self._kernels.assign_requests(requests, kernel)),
+            splitting,
         )
         tile_rows = [tiles.tile_q for tiles in kernel.kinds]
         offsets, state_rows = state_offsets(plan.parts, tile_rows)
@@ -579,55 +589,55 @@ class BatchLauncher:
         split_tiles = len(of_prefill)
         reserved = Reserved(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
         reserved = reserved._replace(keeps_order=splitting.is_given)
-        return KernelWork(rows, reserved, items, of_prefill)
+        return KernelWork(row_class, reserved, items, of_prefill)
 
     def _kernel_work(
         self,
-        rows: str,
+        row_class: str,
         shape: TileShape,
         plan: BatchPlan,
-        most: Limits,
+        maximum: Limits,
         splitting: Splitting,
         slots: int = 0,
         is_exact: bool = False,
     ) -> KernelWork:
         """With reserved for the most that may come; is_exact: that is this plan."""
-        reserved = self._reserved(rows, shape, most, splitting.is_given, slots)
+        reserved = self._reserved(row_class, shape, maximum, splitting.is_given, slots)
         if is_exact:
-            reserved = self._exactly(rows, reserved, plan.most_parts)
+            reserved = self._exactly(row_class, reserved, plan.max_parts)
         merges = _NO_MERGES
         if reserved.merges:
             merges = np.full(reserved.merges, -1, np.int32)
             merges[: len(plan.merges)] = plan.merges
-        return KernelWork(rows, reserved, plan.items, merges)
+        return KernelWork(row_class, reserved, plan.items, merges)
 
-    def _exactly(self, rows: str, reserved: Reserved, most_parts: int) -> Reserved:
+    def _exactly(self, row_class: str, reserved: Reserved, max_parts: int) -> Reserved:
         """The memory of a launch by who merges its tiles, which have at most so many parts."""
-        fused_splits = self._kernels.get(rows).kinds[0].fused_splits
+        fused_splits = self._kernels.get(row_class).kinds[0].fused_splits
         if not fused_splits or not reserved.merges:
             return reserved
-        if most_parts <= fused_splits and not reserved.keeps_order:
+        if max_parts <= fused_splits and not reserved.keeps_order:
             return reserved._replace(merges=0, split_tiles=0)
         # The launch waits for every block, so it merges all tiles; or it keeps the order.
         return reserved._replace(counters=0)
 
     def _reserved(
         self,
-        rows: str,
+        row_class: str,
         shape: TileShape,
-        most: Limits,
+        maximum: Limits,
         keeps_order: bool = False,
         slots: int = 0,
     ) -> Reserved:
-        split_tiles, counters = most.num_split_tiles, 0
-        tiles = self._kernels.get(rows).kinds[0]
+        split_tiles, counters = maximum.num_split_tiles, 0
+        tiles = self._kernels.get(row_class).kinds[0]
         if tiles.fused_merge and shape.is_fused:
             split_tiles, counters = 0, split_tiles
         elif tiles.fused_splits:
             counters = split_tiles
-        state_rows = most.num_states * tiles.tile_q
+        state_rows = maximum.num_states * tiles.tile_q
         return Reserved(
-            most.num_items,
+            maximum.num_items,
             merges=split_tiles,
             split_tiles=split_tiles,
             counters=counters,
@@ -762,9 +772,9 @@ class BatchLauncher:
     ) -> bytes:
         """What is the same for all runs with these scales."""
         key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale, lse_form
-        found = self._packed.get(key)
-        if found is not None:
-            return found
+        cached = self._packed.get(key)
+        if cached is not None:
+            return cached
         packed = params.pack_constants(
             self.spec,
             sm_scale=sm_scale,

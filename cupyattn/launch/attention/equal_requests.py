@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schedule.batch import WORK_FIELDS, BatchRequests, Splitting
 from ...schedule.masking import Masking
-from ..tiles.row_classes import DECODE, MOST_ROWS
+from ..tiles.row_classes import DECODE, MAX_ROWS
 from .layout import ITEM_BYTES, BatchSchedule, Capacity, Uniform
 
 _Q_START, _QO_LEN, _KV_START, _KV_LEN = map(
@@ -39,10 +39,10 @@ def key_of_equal(
     raw = kv_len.tobytes()
     if raw[kv_len.itemsize :] != raw[: -kv_len.itemsize]:
         return None
-    most = uniform if capacity is None else max(uniform, capacity.max_qo_len)
+    maximum = uniform if capacity is None else max(uniform, capacity.max_qo_len)
     if has_table:  # rotated keys take room by where they are
         return None
-    is_long = most * group_size > MOST_ROWS[DECODE]
+    is_long = maximum * group_size > MAX_ROWS[DECODE]
     # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
     # that a tile of some of the rows sees.
     is_exact = is_long or masking.window_left >= 0
@@ -68,32 +68,32 @@ class EqualRequests:
 
     __slots__ = ("_made", "_num_items", "_requests")
 
-    def __init__(self, made: BatchSchedule, qo_len: int) -> None:
-        (part,) = made.parts
+    def __init__(self, built: BatchSchedule, qo_len: int) -> None:
+        (part,) = built.parts
         self._num_items = (part.merges - part.items) // ITEM_BYTES
-        items = self._items(made.words)
+        items = self._items(built.words)
         # Room for more items is behind those of this plan.
         self._num_items = int(np.count_nonzero(items[:, _QO_LEN]))
-        self._requests = self._items(made.words)[:, _Q_START] // qo_len
-        self._made = made
+        self._requests = self._items(built.words)[:, _Q_START] // qo_len
+        self._made = built
 
     def _items(self, words: np.ndarray) -> np.ndarray:
         return words[: self._num_items * len(WORK_FIELDS)].reshape(-1, len(WORK_FIELDS))
 
     def schedule(self, requests: BatchRequests) -> BatchSchedule:
         """The schedule of requests that have as many rows and tiles of keys."""
-        made = self._made
-        words = made.words.copy()
+        built = self._made
+        words = built.words.copy()
         items = self._items(words)
         items[:, _KV_START] = requests.kv_start.take(self._requests)
         items[:, _KV_LEN] = kv_len = int(requests.kv_len[0])
-        uniform = made.uniform and made.uniform._replace(kv_len=kv_len)
-        longest = kv_len if made.longest else 0
+        uniform = built.uniform and built.uniform._replace(kv_len=kv_len)
+        longest = kv_len if built.longest else 0
         return BatchSchedule(
             words,
-            made.workspace_bytes,
-            made.parts,
+            built.workspace_bytes,
+            built.parts,
             longest=longest,
             uniform=uniform,
-            candidate=made.candidate,
+            candidate=built.candidate,
         )

@@ -13,22 +13,22 @@ from ...choose.card import Card, card_of
 from ...choose.tile_times import large_tiles, portable_times_of, shape_of, times_of
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import BatchRequests, least_of, most_of
+from ...schedule.batch import BatchRequests, max_of, min_of
 from ...schedule.levels import Served
 from ...schedule.makespan import TileTimes
 from ...schedule.masking import Masking
-from ...schedule.sm_partition import Streams, streams_of
+from ...schedule.sm_partition import DecodeLoad, decode_load_of
 from ...schedule.tile_shape import CLUSTERS, DecodeKinds, TileShape
 from ..tiles.config import TileConfig
-from ..tiles.decode_sm80 import few_rows
+from ..tiles.decode_sm80 import one_an_sm_rows
 from ..tiles.row_classes import (
     DECODE,
-    MOST_ROWS,
+    MAX_ROWS,
     ONE_AN_SM,
     ROW_CLASSES,
     SMALL,
     VERIFY,
-    row_class,
+    row_class_of,
 )
 from .load_kernels import LoadedKernel, load_kernel, load_mixed
 
@@ -36,15 +36,15 @@ from .load_kernels import LoadedKernel, load_kernel, load_mixed
 Rows = str | tuple[str, str]
 # How often the warps of a block take a row of a tile to merge its parts, at most: more are left to
 # a launch, which takes some 2.5 us.
-_MOST_PASSES = 2
+_MAX_PASSES = 2
 # States that a warp of a fused merge asks for at a time: more of them are two round trips.
-MOST_PARTS = 16
+MAX_PARTS = 16
 # Parts up to which more warps than those of an ordinary block merge as fast as a launch.
 _PARTS_A_WARP = 4
 # Blocks that have an SM each must end within this share of the time of ordinary ones.
 _WORTHWHILE = 0.98
 # Requests of each row class have more rows than this.
-_ROWS_BELOW = np.array([0, *MOST_ROWS.values()])
+_ROWS_BELOW = np.array([0, *MAX_ROWS.values()])
 # Every kernel looks up each key by itself where a page has fewer keys.
 _FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
@@ -67,7 +67,7 @@ class Kernel(NamedTuple):
 class KernelGroup(NamedTuple):
     """A kernel and the requests of each kind of its tiles: which they are, and they."""
 
-    rows: Rows
+    row_class: Rows
     kernel: Kernel
     dealt: list[tuple[np.ndarray, BatchRequests]]
 
@@ -75,13 +75,13 @@ class KernelGroup(NamedTuple):
     def kinds(self) -> list[tuple[BatchRequests, TileShape]]:
         return [(x, s) for (_, x), s in zip(self.dealt, self.kernel.shapes, strict=True)]
 
-    def served(self, most: int) -> list[Served]:
+    def served(self, maximum: int) -> list[Served]:
         """What each kind serves of requests of up to `most` rows."""
         tiles = [kind.tile_q for kind in self.kernel.kinds]
         if len(tiles) == 1:
             rows = self.kernel.shapes[0].tile_q
-            return [Served(rows, 0, most, tiles[0] - rows)]
-        return [Served(tiles[0], tiles[1], most), Served(tiles[1], 0, tiles[1])]
+            return [Served(rows, 0, maximum, tiles[0] - rows)]
+        return [Served(tiles[0], tiles[1], maximum), Served(tiles[1], 0, tiles[1])]
 
 
 class Kernels:
@@ -106,44 +106,44 @@ class Kernels:
         self._decode_times = self._card.decode.of_keys(self._slower_keys)
         self._known: dict[Rows, Kernel | None] = {}
         self._large: dict[str, TileShape] | None = None
-        self._few: dict[str, list[tuple[str, TileShape]]] = {}
+        self._one_an_sm: dict[str, list[tuple[str, TileShape]]] = {}
         self._blocks: dict[tuple[str, int, int], list[tuple[str, TileShape]]] = {}
         self._portable: dict[str, TileTimes | None] = {}
 
-    def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
+    def group(self, row_class: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
-        kernel = self.get(rows)
+        kernel = self.get(row_class)
         dealt = self.assign_requests(requests.select(chosen), kernel)
-        return KernelGroup(rows, kernel, [(chosen[x], own) for x, own in dealt])
+        return KernelGroup(row_class, kernel, [(chosen[x], own) for x, own in dealt])
 
-    def get(self, rows: Rows) -> Kernel:
-        found = self._known.get(rows) or self.find(rows)
-        assert found is not None, rows
-        return found
+    def get(self, row_class: Rows) -> Kernel:
+        result = self._known.get(row_class) or self.find(row_class)
+        assert result is not None, row_class
+        return result
 
-    def find(self, rows: Rows) -> Kernel | None:
+    def find(self, row_class: Rows) -> Kernel | None:
         """None if there is no kernel of these two kinds."""
-        if rows in self._known:
-            return self._known[rows]
-        found = None
-        if isinstance(rows, str):
+        if row_class in self._known:
+            return self._known[row_class]
+        result = None
+        if isinstance(row_class, str):
             single = load_kernel(
-                self._problem, rows, self._device_index, self._is_batch, self._page_size
+                self._problem, row_class, self._device_index, self._is_batch, self._page_size
             )
-            found = self._kernel_of(single, (single.tiles,), self._times(single.tiles, rows))
+            result = self._kernel_of(single, (single.tiles,), self._times(single.tiles, row_class))
         else:
-            large, small = rows
+            large, small = row_class
             mixed = load_mixed(self._problem, large, small, self._device_index)
             if mixed is not None:
                 kinds = mixed.tiles.prefill, mixed.tiles.decode
-                found = self._kernel_of(mixed, kinds, None)
-        self._known[rows] = found
-        return found
+                result = self._kernel_of(mixed, kinds, None)
+        self._known[row_class] = result
+        return result
 
-    def _times(self, tiles: TileConfig, rows: str) -> TileTimes | None:
+    def _times(self, tiles: TileConfig, row_class: str) -> TileTimes | None:
         if not tiles.is_sm90:
             return None
-        times = times_of(self._card, self._problem, self._page_size, rows)
+        times = times_of(self._card, self._problem, self._page_size, row_class)
         return times and times.of_group(self._group_size)
 
     def _kernel_of(
@@ -179,98 +179,98 @@ class Kernels:
     def timed_shapes(self) -> dict[str, TileShape]:
         """Tiles of prefill_sm90 that serve all rows, by name."""
         if self._large is None:
-            made = large_tiles(self._problem, self._props, self._page_size)
+            built = large_tiles(self._problem, self._props, self._page_size)
             self._large = {
                 name: shape_of(
                     tiles, times, self._group_size, self._num_kv_heads, self._props.num_sms
                 )
-                for name, (tiles, times) in made.items()
+                for name, (tiles, times) in built.items()
             }
         return self._large
 
-    def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
+    def choose(self, row_class: str, keys: Keys, max_rows: int) -> tuple[str, TileShape]:
         """The kernel for a row class, a tile of rows each request, and what a plan must know of its
         only kind of tiles: that by which requests of so many keys are done soonest."""
-        if rows not in ONE_AN_SM:
-            return rows, self.shape(rows)
-        few = keys.few_rows(self._num_kv_heads, most_rows, self.key_bytes)
-        found = timed_blocks(self, rows, few, lambda shape: keys.work(shape.tile_kv))
+        if row_class not in ONE_AN_SM:
+            return row_class, self.shape(row_class)
+        decode_work = keys.decode_work(self._num_kv_heads, max_rows, self.key_bytes)
+        result = timed_blocks(self, row_class, decode_work, lambda shape: keys.work(shape.tile_kv))
         # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Those of
         # prefill divide the rows, and nothing is merged. The margin keeps SMALL for drafts of a
         # captured graph, whose lengths only the GPU knows. Where the host knows them, rows of an
         # H100 say that SMALL needs none.
-        margins = {SMALL: MARGIN[rows]}
-        _, name, shape = min(found, key=lambda x: margins.get(x[1], 1.0) * x[0])
+        margins = {SMALL: MARGIN[row_class]}
+        _, name, shape = min(result, key=lambda x: margins.get(x[1], 1.0) * x[0])
         return name, shape
 
-    def _may_be_few(self, kernel: Kernel, rows: str, num_blocks: int) -> bool:
+    def _may_have_an_sm_each(self, kernel: Kernel, row_class: str, num_blocks: int) -> bool:
         """Whether each of so many blocks may have an SM of its own."""
-        if not kernel.loaded.has_clusters or few_rows(self._problem, rows) is None:
+        if not kernel.loaded.has_clusters or one_an_sm_rows(self._problem, row_class) is None:
             return False
         return num_blocks <= kernel.loaded.num_sms
 
-    def _shapes_of_few(self, rows: str) -> list[tuple[str, TileShape]]:
+    def _one_an_sm_shapes(self, row_class: str) -> list[tuple[str, TileShape]]:
         """The blocks for few requests of a row class: those that have an SM each, and clusters."""
-        found = self._few.get(rows)
-        if found is None:
-            name = few_rows(self._problem, rows)
-            assert name is not None, rows
-            few = self.get(name)
+        cached = self._one_an_sm.get(row_class)
+        if cached is None:
+            name = one_an_sm_rows(self._problem, row_class)
+            assert name is not None, row_class
+            kernel = self.get(name)
             # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
-            shape, times = few.shapes[0], self.decode_times
+            shape, times = kernel.shapes[0], self.decode_times
             shapes = [
-                shape.in_clusters(x, few.loaded.most_clusters(x), times.cluster) for x in CLUSTERS
+                shape.in_clusters(x, kernel.loaded.max_clusters(x), times.cluster) for x in CLUSTERS
             ]
             # More than 16 rows were timed in clusters only.
-            if rows == DECODE:
+            if row_class == DECODE:
                 shapes.insert(0, shape.timed(times.one_an_sm))
-            found = self._few[rows] = [(name, shape) for shape in shapes]
-        return found
+            cached = self._one_an_sm[row_class] = [(name, shape) for shape in shapes]
+        return cached
 
-    def blocks_of_few_rows(
-        self, rows: str, num_requests: int, most_rows: int
+    def decode_blocks(
+        self, row_class: str, num_requests: int, max_rows: int
     ) -> list[tuple[str, TileShape]]:
         """The blocks of decode for requests of a row class: the class of their kernel, and their
         shape."""
-        key = rows, num_requests, most_rows
-        found = self._blocks.get(key)
-        if found is None:
+        key = row_class, num_requests, max_rows
+        cached = self._blocks.get(key)
+        if cached is None:
             if len(self._blocks) >= _MAX_CACHED:
                 self._blocks.clear()
-            found = self._find_blocks(rows, num_requests, most_rows)
-            self._blocks[key] = found
-        return found
+            cached = self._find_blocks(row_class, num_requests, max_rows)
+            self._blocks[key] = cached
+        return cached
 
     def _find_blocks(
-        self, rows: str, num_requests: int, most_rows: int
+        self, row_class: str, num_requests: int, max_rows: int
     ) -> list[tuple[str, TileShape]]:
-        kernel = self.get(rows)
+        kernel = self.get(row_class)
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
-            return [(rows, shape)]
-        if most_rows > _MOST_PASSES * shape.rows_at_a_time:
+            return [(row_class, shape)]
+        if max_rows > _MAX_PASSES * shape.rows_at_a_time:
             shape = _merged_apart(shape)
-        found = [(rows, shape)]
+        result = [(row_class, shape)]
         num_blocks = num_requests * self._num_kv_heads
-        if self._may_be_few(kernel, rows, num_blocks):
-            of_few = self._shapes_of_few(rows)
-            found += [(name, few) for name, few in of_few if num_blocks <= few.num_slots]
-        return found
+        if self._may_have_an_sm_each(kernel, row_class, num_blocks):
+            offered = self._one_an_sm_shapes(row_class)
+            result += [(name, x) for name, x in offered if num_blocks <= x.num_slots]
+        return result
 
-    def shape(self, rows: str) -> TileShape:
+    def shape(self, row_class: str) -> TileShape:
         """The shape of the kernel of a row class."""
-        return self.get(rows).shapes[0]
+        return self.get(row_class).shapes[0]
 
-    def portable_times(self, rows: str) -> TileTimes | None:
+    def portable_times(self, row_class: str) -> TileTimes | None:
         """What blocks of prefill_sm80 take for a row class; None if they do not serve it, or were
         not timed."""
-        if rows not in self._portable:
-            (tiles,), times = self.get(rows).kinds, None
+        if row_class not in self._portable:
+            (tiles,), times = self.get(row_class).kinds, None
             if tiles.name == "prefill_sm80":
                 area = tiles.tile_q, tiles.tile_kv
-                times = portable_times_of(self._card, self._problem, rows, area)
-            self._portable[rows] = times and times.of_group(self._group_size)
-        return self._portable[rows]
+                times = portable_times_of(self._card, self._problem, row_class, area)
+            self._portable[row_class] = times and times.of_group(self._group_size)
+        return self._portable[row_class]
 
     @property
     def decode_times(self) -> DecodeKinds:
@@ -283,11 +283,11 @@ class Kernels:
         head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
         return head_dims * self._problem.dtype_kv.itemsize
 
-    def streams_of(self, few: Sequence[BatchRequests], masking: Masking) -> Streams:
+    def decode_load_of(self, decodes: Sequence[BatchRequests], masking: Masking) -> DecodeLoad:
         """What launches of decode for these requests read."""
         has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
-        return streams_of(
-            few,
+        return decode_load_of(
+            decodes,
             self._num_kv_heads,
             self._slower_keys * self.key_bytes,
             masking,
@@ -296,20 +296,20 @@ class Kernels:
             self._problem.soft_cap,
         )
 
-    def only_blocks(self, num_requests: int, most_rows: int) -> tuple[str, TileShape] | None:
+    def only_blocks(self, num_requests: int, max_rows: int) -> tuple[str, TileShape] | None:
         """The blocks of decode that serve so many requests, however many keys they have; None if
         there are several to choose from."""
-        offered = self.blocks_of_few_rows(DECODE, num_requests, most_rows)
+        offered = self.decode_blocks(DECODE, num_requests, max_rows)
         return offered[0] if len(offered) == 1 else None
 
-    def merged_by(self, shape: TileShape, most_parts: int) -> TileShape:
+    def merged_by(self, shape: TileShape, max_parts: int) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
         at a time; else the same."""
-        is_many = most_parts > max(MOST_PARTS, _PARTS_A_WARP * shape.rows_at_a_time)
+        is_many = max_parts > max(MAX_PARTS, _PARTS_A_WARP * shape.rows_at_a_time)
         return self.merged_if_many(shape) if is_many else shape
 
     def merged_if_many(self, shape: TileShape) -> TileShape:
-        """The shape of a plan some of whose tiles have more than MOST_PARTS."""
+        """The shape of a plan some of whose tiles have more than MAX_PARTS."""
         is_fused = shape.is_fused and shape.part_cost > 0 and not self._problem.is_wide
         return _merged_apart(shape) if is_fused and shape.cluster == 1 else shape
 
@@ -318,15 +318,15 @@ class Kernels:
 
         None if all are of one kind, or there is no such kernel.
         """
-        rows, edge = lengths * self._group_size, MOST_ROWS[VERIFY]
-        most = most_of(rows) if rows.size else 0
-        if most <= edge or least_of(rows) > edge:
+        rows, edge = lengths * self._group_size, MAX_ROWS[VERIFY]
+        maximum = max_of(rows) if rows.size else 0
+        if maximum <= edge or min_of(rows) > edge:
             return None
-        large = row_class(most)
+        large = row_class_of(maximum)
         if self.get(large).kinds[0].is_sm90:
             return None
         small = rows[rows <= edge]
-        for name in dict.fromkeys((row_class(int(small.max())), DECODE)):
+        for name in dict.fromkeys((row_class_of(int(small.max())), DECODE)):
             if self.find((large, name)) is not None:
                 return large, name
         return None
@@ -346,17 +346,17 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     """The requests of each row class, the largest tiles first."""
     if len(requests.qo_len) == 0:
         return []
-    least, most = requests.qo_range()
-    name = row_class(most * group_size)
-    if least == most or row_class(least * group_size) == name:
+    minimum, maximum = requests.qo_range()
+    name = row_class_of(maximum * group_size)
+    if minimum == maximum or row_class_of(minimum * group_size) == name:
         return [(name, requests)]
     classes = _ROWS_BELOW.searchsorted(requests.qo_len * group_size)
-    counts, found = np.bincount(classes).tolist(), []
+    counts, result = np.bincount(classes).tolist(), []
     for index in range(len(counts) - 1, 0, -1):  # those of class 0 have no rows
         if counts[index]:
             (places,) = (classes == index).nonzero()
-            found.append((ROW_CLASSES[index - 1], requests.select(places)))
-    return found
+            result.append((ROW_CLASSES[index - 1], requests.select(places)))
+    return result
 
 
 def _costs(loaded: LoadedKernel[Any], tiles: TileConfig) -> dict[str, Any]:
@@ -369,11 +369,11 @@ def _costs(loaded: LoadedKernel[Any], tiles: TileConfig) -> dict[str, Any]:
             "state_cost": 0.25,
             "part_cost": 0.03,
             "rows_at_a_time": loaded.tiles.threads // 32,
-            "least_share": 0.52 if has_two else 1.0,
+            "min_share": 0.52 if has_two else 1.0,
         }
     # One of prefill has up to 64 KB, and a launch merges them. Two blocks of few rows an SM take
     # longer than one, because keys are waited for by latency.
-    is_small = tiles.name == "prefill_sm80" and tiles.tile_q <= MOST_ROWS[SMALL]
+    is_small = tiles.name == "prefill_sm80" and tiles.tile_q <= MAX_ROWS[SMALL]
     if is_small:
-        return {"state_cost": 2.0, "least_share": 0.7 if has_two else 1.0}
+        return {"state_cost": 2.0, "min_share": 0.7 if has_two else 1.0}
     return {"state_cost": 4.0}

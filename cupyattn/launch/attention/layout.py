@@ -67,7 +67,7 @@ class Reserved(NamedTuple):
 class KernelWork(NamedTuple):
     """What one kernel has to do; arrays of the reserved length, or shorter."""
 
-    rows: Rows
+    row_class: Rows
     reserved: Reserved
     items: np.ndarray
     merges: np.ndarray
@@ -85,7 +85,7 @@ class LaunchPart:
     merge_sizes   (split tiles, 0), or (tokens, levels)
     mask_maps where in the workspace is what the launch ahead of it leaves
     has_counters  blocks share work by counters, or count to know who merges
-    rows      of which kernel it is (kernels.Kernels.get)
+    row_class  of which kernel it is (kernels.Kernels.get)
     """
 
     launches: tuple[tuple[Launch, int], ...]
@@ -99,7 +99,7 @@ class LaunchPart:
     tiles: TileConfig | None = None
     mask_maps: int = 0
     has_counters: bool = True
-    rows: Rows = ""
+    row_class: Rows = ""
 
 
 class Uniform(NamedTuple):
@@ -167,7 +167,7 @@ class Layout:
         parts, words_bytes, workspace_bytes = [], 0, 0
         for work in works:
             part, words_bytes, workspace_bytes = self.part(
-                work.rows, work.reserved, words_bytes, workspace_bytes
+                work.row_class, work.reserved, words_bytes, workspace_bytes
             )
             parts.append(part)
         if works and works[-1].reserved.levels[0]:
@@ -195,22 +195,22 @@ class Layout:
         return BatchSchedule(words, workspace_bytes, tuple(parts), words_bytes)
 
     def part(
-        self, rows: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
+        self, row_class: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
     ) -> tuple[LaunchPart, int, int]:
         """The part, and where the next one begins in the words and in the workspace."""
-        key = rows, reserved, words_bytes, workspace_bytes
-        found = self._parts.get(key)
-        if found is None:
+        key = row_class, reserved, words_bytes, workspace_bytes
+        cached = self._parts.get(key)
+        if cached is None:
             if len(self._parts) >= _MAX_CACHED:
                 self._parts.clear()
-            found = self._make_part(rows, reserved, words_bytes, workspace_bytes)
-            self._parts[key] = found
-        return found
+            cached = self._make_part(row_class, reserved, words_bytes, workspace_bytes)
+            self._parts[key] = cached
+        return cached
 
     def _make_part(
-        self, rows: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
+        self, row_class: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
     ) -> tuple[LaunchPart, int, int]:
-        kernel, heads = self._kernels.get(rows), self._num_kv_heads
+        kernel, heads = self._kernels.get(row_class), self._num_kv_heads
         loaded = kernel.loaded
         tiles = loaded.tiles
         persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None
@@ -264,7 +264,7 @@ class Layout:
             persistent,
             mask_maps,
             persistent is not None or reserved.counters > 0 or not reserved.split_tiles,
-            rows,
+            row_class,
         )
         num_counters = reserved.counters * heads * reserved.cluster if persistent is None else 1
         end = counters + 4 * num_counters

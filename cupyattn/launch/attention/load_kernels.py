@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from ...core.device import DeviceProps, device_props, is_here, overlaps_launches
 from ...core.problem import AttentionProblem
 from ..driver.enqueue import load_function
-from ..driver.pdl import most_clusters
+from ..driver.pdl import max_clusters
 from ..tiles.config import TileConfig, min_blocks
 from ..tiles.mixed_sm80 import MixedConfig, mixed_config
 from ..tiles.select import tile_config
@@ -44,18 +44,18 @@ class LoadedKernel(Generic[_Tiles]):
         self._device_index = device_index
         self._most: dict[int, int] = {}
 
-    def most_clusters(self, cluster: int) -> int:
+    def max_clusters(self, cluster: int) -> int:
         """How many clusters of so many blocks run at a time."""
         if cluster not in self._most:
-            found = self.num_slots // cluster
+            result = self.num_slots // cluster
             if is_here(self._device_index):
                 from cupy.cuda import Device
 
                 with Device(self._device_index):
-                    found = most_clusters(
+                    result = max_clusters(
                         self.function, self.tiles.threads, self.tiles.shared_bytes, cluster
                     )
-            self._most[cluster] = found
+            self._most[cluster] = result
         return self._most[cluster]
 
 
@@ -77,14 +77,16 @@ def _blocks_per_sm(function: int, tiles: TileConfig | MixedConfig, props: Device
 @lru_cache(maxsize=4096)
 def load_kernel(
     problem: AttentionProblem,
-    rows: str,
+    row_class: str,
     device_index: int,
     is_batch: bool = False,
     page_size: int = 0,
 ) -> LoadedKernel[TileConfig]:
     """The kernel for a problem and a row class on a device, compiled on first use."""
     props = device_props(device_index)
-    tiles = tile_config(problem, rows, props.max_smem_per_block, is_batch, props.arch, page_size)
+    tiles = tile_config(
+        problem, row_class, props.max_smem_per_block, is_batch, props.arch, page_size
+    )
     return LoadedKernel(tiles, device_index)
 
 

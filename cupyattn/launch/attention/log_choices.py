@@ -54,10 +54,10 @@ class ChoiceLog:
             about = f"one request of {rows:,} x {keys:,}"
             self._say(about, tiles, f"{kernel}, {num_blocks:,} blocks")
 
-    def any_lengths(self, rows: str, kernel: str) -> None:
+    def any_lengths(self, row_class: str, kernel: str) -> None:
         """Say what serves requests whose lengths stay on the device."""
-        if self._is_new((rows, kernel)):
-            self._say("lengths on the device", rows, kernel)
+        if self._is_new((row_class, kernel)):
+            self._say("lengths on the device", row_class, kernel)
 
     def _is_new(self, choice: tuple[object, ...]) -> bool:
         is_new = choice not in self._said
@@ -72,20 +72,20 @@ class ChoiceLog:
         self, launcher: BatchLauncher, schedule: BatchSchedule, requests: BatchRequests
     ) -> None:
         """Say what serves a batch, or the levels of a cascade."""
-        kernels = tuple(part.rows for part in schedule.parts)
+        kernels = tuple(part.row_class for part in schedule.parts)
         if not kernels or not self._is_new((schedule.candidate, *kernels)):
             return
         launches = []
         for part in schedule.parts:
             blocks = sum(math.prod(launch.grid) for launch, _ in part.launches)
-            tiles = launcher.kernel(part.rows).loaded.tiles
-            rows = part.rows if isinstance(part.rows, str) else " + ".join(part.rows)
+            tiles = launcher.kernel(part.row_class).loaded.tiles
+            rows = part.row_class if isinstance(part.row_class, str) else " + ".join(part.row_class)
             launches.append(f"{tiles.name} ({rows}), {blocks:,} blocks")
             launches += ["a merge"] if part.merge is not None else []
         name, time = schedule.candidate, math.inf
         if name:
-            found = (x.time for x in launcher.candidates(requests) if x.name == name)
-            time = next(found, math.inf)
+            result = (x.time for x in launcher.candidates(requests) if x.name == name)
+            time = next(result, math.inf)
         else:
             name = BY_ROW_CLASS
         about = f"{name}, {time:,.1f} us estimated" if time < math.inf else name

@@ -28,11 +28,11 @@ class Padding(NamedTuple):
 
 def prepare(shape: Sequence[int], strides: Sequence[int], device: int) -> Padding:
     """Make ready to write an LSE [num_requests, max_qo_len, num_heads]."""
-    num_requests, most, num_heads = shape
+    num_requests, maximum, num_heads = shape
     function = load_function("pad_lse", CONFIG, device)
-    grid = (-(-most * num_heads // _THREADS), max(1, min(num_requests, MAX_GRID_YZ)), 1)
+    grid = (-(-maximum * num_heads // _THREADS), max(1, min(num_requests, MAX_GRID_YZ)), 1)
     request, token, head = strides
-    return Padding(Launch(function, grid, _THREADS, 0), (request, token, head), num_heads, most)
+    return Padding(Launch(function, grid, _THREADS, 0), (request, token, head), num_heads, maximum)
 
 
 def launch(

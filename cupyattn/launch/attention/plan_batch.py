@@ -133,18 +133,18 @@ class _Kind(NamedTuple):
     tiles: TileConfig
 
 
-def most_requests(device_index: int) -> int:
+def max_requests(device_index: int) -> int:
     """The most requests that a block of this device plans."""
     shared_bytes = device_props(device_index).max_smem_per_block
     return int((shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST)
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(launcher: BatchLauncher, rows: str, config: jit.Config) -> _Kind:
+def _kind(launcher: BatchLauncher, row_class: str, config: jit.Config) -> _Kind:
     props = device_props(launcher.device_index)
     shared_bytes = props.max_smem_per_block
     function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
-    return _Kind(function, most_requests(launcher.device_index), launcher.tiles(rows))
+    return _Kind(function, max_requests(launcher.device_index), launcher.tiles(row_class))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,35 +163,35 @@ def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
 
 
 def prepare(
-    launcher: BatchLauncher, lengths: Lengths, most_bytes: int = ANY_BATCH_BYTES
+    launcher: BatchLauncher, lengths: Lengths, max_bytes: int = ANY_BATCH_BYTES
 ) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests.
 
-    Keys are split in fewer parts where the workspace would else take more than `most_bytes`; if it
+    Keys are split in fewer parts where the workspace would else take more than `max_bytes`; if it
     still does, this is the best plan without a limit.
     """
     best = _prepare(launcher, lengths, MAX_WAVES)
-    if best.num_bytes <= most_bytes:
+    if best.num_bytes <= max_bytes:
         return best
     fewer = [splitting.waves for splitting in SPLITTINGS[1:]]
-    if most_bytes >= ANY_BATCH_BYTES:
+    if max_bytes >= ANY_BATCH_BYTES:
         fewer.append(0.0)
     for waves in fewer:
         plan = _prepare(launcher, lengths, waves)
-        if plan.num_bytes <= most_bytes:
+        if plan.num_bytes <= max_bytes:
             return plan
     return best
 
 
 def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DevicePlan:
     """The plan whose splits add at most so many waves of items."""
-    most_rows = lengths.max_qo_len * launcher.group_size
+    max_rows = lengths.max_qo_len * launcher.group_size
     keys = Keys.equal(lengths.num_requests, lengths.likely_kv_len)
     rows, shape = launcher.choose(keys, lengths.max_qo_len, Splitting())
     left, right = _windows(launcher, lengths)
     config = _config(lengths, sees_all=left < 0 and (right < 0 or lengths.qo_len == 1))
-    function, most, tiles = _kind(launcher, rows, config)
-    _require_at_most(most, lengths.num_requests)
+    function, maximum, tiles = _kind(launcher, rows, config)
+    _require_at_most(maximum, lengths.num_requests)
     shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
     is_fused = tiles.fused_merge and shape.is_fused
     capacity = _capacity(launcher, lengths, shape, waves, last_block_merges=not is_fused)
@@ -222,8 +222,8 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
         limits.num_items,
         (part.counters - part.merges) // 4,
         (words_bytes - part.counters) // 4,
-        shape.cost_of_part(most_rows),
-        *shape.costs(most_rows),
+        shape.cost_of_part(max_rows),
+        *shape.costs(max_rows),
         lengths.sharers,
         lengths.kv_room or lengths.max_kv_len,
         1.0 / capacity.items_per_wave,
@@ -245,10 +245,10 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     )
 
 
-def _require_at_most(most: int, num_requests: int) -> None:
-    if num_requests > most:
+def _require_at_most(maximum: int, num_requests: int) -> None:
+    if num_requests > maximum:
         raise UnsupportedError(
-            f"seq_lens: {num_requests} requests; at most {most} in one call are supported, "
+            f"seq_lens: {num_requests} requests; at most {maximum} in one call are supported, "
             "pass the batch in parts"
         )
 

@@ -22,13 +22,13 @@ from ...schedule.tile_shape import TileShape
 from ..driver import params
 from ..driver.enqueue import Launch, cuda, enqueue, load_function
 from .batch import BatchLauncher
-from .kernels import MOST_PARTS
+from .kernels import MAX_PARTS
 from .layout import BatchSchedule
 
 _THREADS = 512
 CONFIG = jit.Config({"kThreads": _THREADS})
 # One block reads them all, so that more are read faster by copies.
-MOST_REQUESTS = 4096
+MAX_REQUESTS = 4096
 # What `lengths` hold: nothing, the tokens of the last page of each request, or its keys.
 NO_LENGTHS, LAST_PAGE, KEYS = range(3)
 
@@ -38,7 +38,7 @@ _PLANNED = struct.Struct("<6i 7d")
 _PARAMS = struct.Struct(f"<9Q 4i {_PLANNED.size}s")
 HEAD = 8  # numbers of TablesHead
 _NO_PLAN = bytes(_PLANNED.size)
-MOST_NUMBERS = HEAD + 5 * MOST_REQUESTS + 2
+MAX_NUMBERS = HEAD + 5 * MAX_REQUESTS + 2
 # Looks at the ticket before the driver is asked to wait, some 50 us. Only x86 sees what the GPU
 # writes in its order.
 _LOOKS = 1000 if platform.machine() in ("x86_64", "AMD64") else 0
@@ -65,7 +65,7 @@ class Planner:
     """What the kernel is told to plan requests of one batch size.
 
     num_words   room for the longest list
-    most_fused  parts of a tile that its last block merges
+    max_fused  parts of a tile that its last block merges
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Planner:
         "_rows",
         "_schedules",
         "_shape",
-        "most_fused",
+        "max_fused",
         "num_words",
         "packed",
     )
@@ -81,30 +81,30 @@ class Planner:
     def __init__(
         self,
         launcher: BatchLauncher,
-        rows: str,
+        row_class: str,
         shape: TileShape,
         num_words: int,
-        most_fused: int,
+        max_fused: int,
         packed: bytes,
     ) -> None:
-        self._launcher, self._rows, self._shape = launcher, rows, shape
-        self.num_words, self.most_fused, self.packed = num_words, most_fused, packed
+        self._launcher, self._rows, self._shape = launcher, row_class, shape
+        self.num_words, self.max_fused, self.packed = num_words, max_fused, packed
         self._schedules: dict[tuple[int, ...], BatchSchedule] = {}
 
-    def schedule(self, *made: int) -> BatchSchedule | None:
+    def schedule(self, *built: int) -> BatchSchedule | None:
         """The launches of the list that the kernel has written, of so many items, split tiles,
         states and parts of a tile; None if it has written none."""
-        if not made[0]:
+        if not built[0]:
             return None
-        found = self._schedules.get(made)
-        if found is None:
+        cached = self._schedules.get(built)
+        if cached is None:
             if len(self._schedules) >= _MAX_CACHED:
                 self._schedules.clear()
-            num_items, num_split_tiles, num_states, most_parts = made
+            num_items, num_split_tiles, num_states, max_parts = built
             limits = Limits(num_items, num_split_tiles, num_states)
-            found = self._launcher.schedule_planned(self._rows, self._shape, limits, most_parts)
-            self._schedules[made] = found
-        return found
+            cached = self._launcher.schedule_planned(self._rows, self._shape, limits, max_parts)
+            self._schedules[built] = cached
+        return cached
 
 
 # Pinned memory in which one launch at a time leaves numbers: as an array, a view, an address. Lists
@@ -117,7 +117,7 @@ def _alloc_pinned() -> np.ndarray:
     from cupy.cuda import alloc_pinned_memory
 
     # The array keeps the memory.
-    return np.frombuffer(alloc_pinned_memory(8 * MOST_NUMBERS), np.int64, MOST_NUMBERS)
+    return np.frombuffer(alloc_pinned_memory(8 * MAX_NUMBERS), np.int64, MAX_NUMBERS)
 
 
 def read(
@@ -132,9 +132,9 @@ def read(
     try:
         landing = _idle.pop()
     except IndexError:
-        made = _alloc_pinned()
-        made[0] = 0
-        landing = made, memoryview(made), made.ctypes.data  # type: ignore[arg-type]
+        built = _alloc_pinned()
+        built[0] = 0
+        landing = built, memoryview(built), built.ctypes.data  # type: ignore[arg-type]
     numbers, seen, address = landing
     arguments, ticket = params.this_thread.launch_buffer, next(_tickets)
     _PARAMS.pack_into(
@@ -160,9 +160,9 @@ def read(
     except BaseException:  # an interrupt comes while the GPU still writes there
         cuda().runtime.streamSynchronize(stream)
         raise
-    found = numbers[: HEAD + (3 if q_len else 5) * num_requests + 2].copy()
+    result = numbers[: HEAD + (3 if q_len else 5) * num_requests + 2].copy()
     _idle.append(landing)
-    return found
+    return result
 
 
 @functools.lru_cache(maxsize=1024)
@@ -176,28 +176,28 @@ def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner 
     if chosen is None or num_requests > _THREADS:
         return None
     rows, shape = chosen
-    most_rows, heads = qo_len * launcher.group_size, launcher.num_kv_heads
-    if most_rows > shape.tile_q or shape.times is not None:
+    max_rows, heads = qo_len * launcher.group_size, launcher.num_kv_heads
+    if max_rows > shape.tile_q or shape.times is not None:
         return None
     per_wave = max(1, shape.num_slots // heads)
     num_words = len(WORK_FIELDS) * (num_requests + MAX_WAVES * per_wave) + num_requests * heads
     tiles = launcher.tiles(rows)
-    most_fused = max(1, tiles.fused_splits)
+    max_fused = max(1, tiles.fused_splits)
     if tiles.fused_merge and shape.is_fused:
-        most_fused = MOST_PARTS if shape.part_cost else num_words
-    costs = shape.costs(most_rows)
+        max_fused = MAX_PARTS if shape.part_cost else num_words
+    costs = shape.costs(max_rows)
     packed = _PLANNED.pack(
         num_words,
         shape.tile_kv,
         per_wave,
         heads,
-        most_fused,
+        max_fused,
         0,
-        shape.cost_of_part(most_rows),
+        shape.cost_of_part(max_rows),
         *costs,
-        costs.least_share * costs.block,
+        costs.min_share * costs.block,
     )
-    return Planner(launcher, rows, shape, num_words, most_fused, packed)
+    return Planner(launcher, rows, shape, num_words, max_fused, packed)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from ..driver import params, scratch
 from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
 from ..tiles.config import TileConfig
-from ..tiles.row_classes import row_class
+from ..tiles.row_classes import row_class_of
 from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90
 from .kernels import Kernels
 from .swizzle import ONE_HEAD, L2Swizzle, swizzle_of
@@ -32,7 +32,7 @@ _ZERO = np.zeros(1, np.int64)
 class _Chosen(NamedTuple):
     """The kernel of a request, by its row class or tile, and how the request is cut."""
 
-    rows: str
+    row_class: str
     shape: TileShape
     num_q_tiles: int
     num_splits: int
@@ -94,21 +94,21 @@ class AttentionLauncher:
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths, of which many have the same."""
         key = qo_len, -(-kv_len // 16)
-        found = self._plans.get(key)
-        if found is None:
+        cached = self._plans.get(key)
+        if cached is None:
             if len(self._plans) > 4096:
                 self._plans.clear()
             rounded = qo_len, -(-_rounded(kv_len) // 16)
-            found = self._plans.get(rounded)
-            if found is None:
-                found = self._plans[rounded] = self._prepare(qo_len, kv_len)
-            self._plans[key] = found
-        return found
+            cached = self._plans.get(rounded)
+            if cached is None:
+                cached = self._plans[rounded] = self._prepare(qo_len, kv_len)
+            self._plans[key] = cached
+        return cached
 
     def _prepare(self, qo_len: int, kv_len: int) -> PreparedPlan:
         name, chosen = self._choose(qo_len, _rounded(kv_len))
-        rows, shape, num_q_tiles, num_splits = chosen
-        tiles = self._kernels.get(rows).kinds[0]
+        row_class, shape, num_q_tiles, num_splits = chosen
+        tiles = self._kernels.get(row_class).kinds[0]
         if self._log is not None:
             num_blocks = num_q_tiles * num_splits * self.num_kv_heads * shape.cluster
             self._log.single((qo_len, kv_len), name, tiles.name, num_blocks)
@@ -149,7 +149,7 @@ class AttentionLauncher:
         """What serves a batch of this request alone soonest, without a list, and its name."""
         requests = BatchRequests(_ZERO + qo_len, _ZERO + kv_len, _ZERO, _ZERO, uniform=qo_len)
         works = TileWork(requests, self.group_size, self._masking, splits_alike=True)
-        parts = [(row_class(works.most_rows), works)]
+        parts = [(row_class_of(works.max_rows), works)]
         batch = Batch(
             parts,
             works,
@@ -157,21 +157,21 @@ class AttentionLauncher:
             group_size=self.group_size,
             max_qo_len=qo_len,
             key_bytes=self._kernels.key_bytes,
-            streams=None,
-            many=None,
+            decode_load=None,
+            prompts=None,
         )
         candidate = candidates.best(self._kernels, batch)
-        ((rows, _),) = candidate.parts
-        shape = candidate.shape or self._kernels.shape(rows)
-        num_q_tiles = -(-works.most_rows // shape.tile_q)
+        ((row_class, _),) = candidate.parts
+        shape = candidate.shape or self._kernels.shape(row_class)
+        num_q_tiles = -(-works.max_rows // shape.tile_q)
         num_splits = alike_splits(
-            works.of(shape), self.num_kv_heads, works.most_rows, shape, Splitting()
+            works.of(shape), self.num_kv_heads, works.max_rows, shape, Splitting()
         )
         shape = self._kernels.merged_by(shape, num_splits)
-        return candidate.name, _Chosen(rows, shape, num_q_tiles, num_splits)
+        return candidate.name, _Chosen(row_class, shape, num_q_tiles, num_splits)
 
     def _part(self, chosen: _Chosen, first_q_tile: int) -> tuple[Launch, bytes]:
-        rows, shape, num_q_tiles, num_splits = chosen
+        row_class, shape, num_q_tiles, num_splits = chosen
         constants = params.pack_constants(
             self.spec,
             sm_scale=self.spec.sm_scale,
@@ -180,7 +180,7 @@ class AttentionLauncher:
             num_q_tiles=num_q_tiles,
             num_splits=num_splits,
         )
-        kernel = self._kernels.get(rows).loaded
+        kernel = self._kernels.get(row_class).loaded
         tiles, num_items, prologue = kernel.tiles, 0, None
         num_tiles = num_q_tiles - first_q_tile
         if tiles.is_sm90:
@@ -280,11 +280,11 @@ class AttentionLauncher:
         mask_maps: int,
     ) -> tma_sm90.Maps:
         key = launch.num_items, qo_len, kv_len, strides, mask_maps
-        found = self._maps.get(key)
-        if found is None:
+        cached = self._maps.get(key)
+        if cached is None:
             if len(self._maps) > 256:
                 self._maps.clear()
-            found = self._maps[key] = tma_sm90.Maps(
+            cached = self._maps[key] = tma_sm90.Maps(
                 self._heads,
                 plan.tiles,
                 launch.num_items,
@@ -294,7 +294,7 @@ class AttentionLauncher:
                 size=kv_len,
                 mask_maps=mask_maps,
             )
-        return found
+        return cached
 
     def _rotate_keys(
         self, k: int, strides: bytes, kv_len: int, stream: int, allocate: Allocate

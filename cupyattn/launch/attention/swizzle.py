@@ -48,10 +48,10 @@ def l2_swizzle(
     row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
     head_bytes = kv_len * row_bytes
     fitting = int(_SHARE_OF_L2 * l2_bytes) // max(1, head_bytes)
-    most = max(1, min(num_kv_heads, fitting))
-    num_heads = 1 << (most.bit_length() - 1)
+    maximum = max(1, min(num_kv_heads, fitting))
+    num_heads = 1 << (maximum.bit_length() - 1)
     if num_kv_heads % num_heads:
-        num_heads = next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
-        if 2 * num_heads < most:  # no divisor comes near what fits
-            num_heads = -(-num_kv_heads // -(-num_kv_heads // most))
+        num_heads = next(n for n in range(maximum, 0, -1) if num_kv_heads % n == 0)
+        if 2 * num_heads < maximum:  # no divisor comes near what fits
+            num_heads = -(-num_kv_heads // -(-num_kv_heads // maximum))
     return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)

@@ -20,7 +20,7 @@ _MAX_CACHED = 256
 _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
 _WARPGROUP_ROWS = 64
-_MOST_UNIT = 1 << 24
+_MAX_UNIT = 1 << 24
 # Lean blocks of one item that are no more than so many on each SM have memory to themselves: each
 # warp then copies a tile. Of more, one warp copies in the order in which tiles are multiplied.
 _FEW_BLOCKS_AN_SM = 2
@@ -89,13 +89,13 @@ class Maps:
     def pack(self, arguments: params.LaunchBuffer, q: int, k: int, v: int, o: int) -> None:
         """Write what follows params.ATTENTION for arrays at these addresses."""
         key = q, k, v, o
-        found = self._known.get(key)
-        if found is None:
+        cached = self._known.get(key)
+        if cached is None:
             if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
-            found = self._known[key] = self._make(q, k, v, o)
+            cached = self._known[key] = self._make(q, k, v, o)
         begin = arguments.offset + params.ATTENTION.size
-        arguments.buffer[begin : begin + len(found)] = found
+        arguments.buffer[begin : begin + len(cached)] = cached
 
     def _make(self, q: int, k: int, v: int, o: int) -> bytes:
         problem, page_size = self._heads.problem, self._heads.page_size
@@ -106,25 +106,25 @@ class Maps:
         output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs, _NO_BOUND)
         maps, tails = [query_map], []
         gathers = self._tiles.config["kGatherers"]
-        most = small or self._tiles.tile_kv
-        rows = 0 if gathers else tensor_map.box_rows(page_size, most)
+        maximum = small or self._tiles.tile_kv
+        rows = 0 if gathers else tensor_map.box_rows(page_size, maximum)
         units: list[int] = []
         for address, dim, (strides, size) in (
             (k, problem.head_dim_qk, self._keys),
             (v, problem.head_dim_vo, self._values),
         ):
             if rows:
-                made, where = self._in_boxes(address, dim, strides, size, rows)
+                built, where = self._in_boxes(address, dim, strides, size, rows)
                 columns = tensor_map.tail_columns(dim) if problem.dtype_kv.itemsize == 2 else 0
                 tail = (
                     self._in_boxes(address, dim, strides, size, rows, columns)[0]
                     if columns
-                    else made
+                    else built
                 )
             else:
                 tail, where = self._gathered(strides, size)
-                made = tail
-            maps.append(made)
+                built = tail
+            maps.append(built)
             tails.append(tail)
             units += where
         maps.append(output_map)
@@ -160,19 +160,19 @@ class Maps:
         itemsize = problem.dtype_kv.itemsize
         if page_size:
             sizes = page_size, num_kv_heads, size
-            made, (page, head) = tensor_map.of_pages(
+            built, (page, head) = tensor_map.of_pages(
                 address, dim, sizes, strides, rows, itemsize, columns
             )
-            return made, (page, head, 0, 0)
+            return built, (page, head, 0, 0)
         dims = dim, size, num_kv_heads, 1
-        made = tensor_map.of_rows(address, dims, strides, (rows, 1, 1), itemsize, columns)
-        return made, (0, 1, 0, 0)
+        built = tensor_map.of_rows(address, dims, strides, (rows, 1, 1), itemsize, columns)
+        return built, (0, 1, 0, 0)
 
     def _gathered(self, strides: tuple[int, int, int], size: int) -> tuple[bytes, PageUnits]:
         """No map, but where the rows of pages are."""
         page_size, (row, _, page) = self._heads.page_size, strides
         page, row = page if size > 1 else 0, row if page_size > 1 else 0
-        unit = math.gcd(page, row, _MOST_UNIT)
+        unit = math.gcd(page, row, _MAX_UNIT)
         last = max(0, size - 1) * page + (page_size - 1) * row
         if last // unit > _NO_BOUND:
             raise UnsupportedError(
@@ -205,8 +205,8 @@ class Maps:
         rows = self._box_rows(group, small) if min(head, row) > 0 and num_rows else 0
         dims = (num_kv_heads * group, num_rows, 1) if rows else (1, 1, 1)
         box = (group, rows // group, 1) if rows else (1, 1, 1)
-        made = tensor_map.of_rows(address, (dim, *dims), (head, row, 0), box)
-        return (rows, rows // group), made
+        built = tensor_map.of_rows(address, (dim, *dims), (head, row, 0), box)
+        return (rows, rows // group), built
 
     def _box_rows(self, group: int, small: int) -> int:
         """`small`, else those of a warpgroup, else of a tile, if they are whole tokens; or 0."""

@@ -9,7 +9,7 @@ from ...core.spec import AttentionSpec
 from ...schedule.batch import BatchRequests
 
 # More kinds of lengths than this are not listed one by one.
-_MOST_KINDS = 4
+_MAX_KINDS = 4
 _OPTIONS = {"ROPE_LLAMA": "RoPE inside", "ALIBI": "ALiBi"}
 
 
@@ -22,53 +22,53 @@ def problem_words(spec: AttentionSpec, problem: AttentionProblem) -> str:
     """What kernels are chosen for, besides lengths."""
     q, kv = spec.dtype_q, spec.dtype_kv
     dims = spec.head_dim_qk, spec.head_dim_vo
-    found = [str(q) if q is kv else f"{q} over keys of {kv}"]
+    result = [str(q) if q is kv else f"{q} over keys of {kv}"]
     if spec.dtype_o is not q:
-        found.append(f"{spec.dtype_o} out")
+        result.append(f"{spec.dtype_o} out")
     if problem.latent:
         rope = dims[0] - dims[1]
-        found += [count(spec.num_qo_heads, "head"), f"latent keys of {dims[1]} and {rope} columns"]
+        result += [count(spec.num_qo_heads, "head"), f"latent keys of {dims[1]} and {rope} columns"]
     else:
         heads = count(spec.num_qo_heads, "query head")
-        found.append(f"{heads} over {count(spec.num_kv_heads, 'key head')}")
+        result.append(f"{heads} over {count(spec.num_kv_heads, 'key head')}")
         of_dims = str(dims[0]) if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
-        found.append(f"head dim {of_dims}")
+        result.append(f"head dim {of_dims}")
     size = spec.page_size
-    found.append(f"pages of {count(size, 'token')}" if size else "ragged keys")
+    result.append(f"pages of {count(size, 'token')}" if size else "ragged keys")
     if problem.sparse:
-        found.append("a list of keys for each row")
-    return ", ".join([*found, *_options(spec, problem)])
+        result.append("a list of keys for each row")
+    return ", ".join([*result, *_options(spec, problem)])
 
 
 def _options(spec: AttentionSpec, problem: AttentionProblem) -> list[str]:
     """What changes which keys are seen, or their logits."""
-    found = ["causal"] if spec.causal else []
+    result = ["causal"] if spec.causal else []
     if spec.window_left >= 0:
-        found.append(f"a window of {spec.window_left:,} keys to the left")
+        result.append(f"a window of {spec.window_left:,} keys to the left")
     if spec.right_limit > 0:
-        found.append(f"a window of {spec.right_limit:,} keys to the right")
+        result.append(f"a window of {spec.right_limit:,} keys to the right")
     if problem.custom_mask:
-        found.append("a mask")
+        result.append("a mask")
     if problem.soft_cap:
-        found.append("a soft cap")
+        result.append("a soft cap")
     if problem.pos_encoding in _OPTIONS:
-        found.append(_OPTIONS[problem.pos_encoding])
+        result.append(_OPTIONS[problem.pos_encoding])
     if problem.transforms_logits:
-        found.append("logits of the caller's own")
+        result.append("logits of the caller's own")
     if problem.prescale_logits:
-        found.append("scales by head")
+        result.append("scales by head")
     if problem.key_scales:
-        found.append(f"scales of keys by {problem.key_scales}")
+        result.append(f"scales of keys by {problem.key_scales}")
     if not problem.aligned:
-        found.append("rows off 16-byte boundaries")
-    return found
+        result.append("rows off 16-byte boundaries")
+    return result
 
 
 def batch_words(requests: BatchRequests) -> str:
     """How many requests there are, and their lengths."""
     kinds = Counter(zip(requests.qo_len.tolist(), requests.kv_len.tolist(), strict=True))
     total = count(requests.qo_len.size, "request")
-    if len(kinds) > _MOST_KINDS:
+    if len(kinds) > _MAX_KINDS:
         rows, keys = (_range(sorted({kind[i] for kind in kinds})) for i in (0, 1))
         return f"{total} of {rows} rows over {keys} keys"
     listed = [
@@ -79,5 +79,5 @@ def batch_words(requests: BatchRequests) -> str:
 
 
 def _range(numbers: list[int]) -> str:
-    least, most = numbers[0], numbers[-1]
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    minimum, maximum = numbers[0], numbers[-1]
+    return f"{minimum:,}" if minimum == maximum else f"{minimum:,} to {maximum:,}"

@@ -121,9 +121,9 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
         api.runtime.streamSynchronize(stream)
 
 
-def enqueue_again(made: recording.Recording, device_index: int, stream: int) -> None:
+def enqueue_again(built: recording.Recording, device_index: int, stream: int) -> None:
     """Make the launches of a recording that is whole, on a raw stream."""
     arguments = this_thread.launch_buffer
-    for launch, struct in made.launches:
+    for launch, struct in built.launches:
         arguments.write(struct)
         enqueue(launch, arguments, device_index, stream)

@@ -92,7 +92,7 @@ def launch_clusters(
     _launch(config, function, arguments, extra, (x, y, z))
 
 
-def most_clusters(function: int, threads: int, shared_bytes: int, cluster: int) -> int:
+def max_clusters(function: int, threads: int, shared_bytes: int, cluster: int) -> int:
     """How many clusters of so many blocks run at a time on the current device."""
     count = ctypes.c_int()
     config = _Config((cluster, 1, 1, threads, 1, 1, shared_bytes), 0, cluster)

@@ -98,8 +98,8 @@ def workspace(
     if kept is None or kept[0] < num_bytes:
         if len(workspaces) >= _MAX_KEPT_STREAMS:
             workspaces.clear()
-        made = _allocate_on(num_bytes, device_index, stream)
-        kept = workspaces[device_index, stream] = num_bytes, *made
+        built = _allocate_on(num_bytes, device_index, stream)
+        kept = workspaces[device_index, stream] = num_bytes, *built
     if recording.current is not None:
         recording.keep(kept[2])
     return kept[1], kept[2]
@@ -146,5 +146,5 @@ def _make(device_index: int, stream: int) -> tuple[int, object]:
     """Counters that are zeroed on their stream, in memory that only later launches on it get once
     it is let go."""
     with cuda().Device(device_index), as_stream(stream):
-        made = cupy_module().zeros(_CAPACITY, "uint32")
-    return made.data.ptr, made
+        built = cupy_module().zeros(_CAPACITY, "uint32")
+    return built.data.ptr, built

@@ -10,7 +10,7 @@ from ... import jit
 from ...core import env
 
 # Whole tokens may leave over one in so many of a tile's rows.
-_MOST_LEFT_OVER = 16
+_MAX_LEFT_OVER = 16
 
 
 class Target(NamedTuple):
@@ -85,7 +85,7 @@ class TileConfig:
         copy, unless too many would be left over. Boxes copy any rows of one KV head, because they
         lie one after another (kernels/cupyattn/shared/work.cuh)."""
         rows = self.tile_q // group_size * group_size
-        is_whole = self.tile_q - rows <= self.tile_q // _MOST_LEFT_OVER
+        is_whole = self.tile_q - rows <= self.tile_q // _MAX_LEFT_OVER
         return rows if self.is_sm90 and num_kv_heads > 1 and is_whole else self.tile_q
 
     def grid(self, num_items: int, num_kv_heads: int, num_slots: int) -> tuple[int, int, int]:
@@ -112,9 +112,9 @@ class TileConfig:
     @cached_property
     def fused_splits(self) -> int:
         """Where a launch merges: up to so many splits of a tile are merged by its last block."""
-        most = self.config.get("kFusedSplits", 0)
-        assert isinstance(most, int)
-        return most
+        maximum = self.config.get("kFusedSplits", 0)
+        assert isinstance(maximum, int)
+        return maximum
 
 
 def round_up(x: int, multiple: int) -> int:

@@ -16,41 +16,41 @@ from .config import Field, Target, TileConfig, struct_of
 from .row_classes import DECODE, ONE_AN_SM, VERIFY
 
 # Tiles of 32 wider rows do not fit the registers of blocks that have an SM of their own.
-_MOST_DIM_OF_FEW_VERIFY = 128
+_MAX_DIM_OF_VERIFY = 128
 
 
-def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
     """Why it does not serve requests of a row class; None if it does."""
-    if reason := _refusal_of_rows(problem, rows):
+    if reason := _refusal_of_rows(problem, row_class):
         return reason
-    if rows == VERIFY and of_verify(problem, target.max_shared_bytes) is None:
+    if row_class == VERIFY and of_verify(problem, target.max_shared_bytes) is None:
         return "the output of 32 rows of such heads does not fit the registers of a warp"
     return None
 
 
-def _refusal_of_rows(problem: AttentionProblem, rows: str) -> str | None:
+def _refusal_of_rows(problem: AttentionProblem, row_class: str) -> str | None:
     if problem.is_wide:
         return "its heads have up to 256 columns"
-    if rows not in (DECODE, VERIFY, *ONE_AN_SM.values()):
+    if row_class not in (DECODE, VERIFY, *ONE_AN_SM.values()):
         return "it serves up to 32 rows"
-    if rows == ONE_AN_SM[VERIFY] and problem.head_dim_vo > _MOST_DIM_OF_FEW_VERIFY:
+    if row_class == ONE_AN_SM[VERIFY] and problem.head_dim_vo > _MAX_DIM_OF_VERIFY:
         return "32 rows of such heads do not fit the registers of blocks that have an SM each"
     return None
 
 
-def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConfig:
     """The tiles for requests of a row class that it does not refuse."""
-    most = target.max_shared_bytes
-    if rows in ONE_AN_SM.values():
-        return _of_few(problem, most, 2 if rows == ONE_AN_SM[VERIFY] else 1)
-    found = of_verify(problem, most) if rows == VERIFY else of_decode(problem, most)
-    assert found is not None, "refused"
-    return found
+    maximum = target.max_shared_bytes
+    if row_class in ONE_AN_SM.values():
+        return _of_few(problem, maximum, 2 if row_class == ONE_AN_SM[VERIFY] else 1)
+    result = of_verify(problem, maximum) if row_class == VERIFY else of_decode(problem, maximum)
+    assert result is not None, "refused"
+    return result
 
 
-def few_rows(problem: AttentionProblem, rows: str) -> str | None:
+def one_an_sm_rows(problem: AttentionProblem, row_class: str) -> str | None:
     """The class of the same rows where a batch has few blocks; None if there is none."""
-    name = ONE_AN_SM.get(rows)
+    name = ONE_AN_SM.get(row_class)
     return name if name and _refusal_of_rows(problem, name) is None else None
 
 

@@ -24,25 +24,27 @@ _WORK_BYTES = 64
 _RANGE_BYTES = (6 + 3 + 1) * 4
 
 
-def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
     """Why it does not serve requests of a row class; None if it does."""
-    if rows in ONE_AN_SM.values():
+    if row_class in ONE_AN_SM.values():
         return "no blocks of it are for few requests of few rows"
     return "its heads have up to 256 columns" if problem.is_wide else None
 
 
-def tiles(problem: AttentionProblem, rows: str, target: Target, most_warps: int = 8) -> TileConfig:
+def tiles(
+    problem: AttentionProblem, row_class: str, target: Target, max_warps: int = 8
+) -> TileConfig:
     """The tiles for requests of a row class."""
     arch, max_shared_bytes, _, is_batch = target
     # Every tile of query rows rotates the keys again, unless a pass of its own has done it; that
     # pass takes the keys of one request, as the 16-bit rows that it leaves.
-    is_rotated_ahead = rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
+    is_rotated_ahead = row_class == LARGE and problem.aligned and problem.dtype_kv.is_float16
     rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and (is_batch or not is_rotated_ahead)
     # What was tuned on sm_90, to the last register; elsewhere, and with pages, it would spill.
     is_measured = arch == "sm_90a" and not problem.paged and problem.dtype_kv.is_float16
     # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
     # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
-    wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
+    wide = row_class == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
     mma_q = 2 if wide else 1
     q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
     # Warps of 16 rows, and the long way of a capped logit, gain from loading a whole tile ahead;
@@ -52,10 +54,10 @@ def tiles(problem: AttentionProblem, rows: str, target: Target, most_warps: int 
         max_shared_bytes,
         loads_ahead=loads_ahead and not (problem.dtype_kv.is_fp8 and rotates_keys),
         may_have_eight_warps=(
-            not wide and rows == LARGE and problem.head_dim_vo > 128 and most_warps >= 8
+            not wide and row_class == LARGE and problem.head_dim_vo > 128 and max_warps >= 8
         ),
     )
-    shapes = _key_shapes(problem, wide, arch, is_mixed=most_warps < 8)
+    shapes = _key_shapes(problem, wide, arch, is_mixed=max_warps < 8)
     is_plain = not (is_transformed(problem) or problem.custom_mask)
     is_square = problem.head_dim_qk == problem.head_dim_vo
     has_eight_warps = layouts[0].warps == 8
@@ -65,7 +67,7 @@ def tiles(problem: AttentionProblem, rows: str, target: Target, most_warps: int 
         q_in_registers, shapes = True, [(48, 16)]
     for warps, blocks, buffers, budget in layouts:
         for tile_kv, keys_per_exp in shapes[:1] if budget < max_shared_bytes else shapes:
-            found = prefill_tiles(
+            result = prefill_tiles(
                 problem,
                 mma_q,
                 warps,
@@ -76,8 +78,8 @@ def tiles(problem: AttentionProblem, rows: str, target: Target, most_warps: int 
                 buffers,
                 rotates_keys,
             )
-            if found.shared_bytes <= budget:
-                return found
+            if result.shared_bytes <= budget:
+                return result
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
 
 
@@ -95,12 +97,12 @@ def _layouts(max_shared_bytes: int, loads_ahead: bool, may_have_eight_warps: boo
     """Best first: two blocks an SM, if they fit; past 128 columns one block of eight warps, which
     halves what comes from L2. A block takes 1 KB more than it asks for."""
     two_blocks = (max_shared_bytes + 1024) // 2 - 1024
-    found = [_Layout(4, 2, 1, two_blocks), _Layout(4, 2, 1, max_shared_bytes)]
+    result = [_Layout(4, 2, 1, two_blocks), _Layout(4, 2, 1, max_shared_bytes)]
     if loads_ahead:
-        found.insert(0, _Layout(4, 2, 2, two_blocks))
+        result.insert(0, _Layout(4, 2, 2, two_blocks))
         if may_have_eight_warps:
-            found.insert(0, _Layout(8, 1, 2, max_shared_bytes))
-    return found
+            result.insert(0, _Layout(8, 1, 2, max_shared_bytes))
+    return result
 
 
 def _key_shapes(

@@ -28,7 +28,7 @@ _ITEMS = 2
 # The other tiles are slower under a cap than one of these wherever they were timed.
 _CAPPED_TILES = ("q128_oneshot", "q64_oneshot", "lean_persistent", "lean80", "lean32", "lean64")
 # Blocks for short items multiply more slowly than others, and win by what they do besides.
-MOST_KEYS_OF_SHORT_ITEMS = 1024
+MAX_KEYS_OF_SHORT_ITEMS = 1024
 
 
 class _Shape(NamedTuple):
@@ -247,21 +247,21 @@ class Tile(NamedTuple):
         return self.num_rows * self.num_keys
 
 
-def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
     """Why a tile, LARGE or one of LARGE_TILES, does not serve a problem; None if it does."""
-    if rows not in (LARGE, *LARGE_TILES):
+    if row_class not in (LARGE, *LARGE_TILES):
         return "its tiles are for more rows"
     if problem.is_wide:
         return "its heads have up to 256 columns"
     if (reason := refusal_of_hopper(target)) is not None:
         return reason
-    tile = find(problem, target.page_size, rows)
+    tile = find(problem, target.page_size, row_class)
     return tile if isinstance(tile, str) else refusal_by_room(make(problem, tile.shape), target)
 
 
-def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConfig:
     """The tile of this name, which it does not refuse."""
-    tile = find(problem, target.page_size, rows)
+    tile = find(problem, target.page_size, row_class)
     assert not isinstance(tile, str), tile
     return make(problem, tile.shape)
 
@@ -337,9 +337,9 @@ def _plain_shape(
     problem: AttentionProblem, dims: tuple[int, int], shape: _Shape | None
 ) -> tuple[tuple[int, int], _Shape | None]:
     """The dims and the tile of plain attention over ragged keys; `dims`, `shape`: with options."""
-    for (beyond, most), plain in _PLAIN.items():
-        if beyond < max(problem.head_dim_qk, problem.head_dim_vo) <= most:
-            return (most, most), plain
+    for (beyond, maximum), plain in _PLAIN.items():
+        if beyond < max(problem.head_dim_qk, problem.head_dim_vo) <= maximum:
+            return (maximum, maximum), plain
     return dims, shape
 
 
@@ -377,10 +377,10 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     if (problem.soft_cap and is_wide) or problem.has_long_transform:
         # Without overlap the kernel also has half as many copies of a transform to compile.
         shape = shape._replace(overlaps=False)
-    return shape._replace(tile_kv=min(shape.tile_kv, _most_keys(problem, kind)))
+    return shape._replace(tile_kv=min(shape.tile_kv, _max_keys(problem, kind)))
 
 
-def _most_keys(problem: AttentionProblem, kind: str) -> int:
+def _max_keys(problem: AttentionProblem, kind: str) -> int:
     """The keys of a tile for which a problem's options leave registers and shared memory: facts of
     rows, mask bits, rotations, biases and the coefficients of a cap."""
     dim, dim_vo = tile_dims(problem)

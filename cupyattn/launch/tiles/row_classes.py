@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
-MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
+MAX_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 # Tiles of prefill_sm90 for the last class: PERSISTENT serves all options, with 192 rows or 128, as
 # these leave registers; a problem may have others (prefill_sm90), for work lists that fill the card
 # badly with it.
@@ -26,9 +26,9 @@ LARGE_TILES = (
 ONE_AN_SM = {DECODE: "decode_one_an_sm", VERIFY: "verify_one_an_sm"}
 
 
-def row_class(rows: int) -> str:
+def row_class_of(rows: int) -> str:
     """The kernel family for this many packed query rows (query tokens times group size)."""
-    for name, most in MOST_ROWS.items():
-        if rows <= most:
+    for name, maximum in MAX_ROWS.items():
+        if rows <= maximum:
             return name
     return LARGE

@@ -18,10 +18,10 @@ from .config import HOPPER, Target, TileConfig
 class Kernel(Protocol):
     """The file of a kernel."""
 
-    def refusal(self, problem: AttentionProblem, rows: str, target: Target) -> str | None:
+    def refusal(self, problem: AttentionProblem, row_class: str, target: Target) -> str | None:
         """Why it does not serve requests of a row class; None if it does."""
 
-    def tiles(self, problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+    def tiles(self, problem: AttentionProblem, row_class: str, target: Target) -> TileConfig:
         """The tiles for requests of a row class that it does not refuse."""
 
 
@@ -39,7 +39,7 @@ KERNELS: tuple[Kernel, ...] = (
 @lru_cache(maxsize=4096)
 def tile_config(
     problem: AttentionProblem,
-    rows: str,
+    row_class: str,
     max_shared_bytes: int,
     is_batch: bool = False,
     arch: str = HOPPER,
@@ -49,7 +49,7 @@ def tile_config(
     much shared memory per block. UnsupportedError if no kernel serves it."""
     target, reason = Target(arch, max_shared_bytes, page_size, is_batch), None
     for kernel in KERNELS:
-        reason = kernel.refusal(problem, rows, target)
+        reason = kernel.refusal(problem, row_class, target)
         if reason is None:
-            return kernel.tiles(problem, rows, target)
+            return kernel.tiles(problem, row_class, target)
     raise UnsupportedError(str(reason))

@@ -14,20 +14,20 @@ from .wide_sm90 import FUSED_SPLITS, ITEM_BYTES, LATENT
 _ROWS = {DECODE: 16, VERIFY: 32}
 
 
-def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
     """Why it does not serve requests of a row class; None if it does."""
-    if not problem.latent or rows not in _ROWS:
+    if not problem.latent or row_class not in _ROWS:
         return "it serves up to 32 rows of latent attention"
-    found = wide_sm90.refusal_of_problem(problem, target)
-    return found or refusal_by_room(tiles(problem, rows, target), target)
+    result = wide_sm90.refusal_of_problem(problem, target)
+    return result or refusal_by_room(tiles(problem, row_class, target), target)
 
 
-def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConfig:
     """The tiles for requests of a row class."""
     return config(
         problem.dtype_q,
         problem.dtype_o,
-        _ROWS[rows],
+        _ROWS[row_class],
         dtype_kv=problem.dtype_kv,
         key_scales=problem.key_scales,
         sparse=problem.sparse,

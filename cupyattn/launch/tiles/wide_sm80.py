@@ -6,7 +6,7 @@ from ... import jit
 from ...core.problem import AttentionProblem
 from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
 from .config import Field, Target, TileConfig, struct_of
-from .row_classes import MOST_ROWS, SMALL
+from .row_classes import MAX_ROWS, SMALL
 
 _STAGES = 2
 # By the most packed rows: (m-tiles of 16 rows, warps, keys of a tile), the best first. Warps of 64
@@ -19,7 +19,7 @@ _SHAPES = {
 }
 
 
-def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
     """Why it does not serve requests of a row class; None if it does."""
     if not problem.is_wide:
         return "heads of up to 256 columns have kernels of their own"
@@ -31,12 +31,12 @@ def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
     return None
 
 
-def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConfig:
     """The tiles for requests of a row class."""
-    for mma_q, warps, tile_kv in _SHAPES[MOST_ROWS.get(rows, MOST_ROWS[SMALL])]:
-        found = wide_tiles(problem, mma_q, warps, tile_kv)
-        if found is not None and found.shared_bytes <= target.max_shared_bytes:
-            return found
+    for mma_q, warps, tile_kv in _SHAPES[MAX_ROWS.get(row_class, MAX_ROWS[SMALL])]:
+        result = wide_tiles(problem, mma_q, warps, tile_kv)
+        if result is not None and result.shared_bytes <= target.max_shared_bytes:
+            return result
     raise AssertionError(f"no tile of wide heads fits {target.max_shared_bytes} bytes")
 
 

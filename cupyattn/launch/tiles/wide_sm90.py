@@ -37,10 +37,10 @@ FUSED_SPLITS, FUSED_SPLITS_OF_FEW = {16: 8, 32: 8, 64: 4}, 8
 ITEM_BYTES = 104
 
 
-def refusal(problem: AttentionProblem, rows: str, target: Target) -> str | None:
+def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
     """Why it does not serve requests of a row class; None if it does."""
-    found = refusal_of_problem(problem, target)
-    return found or refusal_by_room(tiles(problem, rows, target), target)
+    result = refusal_of_problem(problem, target)
+    return result or refusal_by_room(tiles(problem, row_class, target), target)
 
 
 def refusal_of_problem(problem: AttentionProblem, target: Target) -> str | None:
@@ -51,7 +51,7 @@ def refusal_of_problem(problem: AttentionProblem, target: Target) -> str | None:
     return refusal_of_hopper(target) or (f"it does not serve {unserved}" if unserved else None)
 
 
-def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
+def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConfig:
     """The tiles for requests of a row class. Pages without a factor 8 are gathered row by row."""
     return config(
         problem.dtype_q,
@@ -62,7 +62,7 @@ def tiles(problem: AttentionProblem, rows: str, target: Target) -> TileConfig:
         paged=problem.paged,
         sparse=problem.sparse,
         tma=has_latent_boxes(problem, target.page_size),
-        fused_splits=FUSED_SPLITS_OF_FEW if rows in (DECODE, VERIFY) else 0,
+        fused_splits=FUSED_SPLITS_OF_FEW if row_class in (DECODE, VERIFY) else 0,
         gates=gate_constants(problem),
     )
 

@@ -18,7 +18,7 @@ from benchmarks.peers import prebuild
 from benchmarks.results import FILE_NAME, Results
 from benchmarks.sweep import cli as sweep
 from benchmarks.sweep import profiles
-from benchmarks.sweep.draw import _MOST_FLOPS, _MOST_KV_BYTES, draw_case, draw_cases, schedule_of
+from benchmarks.sweep.draw import _MAX_FLOPS, _MAX_KV_BYTES, draw_case, draw_cases, schedule_of
 from benchmarks.sweep.models import MODELS, Model
 from benchmarks.sweep.plans import instances
 from benchmarks.sweep.predict import as_on, predict
@@ -48,8 +48,8 @@ def test_drawn_cases_are_valid_and_bounded() -> None:
         assert case.api not in ("ragged", "mixed") or not case.sinks
         width = case.num_kv_heads * (case.head_dim_qk + case.head_dim_vo)
         kv_bytes = case.kv_offsets[-1] * width * case.groups[0].kv_itemsize
-        assert case.batch == 1 or kv_bytes <= _MOST_KV_BYTES
-        assert case.batch == 1 or case.flops <= _MOST_FLOPS
+        assert case.batch == 1 or kv_bytes <= _MAX_KV_BYTES
+        assert case.batch == 1 or case.flops <= _MAX_FLOPS
         # FlashInfer's wrappers of mixed batches take the chunks first.
         if case.op == "mixed":
             assert case.q_lens == sorted(case.q_lens, key=lambda q_len: q_len == 1)

@@ -73,17 +73,21 @@ def test_a_card_of_old_names_is_read_by_todays(folder: Path) -> None:
         "lean80": "lean",
     }
     is_lean64 = ("lean64", "paged", [64, 64])
-    for row in data["tiles"]:
+    fields = {today: then for then, today in old_names._FIELDS.items()}
+    for kind, times in data["decode"].items():
+        data["decode"][kind] = {fields.get(x, x): us for x, us in times.items()}
+    assert "least_share" in data["decode"]["cluster"]
+    for index, row in enumerate(data["tiles"]):
         if (row["tile"], row["keys"], row["dims"]) == is_lean64:
             row["tile"] = "lean"
         row["tile"] = old.get(row["tile"], row["tile"])
-        for then, today in old_names.FIELDS.items():
-            row[then] = row.pop(today)
+        data["tiles"][index] = {fields.get(name, name): value for name, value in row.items()}
     tuned.write(PROPS.name, json.dumps(data))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         known = found().card
-    assert known.tiles == card.read(text_of(own()), "own").tiles
+    today = card.read(text_of(own()), "own")
+    assert (known.tiles, known.decode) == (today.tiles, today.decode)
 
 
 def test_a_measured_card_of_the_package_gives_way_too() -> None:

@@ -78,7 +78,7 @@ def gpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tune.Clock, Slow),
     )
     monkeypatch.setattr(
-        load_kernels.LoadedKernel, "most_clusters", lambda self, cluster: self.num_slots // cluster
+        load_kernels.LoadedKernel, "max_clusters", lambda self, cluster: self.num_slots // cluster
     )
     monkeypatch.setattr(tune, "Arrays", lambda *_: Arrays("numpy", array.CPU, 1))
     monkeypatch.setattr(Arrays, "normal", lambda self, *shape, **dtype: None)

@@ -48,7 +48,7 @@ def test_times_are_in_proportion_to_the_estimate() -> None:
 
 def test_persistent_blocks_leave_sms_to_a_launch_beside() -> None:
     rng = np.random.default_rng(3)
-    first = launch([4.0] * 6, most_blocks=3)
+    first = launch([4.0] * 6, max_blocks=3)
     second = launch(rng.uniform(1, 3, 40).tolist(), 2, is_beside=True)
     dealt = deal([first, second], 5)
     chunks, decodes = dealt.bars

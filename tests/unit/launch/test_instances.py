@@ -159,7 +159,7 @@ def _random(
     rng: np.random.Generator,
     *,
     paged: bool,
-    most_rows: int,
+    max_rows: int,
     square: bool = False,
     capped: bool = True,
     more_keys: int = 0,
@@ -167,7 +167,7 @@ def _random(
     dims = ((64, 64), (128, 128), (256, 256), (192, 128))
     dtype = str(rng.choice(["bfloat16", "float16"]))
     has_fp8 = paged and rng.random() < 0.4
-    qo_len = rng.choice([1, 2, 3, 5, 9, 17, 40, 300], rng.integers(1, 6)).clip(max=most_rows)
+    qo_len = rng.choice([1, 2, 3, 5, 9, 17, 40, 300], rng.integers(1, 6)).clip(max=max_rows)
     kv_len = qo_len + more_keys + rng.choice([0, 1, 60, 700, 5000], len(qo_len))
     return Call(
         dtype,
@@ -317,30 +317,30 @@ def _latent_list(call: Call, put: Device) -> None:
 
 # Name -> what makes the call, its operation, and what is random about it.
 CALLS: dict[str, tuple[Callable[[Call, Device], None], str, dict[str, Any]]] = {
-    "single": (_single, "prefill", {"paged": False, "most_rows": 300}),
-    "single decode": (_single_decode, "decode", {"paged": False, "most_rows": 1, "square": True}),
-    "ragged": (_ragged, "prefill", {"paged": False, "most_rows": 300}),
-    "paged": (_paged, "prefill", {"paged": True, "most_rows": 300}),
-    "paged, few rows": (_paged, "prefill", {"paged": True, "most_rows": 9}),
-    "ragged, few rows": (_ragged, "prefill", {"paged": False, "most_rows": 9}),
+    "single": (_single, "prefill", {"paged": False, "max_rows": 300}),
+    "single decode": (_single_decode, "decode", {"paged": False, "max_rows": 1, "square": True}),
+    "ragged": (_ragged, "prefill", {"paged": False, "max_rows": 300}),
+    "paged": (_paged, "prefill", {"paged": True, "max_rows": 300}),
+    "paged, few rows": (_paged, "prefill", {"paged": True, "max_rows": 9}),
+    "ragged, few rows": (_ragged, "prefill", {"paged": False, "max_rows": 9}),
     "ragged, many keys": (
         _ragged,
         "prefill",
-        {"paged": False, "most_rows": 9, "more_keys": 1_000_000},
+        {"paged": False, "max_rows": 9, "more_keys": 1_000_000},
     ),
-    "decode": (_decode, "decode", {"paged": True, "most_rows": 1, "square": True}),
+    "decode": (_decode, "decode", {"paged": True, "max_rows": 1, "square": True}),
     "planless": (
         _planless,
         "decode",
-        {"paged": True, "most_rows": 1, "square": True, "capped": False},
+        {"paged": True, "max_rows": 1, "square": True, "capped": False},
     ),
-    "attention": (_attention, "prefill", {"paged": True, "most_rows": 300}),
-    "latent": (_latent, "mla", {"paged": True, "most_rows": 40, "capped": False}),
-    "latent lists": (_latent_list, "mla", {"paged": True, "most_rows": 9, "capped": False}),
-    "cascade": (_cascade, "cascade", {"paged": True, "most_rows": 40, "square": True}),
-    "append": (_append, "append", {"paged": True, "most_rows": 40}),
-    "page": (_page, "page", {"paged": True, "most_rows": 40}),
-    "merge": (_merge, "merge", {"paged": True, "most_rows": 40}),
+    "attention": (_attention, "prefill", {"paged": True, "max_rows": 300}),
+    "latent": (_latent, "mla", {"paged": True, "max_rows": 40, "capped": False}),
+    "latent lists": (_latent_list, "mla", {"paged": True, "max_rows": 9, "capped": False}),
+    "cascade": (_cascade, "cascade", {"paged": True, "max_rows": 40, "square": True}),
+    "append": (_append, "append", {"paged": True, "max_rows": 40}),
+    "page": (_page, "page", {"paged": True, "max_rows": 40}),
+    "merge": (_merge, "merge", {"paged": True, "max_rows": 40}),
 }
 
 

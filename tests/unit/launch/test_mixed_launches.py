@@ -300,9 +300,9 @@ def test_ragged_decodes_beside_two_rows_have_tiles_of_prefill() -> None:
 def test_rows_of_no_page_are_not_tiny_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged keys lie one after another, so nobody looks them up one by one."""
     seen = []
-    real = launch_kernels.streams_of
+    real = launch_kernels.decode_load_of
     monkeypatch.setattr(
-        launch_kernels, "streams_of", lambda *given: (seen.append(given[5]), real(*given))[1]
+        launch_kernels, "decode_load_of", lambda *given: (seen.append(given[5]), real(*given))[1]
     )
     kernels_of_ragged([(700, 700), (700, 700), (9, 9), (9, 9)], (8, 8))
     planned([(700, 700), (9, 900)], (8, 8), page_size=1)

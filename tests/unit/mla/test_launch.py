@@ -22,7 +22,7 @@ from cupyattn.engine import run_batch
 from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.launch.attention import tma_wide
 from cupyattn.launch.driver import tensor_map
-from cupyattn.launch.tiles.decode_sm80 import few_rows
+from cupyattn.launch.tiles.decode_sm80 import one_an_sm_rows
 from cupyattn.launch.tiles.row_classes import ROW_CLASSES
 from cupyattn.launch.tiles.select import tile_config
 
@@ -242,7 +242,7 @@ def test_last_blocks_merge_few_rows_of_wide_heads(head_dims: tuple[int, int]) ->
 def test_tiles_that_would_spill_are_refused() -> None:
     """32 rows of heads of 256 columns do not fit the registers of blocks with an SM each."""
     problem = AttentionProblem(bfloat16, bfloat16, bfloat16, 256, 256, paged=True)
-    assert few_rows(problem, "verify") is None
+    assert one_an_sm_rows(problem, "verify") is None
     with pytest.raises(UnsupportedError):
         tile_config(problem, "verify_one_an_sm", 232_448, is_batch=True, page_size=16)
 

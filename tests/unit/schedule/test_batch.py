@@ -176,7 +176,7 @@ def _parts_of_heads(
     requests: int, kv_len: int, qo_len: int, tile_q: int, group: int, kv_heads: int
 ) -> int:
     # As launch/attention/kernels.py makes the shape of decode_sm80 over pages.
-    shape = TileShape(tile_q, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
+    shape = TileShape(tile_q, 64, 264, 0.25, 0.03, rows_at_a_time=4, min_share=0.52)
     lengths = ((qo_len, kv_len),) * requests
     plan = Batch(lengths, group, kv_heads, shape, Masking(), Splitting()).plan()
     assert len(plan.items) % requests == 0
@@ -233,7 +233,7 @@ def test_unequal_decodes_of_one_key_head_end_together(count: int, median: int, s
     """Parts leave room for ends of requests that are not full: 311 blocks on 264 places would take
     two waves."""
     lengths = median * np.random.default_rng(seed).lognormal(0.0, 0.7, count)
-    shape = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
+    shape = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, min_share=0.52)
     requests = tuple((1, 1 + int(length)) for length in lengths)
     batch = Batch(requests, 8, 1, shape, Masking(), Splitting())
     last, ideal = finish(batch.plan(), batch)

@@ -15,7 +15,7 @@ from cupyattn.schedule import Masking, balance
 from cupyattn.schedule.balance import Costs, Work
 from cupyattn.schedule.batch import BatchRequests, TileWork
 from cupyattn.schedule.makespan import Slots, TileTimes, best_split
-from cupyattn.schedule.sm_partition import streams_of
+from cupyattn.schedule.sm_partition import decode_load_of
 from cupyattn.schedule.tile_shape import TileShape
 
 BESIDE = card_of(NO_GPU).beside
@@ -26,7 +26,7 @@ SHAPES = [
     ),
     TileShape(128, 128, 132, times=TileTimes(6.8, 3.9, 1.67, 0.90), num_sms=132),
     TileShape(64, 64, 264, times=TileTimes(7.2, 3.1, 1.01, 0.68), num_sms=132),
-    TileShape(64, 32, 528, times=TileTimes(5.2, 3.4, 0.9, 0.71), num_sms=132, most_keys=512),
+    TileShape(64, 32, 528, times=TileTimes(5.2, 3.4, 0.9, 0.71), num_sms=132, max_keys=512),
 ]
 MASKS = st.sampled_from([Masking(-1, 0), Masking(), Masking(100, 0), Masking(-1, 7)])
 
@@ -49,7 +49,7 @@ def test_bounds_are_below_counts_and_estimates(
     for shape in SHAPES:
         assert shape.times is not None
         work, slots = works.of(shape), shape.slots
-        counted = shape.times.least(work.total, work.num_tiles, heads, slots)
+        counted = shape.times.lower_bound(work.total, work.num_tiles, heads, slots)
         for form in forms_of_tiles(batch_of(works, None, heads, group_size), {"": shape}):
             assert form.bound <= counted * (1.0 + 1e-12)
         assert counted <= best_split(work, heads, slots, shape.times).time
@@ -75,10 +75,10 @@ MOST = 1.1 + 1e-9
 
 def soonest_of_all(batch: Batch) -> float:
     """Without bounds: every candidate is estimated."""
-    shapes = [x for x in SHAPES if not x.most_keys or batch.longest <= x.most_keys]
+    shapes = [x for x in SHAPES if not x.max_keys or batch.longest <= x.max_keys]
     found = [alone(batch, "", shape) for shape in shapes]
-    if batch.many is not None:
-        found += [with_others(batch, "", x) for x in shapes if x is SHAPES[0] or not x.most_keys]
+    if batch.prompts is not None:
+        found += [with_others(batch, "", x) for x in shapes if x is SHAPES[0] or not x.max_keys]
     return min(candidate.time for candidate in found)
 
 
@@ -103,7 +103,7 @@ def test_launches_beside_decodes_are_hardly_later_than_the_best(
 ) -> None:
     ones, masking = np.ones(len(keys), np.int64), Masking(-1, 0)
     few = BatchRequests(ones, np.array(keys), ones, ones)
-    streams = streams_of([few], heads, 512, masking, BESIDE, has_tiny_pages)
+    streams = decode_load_of([few], heads, 512, masking, BESIDE, has_tiny_pages)
     batches = [
         batch_of(TileWork(requests, group_size, masking), streams, heads, group_size)
         for _ in range(2)
@@ -117,9 +117,9 @@ def chunk_of_all(work: Work, per_wave: int, costs: Costs, least: int) -> int:
     uneven = balance._Uneven(work, per_wave, costs.block)
     whole = max(uneven.done(longest, float(work.num_tiles)), longest + costs.block)
     best, best_time = longest, 0.95 * whole
-    if best_time <= work.total / per_wave + costs.least_share * costs.block:
+    if best_time <= work.total / per_wave + costs.min_share * costs.block:
         return longest
-    for chunk in balance._candidates(work, per_wave, False, least, costs.least_share):
+    for chunk in balance._candidates(work, per_wave, False, least, costs.min_share):
         done, num_items = uneven.split(chunk)
         time = done + costs.merge + costs.state * num_items / per_wave
         time += costs.part * -(-longest // chunk)

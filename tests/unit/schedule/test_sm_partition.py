@@ -17,9 +17,9 @@ from cupyattn.schedule.batch import BatchRequests, TileWork, count_work, make_ti
 from cupyattn.schedule.makespan import TileTimes
 from cupyattn.schedule.sm_partition import (
     BesideTimes,
-    Streams,
+    DecodeLoad,
     best_partition,
-    streams_of,
+    decode_load_of,
     time_beside,
     time_together,
 )
@@ -66,8 +66,8 @@ def works_of(lengths: Lengths, group_size: int = 4) -> TileWork:
     return TileWork(requests_of(lengths), group_size, CAUSAL)
 
 
-def streams(decodes: Lengths, heads: int = 8) -> Streams:
-    return streams_of([requests_of(decodes)], heads, 512, CAUSAL, TIMES)
+def streams(decodes: Lengths, heads: int = 8) -> DecodeLoad:
+    return decode_load_of([requests_of(decodes)], heads, 512, CAUSAL, TIMES)
 
 
 def choose(chunks: Lengths, decodes: Lengths, heads: int = 8, group: int = 4) -> Candidate:
@@ -77,26 +77,28 @@ def choose(chunks: Lengths, decodes: Lengths, heads: int = 8, group: int = 4) ->
 
 def test_streams_are_what_each_request_sees() -> None:
     few = [requests_of([(1, 4096), (1, 10)]), requests_of([(3, 50)])]
-    of = streams_of(few, 2, 512, CAUSAL, TIMES)
+    of = decode_load_of(few, 2, 512, CAUSAL, TIMES)
     assert of.keys.tolist() == [4096, 10, 50]
     assert (of.num_bytes, of.num_items, of.num_launches) == (4156 * 1024, 6, 2)
-    window = streams_of([requests_of([(3, 4096), (1, 10)])], 1, 512, Masking(100, 0), TIMES)
+    window = decode_load_of([requests_of([(3, 4096), (1, 10)])], 1, 512, Masking(100, 0), TIMES)
     assert window.keys.tolist() == [103, 10]
 
 
 def test_keys_of_tiny_pages_stream_slowly_beside_others() -> None:
-    streams = Streams(np.full(63, 4096), 1e9, 63 * 8, TIMES)
+    streams = DecodeLoad(np.full(63, 4096), 1e9, 63 * 8, TIMES)
     tiny = replace(streams, has_tiny_pages=True)
-    assert tiny.busy() > 1.5 * streams.busy()
+    assert tiny.time_on_one_sm() > 1.5 * streams.time_on_one_sm()
     # Few requests are as many blocks as run at a time.
     few = replace(tiny, num_items=8)
-    assert few.busy() == replace(few, num_items=64).busy() < tiny.busy()
+    assert (
+        few.time_on_one_sm() == replace(few, num_items=64).time_on_one_sm() < tiny.time_on_one_sm()
+    )
     assert tiny.time() == streams.time()
 
 
 def test_capped_decodes_take_longer() -> None:
     few = streams([(1, 4096)] * 8)
-    capped = streams_of([requests_of([(1, 4096)] * 8)], 8, 512, CAUSAL, TIMES, is_capped=True)
+    capped = decode_load_of([requests_of([(1, 4096)] * 8)], 8, 512, CAUSAL, TIMES, is_capped=True)
     for plain, slow in ((few.latency(), capped.latency()), (few.reading(), capped.reading())):
         assert slow == pytest.approx(1.3 * plain)
     assert capped.time() > 1.2 * few.time()
@@ -171,7 +173,7 @@ def test_all_is_done_when_both_are(
     time = time_beside(end, mean * end, 132, used, few)
     # Behind a launch that leaves no SM nobody waits for one to be free.
     soonest = few.time() - (TIMES.start if used == 132 else 0.0)
-    most = 1.15 * end + max(few.time(), few.busy() / 132) + few.time()
+    most = 1.15 * end + max(few.time(), few.time_on_one_sm() / 132) + few.time()
     assert max(end, soonest) <= time <= most
 
 
@@ -184,5 +186,5 @@ def test_no_choice_is_estimated_slower_than_one_launch_after_another(data: st.Da
     heads = data.draw(st.sampled_from([1, 2, 5, 8]))
     alone = offers.choose(offers.batch_of(works_of(chunks), None, heads, 4), SHAPES).time
     few = streams(decodes, heads)
-    apart = alone + max(few.time(), few.busy() / 132)
+    apart = alone + max(few.time(), few.time_on_one_sm() / 132)
     assert choose(chunks, decodes, heads).time <= 1.04 * apart

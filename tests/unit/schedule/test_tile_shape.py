@@ -9,7 +9,7 @@ from cupyattn.schedule.balance import Work, best_chunk
 from cupyattn.schedule.tile_shape import (
     DecodeKinds,
     DecodeTimes,
-    FewRows,
+    DecodeWork,
     TileShape,
     decode_time,
 )
@@ -22,7 +22,7 @@ TIMES = DecodeKinds(
     merged_apart=DecodeTimes(7.9, 0.05, 3.75, 0.525, 1.2, 0.001, 2.2),
 )
 FEW = TileShape(16, 128, 132, 0.25, 0.03, rows_at_a_time=8, num_sms=132)
-USUAL = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52, num_sms=132)
+USUAL = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, min_share=0.52, num_sms=132)
 # As many clusters run at a time on an H200.
 OFFERED = {
     "usual": USUAL,
@@ -33,7 +33,7 @@ OFFERED = {
 
 
 def time_of(shape: TileShape, *facts: int) -> float:
-    return decode_time(shape, TIMES.of(shape), FewRows(*facts))
+    return decode_time(shape, TIMES.of(shape), DecodeWork(*facts))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_parts_of_one_key_head(keys: int, parts: int) -> None:
     """As measured on an H200: a part saves tiles and costs a merge."""
     shape = FEW.in_clusters(8, 15, TIMES.cluster)
     tiles = -(-keys // shape.tile_kv)
-    least = shape.least_part(tiles, 8)
+    least = shape.min_part(tiles, 8)
     chunk = best_chunk(Work(None, tiles, tiles, 1), 15, shape.costs(8), least).size
     assert -(-tiles // chunk) in (parts, parts + 1, parts - 1)
 
@@ -106,7 +106,7 @@ def test_blocks_alone_end_in_one_wave() -> None:
     """Measured for 2 requests of 8 KV heads, 256 columns: 18.2 us by 8 parts, 23.1 by 23."""
     shape = TileShape(16, 64, 132, 0.25, 0.03, rows_at_a_time=4, num_sms=132).timed(TIMES.one_an_sm)
     work = Work(np.array([28, 18]), 28, 46, 2)
-    chunk = best_chunk(work, 132 // 8, shape.costs(2), shape.least_part(28, 2)).size
+    chunk = best_chunk(work, 132 // 8, shape.costs(2), shape.min_part(28, 2)).size
     assert 8 <= -(-28 // chunk) + -(-18 // chunk) <= 132 // 8
 
 
@@ -117,10 +117,10 @@ def test_many_heads_are_not_split_beyond_their_clusters() -> None:
 
 
 def test_parts_that_a_launch_merges_cost_the_blocks_nothing() -> None:
-    shape = TileShape(32, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
+    shape = TileShape(32, 64, 264, 0.25, 0.03, rows_at_a_time=4, min_share=0.52)
     apart = shape.merged_apart()
     assert not apart.is_fused and apart.cost_of_part(32) == 0.0
-    assert apart.least_part(64, 32) == 1
+    assert apart.min_part(64, 32) == 1
     assert apart.costs(32).merge < shape.costs(32).merge + 2 and apart.costs(32).part == 0.0
     lengths = np.full(4, 128)
     work = Work(lengths, 128, int(lengths.sum()), 4)

@@ -200,9 +200,9 @@ def test_plans_are_bounded_by_a_request_not_the_pool(
     found: list[Any] = []
     real = prepared.plan_batch.prepare
 
-    def plan(launcher: Any, lengths: Any, most_bytes: int) -> Any:
+    def plan(launcher: Any, lengths: Any, max_bytes: int) -> Any:
         found.append(lengths)
-        return real(launcher, lengths, most_bytes)
+        return real(launcher, lengths, max_bytes)
 
     monkeypatch.setattr(prepared.plan_batch, "prepare", plan)
     for changes, layer, longest in (
