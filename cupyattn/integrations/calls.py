@@ -386,47 +386,32 @@ def positional(function: Any) -> tuple[str, ...]:
     return tuple(x.name for x in found if x.kind in kinds and x.name != "self")
 
 
-CALLS = (
-    Call("dot_product:dot_product_attention", is_operator=True),
-    Call("flash_attn:flash_attn_func", _heads_first, is_operator=True, also="flash_attn_interface"),
-    Call(
-        "flash_attn:flash_attn_varlen_func",
-        _heads_first,
-        is_operator=True,
-        also="flash_attn_interface",
-    ),
-    Call(
+_FA3 = "flash_attn_interface"
+_own = functools.partial(Call, is_operator=True)
+CALLS: tuple[Call, ...] = (
+    _own("dot_product:dot_product_attention"),
+    _own("flash_attn:flash_attn_func", _heads_first, also=_FA3),
+    _own("flash_attn:flash_attn_varlen_func", _heads_first, also=_FA3),
+    _own(
         "flash_attn:flash_attn_with_kvcache",
         _heads_first,
         writes=("k_cache", "v_cache"),
         appends="k",
-        is_operator=True,
-        also="flash_attn_interface",
+        also=_FA3,
     ),
-    Call("prefill:single_prefill_with_kv_cache", is_operator=True),
-    Call("decode:single_decode_with_kv_cache", is_operator=True),
-    Call("trtllm:trtllm_batch_decode_with_kv_cache", is_operator=True),
-    Call("trtllm:trtllm_batch_context_with_kv_cache", is_operator=True),
-    Call("mla:trtllm_batch_decode_with_kv_cache_mla", is_operator=True),
-    Call("cascade:merge_state", _merged, results=2, is_operator=True),
-    Call("cascade:merge_states", _merged, results=2, is_operator=True),
-    Call(
-        "slots:reshape_and_cache",
-        _nothing,
-        writes=("k_cache", "v_cache"),
-        results=0,
-        is_operator=True,
-    ),
-    Call(
-        "page:append_paged_kv_cache",
-        _nothing,
-        writes=("paged_kv_cache",),
-        results=0,
-        is_operator=True,
-    ),
-    Call("decode:BatchDecodeWithPagedKVCacheWrapper.run", is_operator=True),
-    Call("prefill:BatchPrefillWithPagedKVCacheWrapper.run", is_operator=True),
-    Call("prefill:BatchPrefillWithRaggedKVCacheWrapper.run", is_operator=True),
+    _own("prefill:single_prefill_with_kv_cache"),
+    _own("decode:single_decode_with_kv_cache"),
+    _own("trtllm:trtllm_batch_decode_with_kv_cache"),
+    _own("trtllm:trtllm_batch_context_with_kv_cache"),
+    _own("mla:trtllm_batch_decode_with_kv_cache_mla"),
+    _own("cascade:merge_state", _merged, results=2),
+    _own("cascade:merge_states", _merged, results=2),
+    _own("slots:reshape_and_cache", _nothing, writes=("k_cache", "v_cache"), results=0),
+    _own("page:append_paged_kv_cache", _nothing, writes=("paged_kv_cache",), results=0),
+    _own("decode:BatchDecodeWithPagedKVCacheWrapper.run"),
+    _own("prefill:BatchPrefillWithPagedKVCacheWrapper.run"),
+    _own("prefill:BatchPrefillWithRaggedKVCacheWrapper.run"),
+    # Those that have no operator of their own.
     Call("prefill:single_prefill_with_kv_cache_return_lse"),
     Call("trtllm:xqa_batch_decode_with_kv_cache"),
     Call("xqa:xqa", _xqa),

@@ -345,8 +345,7 @@ def _settle_at_exit() -> None:
 
 
 def _on_cpu(frame: Frame) -> None:
-    inputs, outputs = ([_as_numpy(x) for x in xs] for xs in (frame.inputs(), frame.outputs()))
-    _prepare(frame.text(), inputs, outputs)()
+    _bound(frame, _as_numpy)()
 
 
 def _on_gpu_or_recorded(frame: Frame) -> None:
@@ -360,11 +359,10 @@ def _on_gpu_or_recorded(frame: Frame) -> None:
 def _record(frame: Frame, stream: int) -> None:
     """Put what the call launches into the graph that the stream is recording. XLA has run the call
     before, so that kernels are loaded and what calls keep is made."""
-    buffers = frame.inputs(), frame.outputs()
-    index = _owner((*buffers[0], *buffers[1]))
-    with on_device(index), as_stream(stream), recorded(stream, index, buffers[1][0].ptr):
-        inputs, outputs = ([_as_cupy(x, index) for x in xs] for xs in buffers)
-        _prepare(frame.text(), inputs, outputs)()
+    outputs = frame.outputs()
+    index = _owner((*frame.inputs(), *outputs))
+    with on_device(index), as_stream(stream), recorded(stream, index, outputs[0].ptr):
+        _bound(frame, lambda x: _as_cupy(x, index))()
 
 
 def _on_gpu(frame: Frame) -> None:
@@ -409,9 +407,7 @@ class _Site:
         with on_device(self.index), as_stream(self.stream):
             call = self._calls.get(addresses)
             if call is None:
-                buffers = frame.inputs(), frame.outputs()
-                inputs, outputs = ([_as_cupy(x, self.index) for x in xs] for xs in buffers)
-                call = _prepare(frame.text(), inputs, outputs)
+                call = _bound(frame, lambda x: _as_cupy(x, self.index))
             if not self._has_run:
                 call()
                 self._has_run = True
@@ -464,6 +460,12 @@ def _view(buffer: Buffer, device: Device) -> ArrayView:
     return ArrayView(
         buffer.ptr, buffer.shape, tuple(reversed(strides)), dtype, device, "dlpack", False, None
     )
+
+
+def _bound(frame: Frame, as_array: Callable[[Buffer], Any]) -> Callable[[], None]:
+    """The call of a frame on its buffers, as arrays."""
+    inputs, outputs = ([as_array(x) for x in xs] for xs in (frame.inputs(), frame.outputs()))
+    return _prepare(frame.text(), inputs, outputs)
 
 
 def _prepare(text: bytes, inputs: list[Any], outputs: list[Any]) -> Callable[[], None]:
