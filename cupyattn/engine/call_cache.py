@@ -354,7 +354,7 @@ class Found(Generic[_Checked]):
     sizes    bytes from the address of each array to its end
     prepared what the way to call made for these lengths
     compare  compares lengths too, once two calls in a row had them
-    apart    of calls of these lengths, and of those with a workspace by workspace.clear_of
+    apart    of calls of these lengths, and of those with a workspace by where it is
     """
 
     call: CachedCall[_Checked]
@@ -365,10 +365,10 @@ class Found(Generic[_Checked]):
     prepared: Any = None
     compare: _Compare | None = None
     apart: Apart = field(default_factory=Apart)
-    apart_from: dict[tuple[int, ...], Apart] = field(default_factory=dict)
+    apart_from: dict[tuple[object, ...], Apart] = field(default_factory=dict)
 
-    def apart_of(self, clear: tuple[int, ...]) -> Apart:
-        """`Apart` of calls whose arrays and workspace are of these sizes and place."""
+    def apart_of(self, clear: tuple[object, ...]) -> Apart:
+        """`Apart` of calls whose arrays may not lie in the same places."""
         if len(self.apart_from) >= _MAX_WORKSPACES:
             self.apart_from.clear()
         return self.apart_from.setdefault(clear, Apart())

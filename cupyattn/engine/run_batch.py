@@ -81,18 +81,17 @@ class _Shared:
 class _Bound(NamedTuple):
     """A plan's launches for arrays of these lengths.
 
-    sizes    bytes of each array, of the mask too
-    lows, end  an array has bytes of the workspace just if its address is between `end` and what is
-             here beside its place
+    forbidden  (place, low, high): an array may not begin between these addresses, where it would
+             have bytes of the workspace, or an output bytes of what expressions read
+    outputs  (place, bytes, places and bytes of other arrays) of those that are given
     second   of a cache of this size
     shape_o  of the output
     """
 
     found: Found[_Shared]
     workspace: ArrayView
-    sizes: list[int]
-    lows: list[tuple[int, int]]
-    end: int
+    forbidden: tuple[tuple[int, int, int], ...]
+    outputs: list[tuple[int, int, list[tuple[int, int]]]]
     run: BoundRun
     v_offset: int
     second: Second | None
@@ -190,7 +189,7 @@ def run(
         if mask is None:
             addresses[_MASK] = plan.bits.address
         q_ptr, k_ptr, v_ptr, q_rope_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr, gate_ptr = addresses
-        if bound.apart.get(k_ptr) != addresses and not _are_apart(plan, bound, addresses):
+        if bound.apart.get(k_ptr) != addresses and not _are_apart(bound, addresses):
             return _run_checked(wrapper, plan, arrays, options, key, plan.logits)
         # --- 2. Make outputs that are not given, and launch ---
         call, return_lse = found.call, options.return_lse
@@ -217,24 +216,31 @@ def run(
         return (out, lse) if return_lse else out
 
 
-def _are_apart(plan: Plan, bound: _Bound, addresses: list[int]) -> bool:
-    """Whether no output that is given has bytes of another array, and no array some of the
-    workspace's."""
-    call = bound.found.call
-    if call.outputs and call.overlaps(addresses, bound.sizes):
-        return False
-    for place, low in bound.lows:
-        if low < addresses[place] < bound.end:
+def _are_apart(bound: _Bound, addresses: list[int]) -> bool:
+    """Whether no array lies where it may not, and no output has bytes of another array."""
+    for place, low, high in bound.forbidden:
+        if low < addresses[place] < high:
             return False
-    if not plan.logits or not call.outputs:  # which expressions read
-        bound.apart.add(addresses[_K], addresses)
-        return True
-    for low, high in map(array.byte_range, plan.logits):
-        for place in (_OUT, _LSE):
-            address = addresses[place]
-            if address and low < address + bound.sizes[place] and address < high:
+    for place, size, others in bound.outputs:
+        begin = addresses[place]
+        end = begin + size
+        for other, length in others:
+            address = addresses[other]
+            if address < end and begin < address + length:
                 return False
+    bound.apart.add(addresses[_K], addresses)
     return True
+
+
+def _forbidden(
+    plan: Plan, workspace: ArrayView, sizes: list[int]
+) -> tuple[tuple[int, int, int], ...]:
+    """`_Bound.forbidden` of arrays of these sizes."""
+    end, *lows = clear_of(workspace, sizes)
+    found = [(place, low, end) for place, low in enumerate(lows) if sizes[place]]
+    for low, high in map(array.byte_range, plan.logits):  # which expressions read
+        found += [(at, low - sizes[at], high) for at in (_OUT, _LSE) if sizes[at]]
+    return tuple(found)
 
 
 def _bind_cached(
@@ -262,20 +268,23 @@ def _bind_cached(
     if arrays[_MASK] is None:
         sizes = [*sizes]
         sizes[_MASK] = bits.num_bytes
+    forbidden = _forbidden(plan, workspace, sizes)
+    outputs = [
+        (place, sizes[place], [(other, sizes[other]) for other in others if sizes[other]])
+        for place, others in found.call.outputs
+    ]
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
-    clear = end, *lows = clear_of(workspace, sizes)
     bound = plan.bounds[key] = _Bound(
         found,
         workspace,
-        sizes,
-        lows=[(place, low) for place, low in enumerate(lows) if sizes[place]],
-        end=end,
-        run=_bind(plan, prepared, workspace.ptr, shared, num_keys, bits),
+        forbidden,
+        outputs,
+        _bind(plan, prepared, workspace.ptr, shared, num_keys, bits),
         v_offset=shared.v_offset,
         second=None if shared.second is None else shared.second.of_pages(num_keys),
         shape_o=(batch.num_rows, *shared.row_shape),
-        apart=found.apart_of(clear),
+        apart=found.apart_of(forbidden),
     )
     return bound
 
