@@ -14,8 +14,8 @@ def check(spec: AttentionSpec, batch: Batch, arrays: tuple[ArrayView, ...]) -> d
     if spec.logits is None:
         return {}
     lengths = batch.requests
-    most = (int(x.max(initial=0)) for x in (lengths.qo_len, lengths.kv_len))
-    return check_arrays(spec.logits, arrays, spec, batch.num_requests, *most)
+    qo_len, kv_len = (int(x.max(initial=0)) for x in (lengths.qo_len, lengths.kv_len))
+    return check_arrays(spec.logits, arrays, spec, batch.num_requests, qo_len, kv_len)
 
 
 def with_places(spec: AttentionSpec, batch: Batch) -> Batch:

@@ -56,7 +56,7 @@ def _requests_of_levels(
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         owners = [_request_of(part, begin) for part in batch.parts]
         keys, values = (
-            np.concatenate([_keys_of_level(x, batch, *owner) for owner in enumerate(owners)])
+            np.concatenate([_keys_of_level(x, batch, at, own) for at, own in enumerate(owners)])
             for x in (k, v)
         )
         # Positions count from the first row of the last level's request.

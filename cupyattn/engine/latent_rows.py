@@ -88,10 +88,10 @@ def view_parts(
                 f"{names[0]}: rows have {v.shape[-1]} columns; wanted {dims.both}, {dims.latent} "
                 f"latent and {dims.rope} rope{hint}"
             )
-        if planned is not None:
-            _require_planned(v, names[0], *planned)
+        _require_planned(v, names[0], planned)
         offset = dims.latent * v.dtype.itemsize if dims.rope else 0
-        return Parts(*_split(v, dims), names, offset)
+        latent, rope = _split(v, dims)
+        return Parts(latent, rope, names, offset)
     require_contiguous_last(other, names[1])
     for x, name, dim in ((v, names[0], dims.latent), (other, names[1], dims.rope)):
         if not x.shape or x.shape[-1] != dim:
@@ -101,14 +101,16 @@ def view_parts(
             f"{names[1]}: shape is {list(other.shape)}; wanted {[*v.shape[:-1], dims.rope]}, with "
             f"the rows of {names[0]}"
         )
-    if planned is not None:
-        _require_planned(v, names[0], *planned)
-        _require_planned(other, names[1], *planned)
+    _require_planned(v, names[0], planned)
+    _require_planned(other, names[1], planned)
     require_same_dtype(other, names[1], v, names[0])
     return Parts(v, other, names, -1)
 
 
-def _require_planned(v: ArrayView, name: str, wanted: DType, argument: str) -> None:
+def _require_planned(v: ArrayView, name: str, planned: tuple[DType, str] | None) -> None:
+    if planned is None:
+        return
+    wanted, argument = planned
     if v.dtype is not wanted:
         raise ArgumentError(
             f"{name}: dtype is {v.dtype}, but the plan says {wanted}; cast it, or plan with "
@@ -165,9 +167,9 @@ def as_pages(parts: Parts, page_size: int | None) -> Parts:
     of one token. Raises ArgumentError for other shapes.
     """
     name, v = parts.names[0], parts.latent
-    axes = _slot_axes(tuple(v.shape), page_size, name)
-    latent = _with_axes(v, *axes)
-    rope = None if parts.rope is None else _with_axes(parts.rope, *axes)
+    of_pages, of_slots = _slot_axes(tuple(v.shape), page_size, name)
+    latent = _with_axes(v, of_pages, of_slots)
+    rope = None if parts.rope is None else _with_axes(parts.rope, of_pages, of_slots)
     if page_size is not None and latent.shape[1] != page_size:
         raise ArgumentError(
             f"{name}: pages hold {latent.shape[1]} tokens; wanted {page_size}, the page size of "

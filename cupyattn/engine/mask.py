@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,36 +84,37 @@ class Mask:
         begin = int((lengths.qo_len[:index] * lengths.kv_len[:index]).sum())
         return self.bits[begin : begin + qo_len * kv_len].reshape(qo_len, kv_len)
 
-    def device_parts(self, batch: Batch) -> list[np.ndarray]:
-        """What a plan copies to the device, as int32 words: the intervals, or offsets of each
-        request's mask in bools and in bytes, which packing needs there."""
+    def device_parts(self, batch: Batch) -> dict[str, np.ndarray]:
+        """What a plan copies to the device, as int32 words: the mask, or offsets of each request's
+        in bools and in bytes, which packing needs there."""
         if self.intervals is not None:
-            return [self.intervals.reshape(-1)]
+            return {"mask": self.intervals.reshape(-1)}
         if self.view is None and self.bits is not None:
-            return [np.pad(self.bits, (0, -self.bits.size % 4)).view(np.int32)]
+            return {"mask": np.pad(self.bits, (0, -self.bits.size % 4)).view(np.int32)}
         if self.view is None or self.is_packed or batch.mask_indptr is None:
-            return []
+            return {}
         lengths = batch.requests
         begins = np.zeros(batch.num_requests + 1, np.int64)
         np.cumsum(lengths.qo_len * lengths.kv_len, out=begins[1:])
-        return [begins.view(np.int32), batch.mask_indptr.view(np.int32)]
+        bytes_begin = batch.mask_indptr.view(np.int32)
+        return {"bools_begin": begins.view(np.int32), "bytes_begin": bytes_begin}
 
     def on_device(
         self,
         batch: Batch,
         workspace: ArrayView,
         buffer: ArrayView | None,
-        parts: list[int],
+        addresses: Mapping[str, int],
         stream: int,
     ) -> tuple[Mask, MaskBits]:
         """The mask as kernels read it: intervals, or bits in `buffer`, in new memory, or in the
-        caller's own if they are packed. `parts` ends with the addresses of `device_parts`.
+        caller's own if they are packed. addresses: of `device_parts`, among others.
         """
         if self.intervals is not None:
-            return self, MaskBits(parts[-1], 0, self.intervals.nbytes)
+            return self, MaskBits(addresses["mask"], 0, self.intervals.nbytes)
         if self.view is None and self.bits is not None:
-            return self, MaskBits(parts[-1], 0, self.bits.nbytes)
-        packed = self._packed_on_device(batch, workspace, buffer, parts, stream)
+            return self, MaskBits(addresses["mask"], 0, self.bits.nbytes)
+        packed = self._packed_on_device(batch, workspace, buffer, addresses, stream)
         return Mask(packed, is_packed=True), MaskBits(packed.ptr, 0, packed.shape[0])
 
     def _packed_on_device(
@@ -120,7 +122,7 @@ class Mask:
         batch: Batch,
         workspace: ArrayView,
         buffer: ArrayView | None,
-        indptrs: list[int],
+        addresses: Mapping[str, int],
         stream: int,
     ) -> ArrayView:
         v = self.view
@@ -139,8 +141,8 @@ class Mask:
             packed = array.view(array.empty((num_bytes,), dtypes.uint8, workspace), "mask")
         target = flat_view(packed, packed.ptr, num_bytes, dtypes.uint8)
         begins, starts = (
-            flat_view(workspace, address, batch.num_requests + 1, dtypes.int64)
-            for address in indptrs
+            flat_view(workspace, addresses[name], batch.num_requests + 1, dtypes.int64)
+            for name in ("bools_begin", "bytes_begin")
         )
         packbits.launch(v, target, begins, starts, True, stream)
         array.release(workspace, v)

@@ -24,7 +24,7 @@ from ..core import dtypes
 from ..core.problem import MAX_LENGTH
 from ..launch.attention import read_tables
 from ..launch.attention.layout import BatchSchedule
-from ..launch.attention.read_tables import DeviceTables, Planner
+from ..launch.attention.read_tables import Built, DeviceTables, Planner
 from ..launch.driver.enqueue import cuda
 from ..schedule.batch import BatchRequests, are_equal
 from .call_cache import Argument, CallCache, after_launch
@@ -205,7 +205,7 @@ def _take_listed(wrapper: BatchWrapper, plan: Plan) -> bool:
     words = wrapper._next_words.reserve(begin + ids.size)
     numbers = read_tables.read(tables, planner, words, place.index, stream)
     _, is_bad, _, _, *made = numbers[: read_tables.HEAD].tolist()
-    schedule = None if is_bad else _schedule_of(wrapper, planner, made)
+    schedule = None if is_bad else _schedule_of(wrapper, planner, Built._make(made))
     if schedule is None:
         return False
     if v is None:
@@ -292,8 +292,16 @@ def _remember_on_host(
         kind = read_tables.KEYS if has_keys else read_tables.LAST_PAGE
     q_len = 0 if arrays[3] is not None else plan.batch.requests.uniform
     page_size, kept = plan.geometry.spec.page_size, {x: getattr(wrapper, x) for x in state}
-    facts = plan.geometry, plan.split, kind, q_len, page_size, kept
-    wrapper._on_host = _OnHost(scalars, tuple(map(type, scalars)), *facts)
+    wrapper._on_host = _OnHost(
+        scalars=scalars,
+        types=tuple(map(type, scalars)),
+        geometry=plan.geometry,
+        split=plan.split,
+        kind=kind,
+        q_len=q_len,
+        page_size=page_size,
+        state=kept,
+    )
 
 
 def _is_plain(wrapper: BatchWrapper, plan: Plan, scalars: tuple[Any, ...]) -> bool:
@@ -349,7 +357,9 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
         view = ArrayView(ids, (num_ids,), (1,), dtypes.int32, device, framework, False, arrays[1])
         batch.page_ids_device, plan.page_ids, plan.views = view, ids, (view,)
     if batch.num_rows:
-        plan.prepared[variant] = _prepared(wrapper, plan, launcher, variant, planner, made, stream)
+        plan.prepared[variant] = _prepared(
+            wrapper, plan, launcher, variant, planner, Built._make(made), stream
+        )
     plan.owner = wrapper._turns.begin()
     wrapper._current = plan
     wrapper.__dict__.update(state)
@@ -383,7 +393,7 @@ def _prepared(
     launcher: Any,
     variant: Variant,
     planner: Planner | None,
-    made: Sequence[int],
+    made: Built,
     stream: int,
 ) -> Prepared:
     """The schedule of a plan on the device: the one that the GPU has made, else the host's."""
@@ -398,11 +408,9 @@ def _prepared(
     return Prepared(launcher, schedule, address, owner, rotated)
 
 
-def _schedule_of(
-    wrapper: BatchWrapper, planner: Planner, made: Sequence[int]
-) -> BatchSchedule | None:
+def _schedule_of(wrapper: BatchWrapper, planner: Planner, made: Built) -> BatchSchedule | None:
     """The schedule of a list that the GPU has made, if it has, and the workspace has room."""
-    schedule = planner.schedule(*made)
+    schedule = planner.schedule(made)
     if schedule is not None and schedule.workspace_bytes:
         wrapper._enlarge_workspace(schedule.workspace_bytes)
         if schedule.workspace_bytes > num_bytes(wrapper._workspace):

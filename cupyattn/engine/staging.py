@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -135,3 +136,42 @@ class DeviceBuffer:
             size = num_words if exactly else max(_MIN_WORDS, 2 * num_words)
             self.view = array.view(array.empty((size,), dtypes.int32, self._like), "int workspace")
         return self.address
+
+
+@dataclass(slots=True)
+class Upload:
+    """What a plan brings to the device at once, each part from a 16-byte boundary on.
+
+    own     parts of memory of the wrapper's own, where they lie one behind the other, by name
+    others  parts that have addresses of their own
+    """
+
+    own: dict[str, np.ndarray] = field(default_factory=dict)
+    others: list[tuple[np.ndarray, int]] = field(default_factory=list)
+
+    @property
+    def num_own_words(self) -> int:
+        return sum(map(_room_of, self.own.values()))
+
+    def send(self, staging: Staging, base: int, stream: int) -> dict[str, int]:
+        """Enqueue the copies; base: of the memory of the wrapper's own. The addresses of the parts
+        that lie there."""
+        parts = [*self.own.values(), *(part for part, _ in self.others)]
+        total = sum(map(_room_of, parts))
+        if not total:
+            return dict.fromkeys(self.own, base)
+        block, begin, places = staging.block(total), 0, []
+        for part in parts:
+            places.append(begin)
+            block[begin : begin + part.size] = part
+            begin += _room_of(part)
+        num_own = self.num_own_words
+        copies = [(0, num_own, base)] if num_own else []
+        for place, (part, target) in zip(places[len(self.own) :], self.others, strict=True):
+            copies.append((place, part.size, target))
+        staging.send(copies, stream)
+        return {name: base + 4 * place for name, place in zip(self.own, places, strict=False)}
+
+
+def _room_of(part: np.ndarray) -> int:
+    return -(-part.size // 4) * 4

@@ -29,7 +29,7 @@ from .own_workspace import enlarge, make_workspace, read_workspace
 from .requests import Batch, require_row_limit
 from .row_mask import NO_BITS, MaskBits
 from .spec import Given
-from .staging import Copy, DeviceBuffer, Staging
+from .staging import DeviceBuffer, Staging, Upload
 from .threads import Turns
 from .workspace import (
     int32_on_device,
@@ -367,8 +367,20 @@ class BatchWrapper(Untraced):
         if known is not None and types == known.types and asked == known.asked:
             return known.options
         scalars = Given(kv_layout=self._kv_layout, **given)
-        device = self._workspace.device
-        options = PlanOptions(device, *heads_and_dims, page_size, *data_types, mask_form, scalars)
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo = heads_and_dims
+        q_data_type, kv_data_type = data_types
+        options = PlanOptions(
+            self._workspace.device,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            page_size,
+            q_data_type,
+            kv_data_type,
+            mask_form,
+            scalars,
+        )
         if not any(hasattr(x, "__dlpack__") for x in asked):
             self._known = _Known(asked, types, options, find_geometry(options))
         return options
@@ -446,7 +458,10 @@ class BatchWrapper(Untraced):
         made = self._schedule(plan)
         if self._workspace.device.kind == "cpu":
             self._keep_on_cpu(plan)
-            plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
+            plan.prepared = {
+                variant: Prepared(launcher, schedule)
+                for variant, (launcher, schedule) in made.items()
+            }
         elif plan.mask is NO_MASK and not self._is_graph and plan.batch.page_ids_device is None:
             self._upload_plain(plan, made)
         else:
@@ -565,32 +580,10 @@ class BatchWrapper(Untraced):
             same_device(self._workspace, kv_indices=on_device)
         stream = self._current_stream()
         self._refuse_capture(stream)
-        # --- where things go: `inner` parts into memory of the wrapper's own, one after another ---
-        default = next(iter(made), None)
-        inner: list[np.ndarray] = [] if default is None else [made[default][1].words]
-        outer = [(made[v][1].words, self._variant_words[v].address) for v in made if v != default]
-        outer += self._host_parts(plan)
-        ids = None if batch.page_ids is None else batch.page_ids[: batch.num_page_ids]
-        if ids is not None and ids.size:
-            if target is not None:
-                outer.append((ids, target.ptr))
-            else:
-                inner.append(ids)
-        if plan.mask is not NO_MASK:
-            inner += plan.mask.device_parts(batch)
-        block, copies, places = self._write(inner, outer)
-        base = self._reserve(block, batch)
-        if block:
-            copies.insert(0, (0, block, base))
-        if copies:
-            assert self._staging is not None
-            self._staging.send(copies, stream)
-        # --- what a launch is told ---
-        for variant, (launcher, schedule) in made.items():
-            words = base if variant == default else self._variant_words[variant].address
-            rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
-            owner = self._words.view, self._rotated.view
-            plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
+        upload = self._parts_to_upload(plan, made)
+        base = self._reserve(upload.num_own_words, batch)
+        addresses = self._send_parts(upload, base, stream)
+        self._keep_prepared(plan, made, base)
         views = list(plan.logits)
         if on_device is not None:
             held = int32_on_device(on_device, "kv_indices")
@@ -601,29 +594,48 @@ class BatchWrapper(Untraced):
             else:
                 plan.page_ids = held.ptr
                 views.append(held)
-        elif ids is not None and ids.size and target is None:
-            plan.page_ids = base + 4 * places[0 if default is None else 1]
+        else:
+            plan.page_ids = addresses.get("page_ids", 0)
         if target is not None:
             plan.page_ids = target.ptr
         if batch.last_page_len_device is not None:
             buffers.copy_last_page_len(batch, stream)
         if plan.mask is not NO_MASK:
-            parts = [base + 4 * place for place in places[-2:]]
             plan.mask, plan.bits = plan.mask.on_device(
-                batch, self._workspace, buffers.mask, parts, stream
+                batch, self._workspace, buffers.mask, addresses, stream
             )
             if plan.mask.view is not None:
                 views.append(plan.mask.view)
-        plan.is_uniform = plan.framework in ("torch", "cupy")
-        if views:
-            plan.views = tuple(views)
-            plan.is_uniform &= all(v.framework == plan.framework for v in views)
+        self._keep_views(plan, tuple(views))
+
+    def _parts_to_upload(
+        self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
+    ) -> Upload:
+        """What a plan copies from the host: the words of the variant that comes first, its page
+        table and mask into memory of the wrapper's own, unless a graph has buffers for them."""
+        upload, target, batch = Upload(), self._buffers.kv_indices, plan.batch
+        for variant, (_, schedule) in made.items():
+            if not upload.own:
+                upload.own["words"] = schedule.words
+            else:
+                address = self._variant_words[variant].address
+                upload.others.append((schedule.words, address))
+        upload.others += self._host_parts(plan)
+        ids = None if batch.page_ids is None else batch.page_ids[: batch.num_page_ids]
+        if ids is not None and ids.size:
+            if target is not None:
+                upload.others.append((ids, target.ptr))
+            else:
+                upload.own["page_ids"] = ids
+        if plan.mask is not NO_MASK:
+            upload.own |= plan.mask.device_parts(batch)
+        return upload
 
     def _upload_plain(
         self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
     ) -> None:
         """The same where all there is are a schedule, if there are rows, and a page table of the
-        host's, if keys are in pages."""
+        host's, if keys are in pages: in half of the time."""
         stream = self._current_stream()
         self._refuse_capture(stream)
         words, ids = _NO_WORDS, plan.batch.page_ids
@@ -632,15 +644,33 @@ class BatchWrapper(Untraced):
         if ids is not None:
             ids = ids[: plan.batch.num_page_ids]
         base = self._send(words, ids, stream)
-        for variant, (launcher, schedule) in made.items():
-            rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
-            owner = self._words.view, self._rotated.view
-            plan.prepared[variant] = Prepared(launcher, schedule, base, owner, rotated)
+        self._keep_prepared(plan, made, base)
         if ids is not None and ids.size:
             plan.page_ids = base + 4 * (-(-words.size // 4) * 4)
-        plan.views = plan.logits
-        is_of_one = all(v.framework == plan.framework for v in plan.views)
+        self._keep_views(plan, plan.logits)
+
+    def _keep_prepared(
+        self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]], base: int
+    ) -> None:
+        """base: of the words of the variant that comes first."""
+        words = base
+        for variant, (launcher, schedule) in made.items():
+            if plan.prepared:
+                words = self._variant_words[variant].address
+            rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
+            owner = self._words.view, self._rotated.view
+            plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
+
+    @staticmethod
+    def _keep_views(plan: Plan, views: tuple[ArrayView, ...]) -> None:
+        plan.views = views
+        is_of_one = all(v.framework == plan.framework for v in views)
         plan.is_uniform = is_of_one and plan.framework in ("torch", "cupy")
+
+    def _send_parts(self, upload: Upload, base: int, stream: int) -> dict[str, int]:
+        if self._staging is None:
+            self._staging = Staging(self._workspace.device.index)
+        return upload.send(self._staging, base, stream)
 
     def _send(self, words: np.ndarray, ids: np.ndarray | None, stream: int) -> int:
         """Bring words, and ids of pages behind them from a 16-byte boundary on, to memory of the
@@ -682,42 +712,16 @@ class BatchWrapper(Untraced):
         spare = 8 * (batch.num_requests + 3) if self._buffers.mask is not None else 0
         return self._words.reserve(num_words + spare, exactly=True)
 
-    def _write(
-        self, inner: list[np.ndarray], outer: list[tuple[np.ndarray, int]]
-    ) -> tuple[int, list[Copy], list[int]]:
-        """Write parts into a staging block, each from a 16-byte boundary on.
-
-        Returns the words that all inner parts take, the copies of the outer ones, and the places
-        (in words) of the inner ones.
-        """
-        places, total = [], 0
-        parts = [*inner, *(part for part, _ in outer)]
-        for part in parts:
-            places.append(total)
-            total += -(-part.size // 4) * 4
-        if total:
-            if self._staging is None:
-                self._staging = Staging(self._workspace.device.index)
-            block = self._staging.block(total)
-            for part, place in zip(parts, places, strict=True):
-                block[place : place + part.size] = part
-        end = places[len(inner)] if outer else total
-        copies = [
-            (place, part.size, target)
-            for (part, target), place in zip(outer, places[len(inner) :], strict=True)
-        ]
-        return end, copies, places[: len(inner)]
-
     def _prepare(self, plan: Plan, variant: Variant) -> Prepared:
         """The plan for a variant, scheduled now if plan() did not do so."""
         found = plan.prepared.get(variant)
         if found is not None:
             return found
         if self._workspace.device.kind == "cpu":
-            pair = self._schedule_variant(plan, variant)
-            require_workspace(self._workspace, pair[1].workspace_bytes, "this run")
+            launcher, schedule = self._schedule_variant(plan, variant)
+            require_workspace(self._workspace, schedule.workspace_bytes, "this run")
             self._preferred = plan.geometry, variant
-            found = plan.prepared[variant] = Prepared(*pair)
+            found = plan.prepared[variant] = Prepared(launcher, schedule)
             return found
         stream = self._current_stream()
         refuse_capture(
@@ -729,10 +733,7 @@ class BatchWrapper(Untraced):
         require_workspace(self._workspace, schedule.workspace_bytes, "this run")
         words = DeviceBuffer(self._workspace)
         address = words.reserve(schedule.words.size, exactly=True)
-        _, copies, _ = self._write([], [(schedule.words, address)])
-        if copies:
-            assert self._staging is not None
-            self._staging.send(copies, stream)
+        self._send_parts(Upload(others=[(schedule.words, address)]), 0, stream)
         if self._is_graph:
             self._variant_words[variant] = words
             self._rooms[variant] = self._room(variant)
@@ -758,7 +759,8 @@ class BatchWrapper(Untraced):
         if batch.num_rows == 0 and capacity is None:
             return 0, 0
         _, schedule = self._schedule_variant(plan, self._variants(geometry)[0])
-        parts = [schedule.words.size, *(part.size for part in mask.device_parts(batch))]
+        parts = [schedule.words.size]
+        parts += [part.size for part in mask.device_parts(batch).values()]
         if batch.page_ids is not None and self._buffers.kv_indices is None:
             parts.append(batch.num_page_ids)
         own_bytes = schedule.rotated_bytes + sum(-(-size // 4) * 16 for size in parts)

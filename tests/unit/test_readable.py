@@ -18,16 +18,11 @@ _LONG: dict[str, int] = {
     "cupyattn/dot_product.py: dot_product_attention": 69,
 }
 _MANY_WAYS: dict[str, int] = {
-    "cupyattn/engine/wrapper.py: BatchWrapper._upload": 16,
     "cupyattn/engine/call_cache.py: _comparer_torch": 17,
 }
 # Calls in a file that pass several named arguments in one word.
 _STAR_CALLS: dict[str, int] = {
     "cupyattn/engine/blocks.py": 1,
-    "cupyattn/engine/batch_logits.py": 1,
-    "cupyattn/engine/plan_again.py": 2,
-    "cupyattn/engine/batch_reference.py": 1,
-    "cupyattn/engine/wrapper.py": 3,
     "cupyattn/dot_product.py": 5,
     "cupyattn/flash_attn/forward.py": 1,
     "cupyattn/flash_attn/packed.py": 4,
@@ -35,7 +30,6 @@ _STAR_CALLS: dict[str, int] = {
     "cupyattn/flash_attn/rotary.py": 1,
     "cupyattn/flash_mla.py": 1,
     "cupyattn/engine/call_cache.py": 2,
-    "cupyattn/engine/latent_rows.py": 6,
     "cupyattn/engine/planless_cache.py": 1,
     "cupyattn/engine/run_planless.py": 1,
     "cupyattn/engine/check_planless.py": 1,

@@ -61,6 +61,15 @@ class DeviceTables(NamedTuple):
     page_size: int
 
 
+class Built(NamedTuple):
+    """What a list has that the kernel has written."""
+
+    num_items: int
+    num_split_tiles: int
+    num_states: int
+    max_parts: int
+
+
 class Planner:
     """What the kernel is told to plan requests of one batch size.
 
@@ -91,18 +100,17 @@ class Planner:
         self.num_words, self.max_fused, self.packed = num_words, max_fused, packed
         self._schedules: dict[tuple[int, ...], BatchSchedule] = {}
 
-    def schedule(self, *built: int) -> BatchSchedule | None:
-        """The launches of the list that the kernel has written, of so many items, split tiles,
-        states and parts of a tile; None if it has written none."""
-        if not built[0]:
+    def schedule(self, built: Built) -> BatchSchedule | None:
+        """The launches of the list that the kernel has written; None if it has written none."""
+        if not built.num_items:
             return None
         cached = self._schedules.get(built)
         if cached is None:
             if len(self._schedules) >= _MAX_CACHED:
                 self._schedules.clear()
-            num_items, num_split_tiles, num_states, max_parts = built
-            limits = Limits(num_items, num_split_tiles, num_states)
-            cached = self._launcher.schedule_planned(self._rows, self._shape, limits, max_parts)
+            limits = Limits(built.num_items, built.num_split_tiles, built.num_states)
+            rows, shape = self._rows, self._shape
+            cached = self._launcher.schedule_planned(rows, shape, limits, built.max_parts)
             self._schedules[built] = cached
         return cached
 
