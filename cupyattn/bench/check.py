@@ -32,11 +32,11 @@ def expect(case: Case, inputs: Inputs, random: np.random.Generator) -> list[Expe
         k, v = (_keys(case, inputs, x, request) for x in (inputs.k, inputs.v))
         for row in _sample(case.q_len, _ROWS, random):
             seen = case.kv_len - case.q_len + row + 1
-            place = request * case.q_len + row
+            token = request * case.q_len + row
             answer, _ = reference.attention(
-                _host(inputs.q[place : place + 1]), k[:seen], v[:seen], sm_scale=case.sm_scale
+                _host(inputs.q[token : token + 1]), k[:seen], v[:seen], sm_scale=case.sm_scale
             )
-            result.append(Expected(place, answer[0]))
+            result.append(Expected(token, answer[0]))
     return result
 
 

@@ -82,8 +82,8 @@ def _warn(text: str) -> None:
 def path_of(name: str) -> Path | None:
     """The file of the card of this name, which need not be there; None for a user who has no
     folder for kernels. Raises CompileError if CUPYATTN_CACHE_DIR is no such folder."""
-    place = _place()
-    return None if place.is_private else place.path / FOLDER / file_name(name)
+    folder = _place()
+    return None if folder.is_private else folder.path / FOLDER / file_name(name)
 
 
 def write(name: str, text: str) -> Path:
@@ -97,10 +97,10 @@ def write(name: str, text: str) -> Path:
 
 
 def _place() -> cache.Place:
-    places = cache.places()
-    if not places:
+    folders = cache.places()
+    if not folders:
         raise CompileError("there is no folder for kernels")
-    return places[0]
+    return folders[0]
 
 
 def file_name(name: str) -> str:

@@ -45,24 +45,24 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if a kernel is damaged, 2 if a folder cannot be used."""
     try:
-        places = cache.places()
+        folders = cache.places()
     except CupyAttnError as error:
         return _fail(str(error))
     if args.cache_dir is not None:
         path = args.cache_dir.expanduser().absolute()
-        places = [Place(path, is_shared=env.CACHE_SHARED.flag())]
+        folders = [Place(path, is_shared=env.CACHE_SHARED.flag())]
     if args.does is None:
-        return _print_path(places)
-    return max((_do(args.does, place) for place in places), default=0)
+        return _print_path(folders)
+    return max((_do(args.does, folder) for folder in folders), default=0)
 
 
-def _do(does: Callable[[Place], int], place: Place) -> int:
+def _do(does: Callable[[Place], int], folder: Place) -> int:
     try:
-        return does(place)
+        return does(folder)
     except BrokenPipeError:
         raise
     except OSError as error:
-        return _fail(f"{place.path}: {error.strerror or error}")
+        return _fail(f"{folder.path}: {error.strerror or error}")
 
 
 def _fail(message: str) -> int:
@@ -70,33 +70,33 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _list(place: Place) -> int:
-    entries = cache.entries(place)
+def _list(folder: Place) -> int:
+    entries = cache.entries(folder)
     size = sum(entry.nbytes for entry in entries) / _MIB
-    print(f"{place.path}: {len(entries)} kernels, {size:.1f} MiB")
+    print(f"{folder.path}: {len(entries)} kernels, {size:.1f} MiB")
     for entry in entries:
         used = time.strftime("%Y-%m-%d", time.localtime(entry.last_used))
         print(f"  {used} {entry.nbytes / 1024:7.0f} KiB  {entry.name}")
     return 0
 
 
-def _verify(place: Place) -> int:
-    count, faults = len(cache.entries(place)), cache.verify(place)
-    print(f"{place.path}: {count - len(faults)} of {count} kernels are as they were written")
+def _verify(folder: Place) -> int:
+    count, faults = len(cache.entries(folder)), cache.verify(folder)
+    print(f"{folder.path}: {count - len(faults)} of {count} kernels are as they were written")
     for name, fault in faults:
         print(f"  {name}: {fault}")
     return 1 if faults else 0
 
 
-def _clear(place: Place) -> int:
-    count, size = cache.clear(place)
-    print(f"{place.path}: removed {count} kernels, {size / _MIB:.1f} MiB")
+def _clear(folder: Place) -> int:
+    count, size = cache.clear(folder)
+    print(f"{folder.path}: removed {count} kernels, {size / _MIB:.1f} MiB")
     return 0
 
 
-def _print_path(places: Sequence[Place]) -> int:
-    for place in places:
-        if is_writable(place.path) and not cache.problem(place):
-            print(place.path)
+def _print_path(folders: Sequence[Place]) -> int:
+    for folder in folders:
+        if is_writable(folder.path) and not cache.problem(folder):
+            print(folder.path)
             return 0
     return _fail("no folder can be written")

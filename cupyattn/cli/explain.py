@@ -146,8 +146,8 @@ def _requests(text: str, spec: AttentionSpec) -> BatchRequests:
     if not lengths:
         raise ArgumentError(f"--batch: got {text!r}, no requests; wanted some, such as {_LENGTHS}")
     qo_len, kv_len = np.array(lengths, np.int64).T.copy()
-    places = kv_len if not spec.page_size else -(-kv_len // spec.page_size)
-    q_start, kv_start = np.cumsum(qo_len) - qo_len, np.cumsum(places) - places
+    sizes = kv_len if not spec.page_size else -(-kv_len // spec.page_size)
+    q_start, kv_start = np.cumsum(qo_len) - qo_len, np.cumsum(sizes) - sizes
     uniform = int(qo_len[0]) if (qo_len == qo_len[0]).all() else -1
     return BatchRequests(qo_len, kv_len, q_start, kv_start, uniform=uniform)
 

@@ -112,18 +112,18 @@ def _times(props: DeviceProps) -> dict[str, Any]:
 
 def _cache_facts() -> Any:
     try:
-        places = cache.places()
+        folders = cache.places()
     except CupyAttnError as error:
         return {"error": str(error)}
     result = []
-    for place in places:
-        count, nbytes = cache.contents(place)
-        access = cache.problem(place) or ("writable" if is_writable(place.path) else "read-only")
-        kind = "fallback" if place.is_private else "cache"
+    for folder in folders:
+        count, nbytes = cache.contents(folder)
+        access = cache.problem(folder) or ("writable" if is_writable(folder.path) else "read-only")
+        kind = "fallback" if folder.is_private else "cache"
         result.append(
             {
                 "kind": kind,
-                "path": str(place.path),
+                "path": str(folder.path),
                 "access": access,
                 "kernels": count,
                 "bytes": nbytes,
@@ -200,7 +200,7 @@ def _cache_lines(result: Any) -> list[str]:
     if isinstance(result, dict):
         return [f"cache        {result['error']}"]
     lines = []
-    for place in result:
-        size = f"{place['kernels']} kernels, {place['bytes'] / _MIB:.1f} MiB"
-        lines += [f"{place['kind']:12} {place['path']} ({place['access']}): {size}"]
+    for folder in result:
+        size = f"{folder['kernels']} kernels, {folder['bytes'] / _MIB:.1f} MiB"
+        lines += [f"{folder['kind']:12} {folder['path']} ({folder['access']}): {size}"]
     return lines or ["cache        none: no folder can be written"]

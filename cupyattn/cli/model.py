@@ -20,7 +20,7 @@ _ORDINARY = tuple(name for name in OPERATIONS if name != "mla")
 _LATENT = "prefill", "mla", "append", "merge", "page"
 
 
-def read(path: Path, given: Container[str] = ()) -> Selection:
+def read(path: Path, chosen: Container[str] = ()) -> Selection:
     """The selection of the config.json at `path`.
 
     given: fields of Selection that the caller replaces, so that the file need not have them. RoPE
@@ -32,12 +32,12 @@ def read(path: Path, given: Container[str] = ()) -> Selection:
     is_latent = bool(config.get("kv_lora_rank"))
     fields: dict[str, Any] = {"options": (_options(config),), "operations": _ORDINARY}
     if is_latent:
-        fields |= _latent(config, given)
-    elif "groups" not in given:
+        fields |= _latent(config, chosen)
+    elif "groups" not in chosen:
         fields["groups"] = (_group(config),)
-    if not is_latent and "head_dims" not in given:
+    if not is_latent and "head_dims" not in chosen:
         fields["head_dims"] = (_head_dims(config),)
-    if "dtypes" not in given:
+    if "dtypes" not in chosen:
         fields["dtypes"] = (_dtypes(config),)
     return Selection(**fields)
 
@@ -94,12 +94,12 @@ def _latent_dims(config: Mapping[str, Any]) -> tuple[int, int]:
     return latent
 
 
-def _latent(config: Mapping[str, Any], given: Container[str]) -> dict[str, Any]:
+def _latent(config: Mapping[str, Any], chosen: Container[str]) -> dict[str, Any]:
     """What a model of latent attention needs: its prompts as heads of their own, without a cache of
     theirs, and everything else in absorbed form."""
     _, rope = _latent_dims(config)
     fields: dict[str, Any] = {"operations": _LATENT, "groups": (1,), "page_sizes": (0,)}
-    if "head_dims" not in given:
+    if "head_dims" not in chosen:
         qk = _count(config, "qk_nope_head_dim") + rope
         fields["head_dims"] = ((qk, _count(config, "v_head_dim")),)
     return fields

@@ -48,15 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def selections(args: argparse.Namespace) -> list[Selection]:
     """What the parsed options select. Raises ArgumentError or UnsupportedError."""
-    given = {
+    options = {
         field: tuple(dict.fromkeys(values))
         for flag, (field, *_) in _FILTERS.items()
         if (values := getattr(args, flag.strip("-").replace("-", "_")))
     }
     chosen = LEVELS[args.level]
     if args.model is not None:
-        chosen = (model.read(args.model, given),)
-    result = [replace(one, **given) for one in chosen]
+        chosen = (model.read(args.model, options),)
+    result = [replace(one, **options) for one in chosen]
     asked = [problem for one in result for problem, _ in problems(one)]
     if not asked:
         raise ArgumentError("no call has all of these at once, so there is nothing to compile")

@@ -72,14 +72,14 @@ def run(args: argparse.Namespace) -> int:
     nothing can be measured, 128 + n after signal n."""
     try:
         props = device_props(_INDEX)
-        place = _Place(props, args.out)
+        file = _Place(props, args.out)
         clock = Clock()
     except CupyAttnError as error:
         return _fail(f"{error}; {_REMEDY}" if isinstance(error, DeviceError) else str(error), 2)
     card = known(props).card
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     print(f"{props.name}: plans choose by {_told(card)}; seed {seed}", flush=True)
-    if fault := place.fault():
+    if fault := file.fault():
         print(f"Its times will not be kept: {fault}", flush=True)
     try:
         rows = _measure(args, seed, props, clock)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"fitting {count} batches, {len(rows)} times ...", flush=True)
     verdict = judge(card, rows, props, _source(count, seed))
     print("\n".join(verdict.lines()))
-    return _keep(verdict, place)
+    return _keep(verdict, file)
 
 
 def _fail(message: str, status: int) -> int:
@@ -211,15 +211,15 @@ class _Place:
         return f"give --out FILE, or set {env.CACHE_DIR.name} to a folder that can be written"
 
 
-def _keep(verdict: Verdict, place: _Place) -> int:
+def _keep(verdict: Verdict, file: _Place) -> int:
     if not verdict.is_better:
         print("Nothing is written: the times by which plans choose now are as good.")
         return 0
     try:
-        path = place.write(text_of(verdict.card))
+        path = file.write(text_of(verdict.card))
     except (OSError, CupyAttnError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        where = f"{place.path} cannot be written ({reason})" if place.path else reason
-        return _fail(f"the times are better, and are not kept: {where}; {place.remedy()}", 1)
-    print(f"{path}: written{place.use()}")
+        where = f"{file.path} cannot be written ({reason})" if file.path else reason
+        return _fail(f"the times are better, and are not kept: {where}; {file.remedy()}", 1)
+    print(f"{path}: written{file.use()}")
     return 0

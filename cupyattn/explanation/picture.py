@@ -64,12 +64,12 @@ def _bars(bars: Bars, scale: float, row: float, colour: str) -> str:
 
 def _joined(bars: Bars) -> tuple[np.ndarray, ...]:
     """All blocks of one place as one bar, for they follow each other without a gap."""
-    places, index = np.unique(bars.sm + bars.at, return_inverse=True)
-    begin, end = np.full(places.size, np.inf), np.zeros(places.size)
+    positions, index = np.unique(bars.sm + bars.at, return_inverse=True)
+    begin, end = np.full(positions.size, np.inf), np.zeros(positions.size)
     np.minimum.at(begin, index, bars.begin)
     np.maximum.at(end, index, bars.end)
-    sm = np.floor(places + 1e-9)
-    return sm, places - sm, begin, end
+    sm = np.floor(positions + 1e-9)
+    return sm, positions - sm, begin, end
 
 
 def _axes(end: float, scale: float, height: float, num_sms: int, is_estimated: bool) -> list[str]:

@@ -196,14 +196,14 @@ def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:
 
 def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     """Kernels of decode, prefill and cascade, and what is launched with them."""
-    many = {"prefill", "cascade"} & {*chosen.operations}
-    if "decode" not in chosen.operations and not many:
+    has_prompts = {"prefill", "cascade"} & {*chosen.operations}
+    if "decode" not in chosen.operations and not has_prompts:
         return
     yield "pad_lse", pad_lse.CONFIG
     yield from (("plan_batch", config) for config in plan_batch.CONFIGS)
     yield "read_tables", read_tables.CONFIG
     rows = {row_class_of(group) for group in chosen.groups}
-    if many:
+    if has_prompts:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
     for problem, page_size in problems(chosen):
         names = {*rows}
@@ -213,7 +213,7 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
         for name in sorted(names):
             for is_batch in (True,) if problem.paged else (False, True):
                 yield from _of_rows(problem, name, is_batch, arch, page_size)
-        if many:
+        if has_prompts:
             yield from _mixed(problem, rows, arch, page_size)
         if problem.custom_mask and problem.mask_form != "runs":
             yield "packbits", PACKBITS_CONFIG
@@ -241,9 +241,9 @@ def _of_rows(
     yield tiles.name, tiles.config
     # Many splits, or those of many rows, are merged by a launch, whoever could do it.
     yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
-    few = one_an_sm_rows(problem, row_class)
-    if few is not None and overlaps_launches(arch):
-        yield from _of_rows(problem, few, is_batch, arch, page_size)
+    one_an_sm = one_an_sm_rows(problem, row_class)
+    if one_an_sm is not None and overlaps_launches(arch):
+        yield from _of_rows(problem, one_an_sm, is_batch, arch, page_size)
     if tiles.wants_rotated_keys:
         config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
         yield "rotate_keys", config

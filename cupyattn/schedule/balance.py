@@ -14,7 +14,7 @@ MERGE_OVERHEAD = 3.0
 # Splits make at most this many waves of blocks more: it bounds the list of a captured graph.
 MAX_WAVES = 4
 # A split that gains less than this is not worth its merge.
-_WORTHWHILE = 0.95
+MIN_GAIN = 0.95
 # Tiles whose longest is at most this many times their mean are planned as if all were as long.
 _EVEN = 1.15
 _WAVES = range(1, MAX_WAVES + 1)
@@ -138,7 +138,7 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, minimum: int = 1) 
     else:
         uneven = _Uneven(work, items_per_wave, costs.block)
         whole = max(uneven.done(longest, float(num_tiles)), longest + costs.block)
-    best, best_time = longest, whole * _WORTHWHILE
+    best, best_time = longest, whole * MIN_GAIN
     soonest = total / items_per_wave
     if best_time <= soonest + costs.min_share * costs.block:
         return Chunk(longest, whole)

@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import ROUNDED, Split, Work, ones
+from .balance import MIN_GAIN, ROUNDED, Split, Work, ones
 
 # A launch of this many waves takes as long as its slots are busy, and half its shortest block.
 _MANY_WAVES = 4
-# A split must end within this share of the time without it.
-WORTHWHILE = 0.95
 # Launches whose tiles share keys take so many times what memory takes for them, at least.
 _SHARED_READING = 1.125
 # Splits are tried where the last block ends later than this many times the mean of all.
@@ -192,7 +190,7 @@ def _best_split(
         return whole
     if whole.time - times.launch <= _UNEVEN * times.total_time(work, num_kv_heads) / slots.blocks:
         return whole
-    best, limit = whole, min(WORTHWHILE * whole.time, maximum)
+    best, limit = whole, min(MIN_GAIN * whole.time, maximum)
     if soonest + times.merge >= limit:
         return whole
     for split in _parts(work, num_kv_heads, slots.blocks):

@@ -25,8 +25,8 @@ def validate_plan(plan: BatchPlan, requests: BatchRequests, group_size: int, til
         for tile in range(count)
     }
     result: dict[tuple[int, int, int], list[int]] = {}
-    places = column["q_start"], column["kv_start"], column["first_row"]
-    for index, (q_start, kv_start, row) in enumerate(zip(*places, strict=True)):
+    fields = column["q_start"], column["kv_start"], column["first_row"]
+    for index, (q_start, kv_start, row) in enumerate(zip(*fields, strict=True)):
         result.setdefault((int(q_start), int(kv_start), int(row)), []).append(index)
     if result.keys() != wanted:
         raise PlanError(f"plan: tiles of rows {sorted(result.keys() ^ wanted)[:4]} are not covered")

@@ -110,11 +110,11 @@ def _make_inputs(case: TileCase, arrays: Arrays) -> _Inputs:
     q = arrays.normal(rows, case.num_qo_heads, case.head_dim_qk)
     out = arrays.empty((rows, case.num_qo_heads, case.head_dim_vo), dtypes.bfloat16)
     dims, indices = (case.head_dim_qk, case.head_dim_vo), None
-    places: tuple[int, ...] = (case.kv_offsets[-1],)
+    key_shape: tuple[int, ...] = (case.kv_offsets[-1],)
     if case.api == "paged":
         order = arrays.random.permutation(int(page_counts(case).sum()))
-        indices, places = arrays.int32(order), (order.size, case.page_size)
-    k, v = (arrays.normal(*places, case.num_kv_heads, dim, dtype=kv_dtype) for dim in dims)
+        indices, key_shape = arrays.int32(order), (order.size, case.page_size)
+    k, v = (arrays.normal(*key_shape, case.num_kv_heads, dim, dtype=kv_dtype) for dim in dims)
     mask = arrays.uint8(arrays.random.bytes(mask_bytes(case))) if case.has_mask else None
     return _Inputs(q, ((k, v),) if case.api == "paged" else (k, v), out, indices, mask)
 

@@ -73,8 +73,8 @@ def read(path: Path) -> list[Row]:
     for number, text in enumerate(lines, 1):
         try:
             data: dict[str, Any] = json.loads(text)
-            given = _DEFAULTS | data["case"]
-            case = {name: given[name] for name in _FIELDS}
+            stored = _DEFAULTS | data["case"]
+            case = {name: stored[name] for name in _FIELDS}
             requests = tuple(tuple(request) for request in case["requests"])
             head_dims = case["head_dim_qk"], case["head_dim_vo"]
             data["candidate"] = old_names.candidate(data["candidate"], case["api"], head_dims)

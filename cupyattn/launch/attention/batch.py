@@ -82,8 +82,6 @@ _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _MIN_GAIN = 5.0
-# In microseconds: what a launch beside others takes at least, and what one of a portable kernel for
-# few rows over pages takes beyond that.
 _NO_MERGES = np.zeros(0, np.int32)
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
@@ -601,7 +599,8 @@ class BatchLauncher:
         slots: int = 0,
         is_exact: bool = False,
     ) -> KernelWork:
-        """With reserved for the most that may come; is_exact: that is this plan."""
+        """The work of one kernel. With `is_exact` its buffers are sized for this plan, else for the
+        largest plan of the graph."""
         reserved = self._reserved(row_class, shape, maximum, splitting.is_given, slots)
         if is_exact:
             reserved = self._exactly(row_class, reserved, plan.max_parts)

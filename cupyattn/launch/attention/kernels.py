@@ -41,8 +41,6 @@ _MAX_PASSES = 2
 MAX_PARTS = 16
 # Parts up to which more warps than those of an ordinary block merge as fast as a launch.
 _PARTS_A_WARP = 4
-# Blocks that have an SM each must end within this share of the time of ordinary ones.
-_WORTHWHILE = 0.98
 # Requests of each row class have more rows than this.
 _ROWS_BELOW = np.array([0, *MAX_ROWS.values()])
 # Every kernel looks up each key by itself where a page has fewer keys.
@@ -354,8 +352,8 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     counts, result = np.bincount(classes).tolist(), []
     for index in range(len(counts) - 1, 0, -1):  # those of class 0 have no rows
         if counts[index]:
-            (places,) = (classes == index).nonzero()
-            result.append((ROW_CLASSES[index - 1], requests.select(places)))
+            (indices,) = (classes == index).nonzero()
+            result.append((ROW_CLASSES[index - 1], requests.select(indices)))
     return result
 
 

@@ -43,8 +43,8 @@ class _Config:
         self.address = ctypes.addressof(self._pinned)
         begin = self.address + _CONFIG.size
         _CONFIG.pack_into(self._buffer, 0, *sizes, stream, begin, len(attributes))
-        for place, attribute in enumerate(attributes):
-            _ATTRIBUTE.pack_into(self._buffer, _CONFIG.size + place * _ATTRIBUTE.size, *attribute)
+        for index, attribute in enumerate(attributes):
+            _ATTRIBUTE.pack_into(self._buffer, _CONFIG.size + index * _ATTRIBUTE.size, *attribute)
 
 
 @functools.lru_cache(maxsize=_MAX_KEPT)

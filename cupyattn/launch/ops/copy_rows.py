@@ -87,10 +87,10 @@ def _pack(source: ArrayView, target: ArrayView) -> bytes:
 
 def _is_aligned(source: ArrayView, target: ArrayView) -> bool:
     """Whether what is copied is whole vectors on their boundaries, and nothing is filled."""
-    places = source.ptr | target.ptr
+    bits = source.ptr | target.ptr
     for v in (source, target):
         for stride in v.strides[:-1]:
-            places |= stride * v.dtype.itemsize
+            bits |= stride * v.dtype.itemsize
     columns = target.shape[-1]
     is_whole = columns * source.dtype.itemsize % _VECTOR == 0
-    return is_whole and columns <= source.shape[-1] and places % _VECTOR == 0
+    return is_whole and columns <= source.shape[-1] and bits % _VECTOR == 0
