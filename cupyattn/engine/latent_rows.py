@@ -247,18 +247,18 @@ class Second:
         for what is not given."""
         of_q, of_k = self._offsets
         second = k_rope or k + of_k
-        rest = self._rests.get((k, second)) or self._rest_of(k, second)
+        rest = self._rest
+        if self._boxes is not None:
+            rest = self._rests.get((k, second)) or self._rest_of(k, second, self._boxes)
         if max_logits or list_lens:
             begin, end = params.LATENT_REST.size, params.LATENT_REST.size + _OF_LISTS.size
             rest = rest[:begin] + _OF_LISTS.pack(max_logits, list_lens) + rest[end:]
         return params.LATENT_PLACES.pack(q_rope or q + of_q, second) + rest
 
-    def _rest_of(self, k: int, second: int) -> bytes:
-        if self._boxes is None:
-            return self._rest
+    def _rest_of(self, k: int, second: int, boxes: tma_wide.Boxes) -> bytes:
         if len(self._rests) >= _MAX_KEPT:
             self._rests.clear()
-        found = self._rests[k, second] = self._rest + self._boxes.pack(k, second)
+        found = self._rests[k, second] = self._rest + boxes.pack(k, second)
         return found
 
 
