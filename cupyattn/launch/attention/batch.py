@@ -51,12 +51,11 @@ from ...schedule.mixed import (
 )
 from ...schedule.tile_shape import TileShape
 from ...schedule.validate import validate_plan
-from ..driver import params
-from ..driver.enqueue import MAX_GRID_YZ, Launch, cuda
+from ..driver.enqueue import MAX_GRID_YZ, cuda
 from ..tiles.config import TileConfig
 from ..tiles.row_classes import DECODE, LARGE, MAX_ROWS, SMALL, VERIFY, row_class_of
-from . import log_choices, rotate_batch, rotate_keys, tma_sm90
-from .bound_run import BoundRun, Step, in_order
+from . import log_choices, rotate_batch
+from .bind_batch import Binder
 from .equal_requests import EqualRequests, key_of_equal, uniform_of
 from .kernels import (
     MAX_PARTS,
@@ -76,15 +75,11 @@ from .layout import (
     Reserved,
     Uniform,
 )
-from .swizzle import swizzle_of
 
-_MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _MIN_GAIN = 5.0
 _NO_MERGES = np.zeros(0, np.int32)
-# A cascade without keys is nothing but its merge.
-_NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
 
 
 @lru_cache(maxsize=256)
@@ -93,32 +88,17 @@ def _with_slots(shape: TileShape, num_slots: int) -> TileShape:
     return replace(shape, num_slots=num_slots)
 
 
-class BatchLauncher:
+class BatchLauncher(Binder):
     """Serves every plan and run of one problem, device and geometry."""
 
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
-        self.spec = spec
-        self.problem = problem
-        self.num_kv_heads = spec.num_kv_heads
-        self.group_size = spec.group_size
-        self.device_index = device_index
-        self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
+        super().__init__(spec, problem, device_index)
         num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
-        self._keys = rotate_keys.Keys(
-            spec.dtype_kv,
-            spec.num_kv_heads,
-            spec.head_dim_qk,
-            spec.page_size,
-            params.rope_table(spec),
-            device_index,
-        )
+        self.num_kv_heads = num_kv_heads
+        self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
         self._kernels = Kernels(problem, num_kv_heads, group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, num_kv_heads, group_size, device_index)
-        self._packed: dict[tuple[int, float, float, int, int, float, int], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
-        self._heads = tma_sm90.Heads(
-            problem, num_kv_heads, group_size, spec.page_size, device_index
-        )
         self._log = log_choices.log_of(spec, problem)
 
     def schedule(
@@ -657,134 +637,3 @@ class BatchLauncher:
             shape,
             splitting,
         )
-
-    def bind(
-        self,
-        schedule: BatchSchedule,
-        words: int,
-        workspace: int,
-        strides: bytes,
-        num_keys: int,
-        kv_indices: int,
-        mask_bytes: int,
-        mask_row_bytes: int,
-        output_scale: float,
-        sm_scale: float,
-        rotated: int = 0,
-        lse_scale: float = 1.0,
-        num_rows: int = 0,
-        lse_form: int = 0,
-    ) -> BoundRun:
-        """What runs on arrays of these strides enqueue, as long as nothing else moves either.
-
-        `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
-        has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
-        options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
-        multiplies the LSE. num_rows: of q; 0: not known, or heads are latent. lse_form: flags of
-        params.LSE_WITHOUT_SINKS and others.
-        """
-        steps: list[Step] = []
-        merges: list[Step] = []
-        rotation = None
-        positions = 0 if schedule.positions < 0 else words + schedule.positions
-        for part in schedule.parts:
-            for launch, first_item in part.launches or _NO_LAUNCHES:
-                qo_len, kv_len = part.merge_sizes
-                num_q_tiles, num_splits, items = 0, 1, words + part.items
-                if schedule.uniform is not None:
-                    qo_len, kv_len, num_q_tiles, num_splits = schedule.uniform
-                    items = 0
-                constants = self._constants(
-                    first_item,
-                    sm_scale,
-                    output_scale,
-                    num_q_tiles,
-                    num_splits,
-                    lse_scale,
-                    lse_form,
-                )
-                planned = params.PLANNED.pack(
-                    workspace + part.partial_o,
-                    workspace + part.partial_lse,
-                    words + part.counters if part.has_counters else 0,
-                    items,
-                    words + part.merges,
-                    kv_indices,
-                    positions,
-                    strides,
-                    mask_bytes,
-                    mask_row_bytes,
-                    qo_len,
-                    kv_len,
-                    constants,
-                )
-                if launch is not None:
-                    maps = None
-                    if part.tiles is not None:
-                        if part.tiles.wants_rotated_keys:
-                            to = rotate_keys.Where(rotated, schedule.rotated)
-                            rotation = rotate_batch.of_part(
-                                part, words, self._keys, strides, kv_indices, self.group_size, to
-                            )
-                        mask_maps = workspace + part.mask_maps
-                        maps = self._maps(
-                            schedule, part.tiles, launch, strides, num_rows, num_keys, mask_maps
-                        )
-                    steps.append((launch, planned, maps))
-            if part.merge is not None:
-                merges.append((part.merge, planned, None))
-        behind = params.more_rope_steps(self.spec)
-        return BoundRun(in_order(steps, merges), self.device_index, rotation, behind)
-
-    def _maps(
-        self,
-        schedule: BatchSchedule,
-        tiles: TileConfig,
-        launch: Launch,
-        strides: bytes,
-        num_rows: int,
-        num_keys: int,
-        mask_maps: int,
-    ) -> tma_sm90.Maps:
-        """The tensor maps of a launch of prefill_sm90."""
-        return tma_sm90.Maps(
-            self._heads,
-            tiles,
-            launch.num_items,
-            swizzle_of(self.spec, self.problem, schedule.longest, self.device_index),
-            strides,
-            num_rows,
-            num_keys,
-            rotated=(self._keys.strides, schedule.rotated) if tiles.wants_rotated_keys else None,
-            mask_maps=mask_maps,
-        )
-
-    def _constants(
-        self,
-        first_item: int,
-        sm_scale: float,
-        output_scale: float,
-        num_q_tiles: int,
-        num_splits: int,
-        lse_scale: float,
-        lse_form: int,
-    ) -> bytes:
-        """What is the same for all runs with these scales."""
-        key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale, lse_form
-        cached = self._packed.get(key)
-        if cached is not None:
-            return cached
-        packed = params.pack_constants(
-            self.spec,
-            sm_scale=sm_scale,
-            output_scale=output_scale,
-            first=first_item,
-            num_q_tiles=num_q_tiles,
-            num_splits=num_splits,
-            lse_scale=lse_scale,
-            lse_form=lse_form,
-        )
-        if len(self._packed) >= _MAX_CACHED:
-            self._packed.clear()
-        self._packed[key] = packed
-        return packed

@@ -1,0 +1,168 @@
+"""Binds a plan of a batch to the strides of its arrays: what a run enqueues."""
+
+from __future__ import annotations
+
+from ...core.problem import AttentionProblem
+from ...core.spec import AttentionSpec
+from ..driver import params
+from ..driver.enqueue import Launch
+from ..tiles.config import TileConfig
+from . import rotate_batch, rotate_keys, tma_sm90
+from .bound_run import BoundRun, Step, in_order
+from .layout import BatchSchedule
+from .swizzle import swizzle_of
+
+_MAX_CACHED = 1024
+# A cascade without keys is nothing but its merge.
+_NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
+
+
+class Binder:
+    """Binds every plan of one problem, device and geometry."""
+
+    def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
+        self.spec, self.problem, self.device_index = spec, problem, device_index
+        self.group_size = spec.group_size
+        self._keys = rotate_keys.Keys(
+            spec.dtype_kv,
+            spec.num_kv_heads,
+            spec.head_dim_qk,
+            spec.page_size,
+            params.rope_table(spec),
+            device_index,
+        )
+        self._packed: dict[tuple[int, float, float, int, int, float, int], bytes] = {}
+        self._heads = tma_sm90.Heads(
+            problem, spec.num_kv_heads, spec.group_size, spec.page_size, device_index
+        )
+
+    def bind(
+        self,
+        schedule: BatchSchedule,
+        words: int,
+        workspace: int,
+        strides: bytes,
+        num_keys: int,
+        kv_indices: int,
+        mask_bytes: int,
+        mask_row_bytes: int,
+        output_scale: float,
+        sm_scale: float,
+        rotated: int = 0,
+        lse_scale: float = 1.0,
+        num_rows: int = 0,
+        lse_form: int = 0,
+    ) -> BoundRun:
+        """What runs on arrays of these strides enqueue, as long as nothing else moves either.
+
+        `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
+        has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
+        options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
+        multiplies the LSE. num_rows: of q; 0: not known, or heads are latent. lse_form: flags of
+        params.LSE_WITHOUT_SINKS and others.
+        """
+        steps: list[Step] = []
+        merges: list[Step] = []
+        rotation = None
+        positions = 0 if schedule.positions < 0 else words + schedule.positions
+        for part in schedule.parts:
+            for launch, first_item in part.launches or _NO_LAUNCHES:
+                qo_len, kv_len = part.merge_sizes
+                num_q_tiles, num_splits, items = 0, 1, words + part.items
+                if schedule.uniform is not None:
+                    qo_len, kv_len, num_q_tiles, num_splits = schedule.uniform
+                    items = 0
+                constants = self._constants(
+                    first_item,
+                    sm_scale,
+                    output_scale,
+                    num_q_tiles,
+                    num_splits,
+                    lse_scale,
+                    lse_form,
+                )
+                planned = params.PLANNED.pack(
+                    workspace + part.partial_o,
+                    workspace + part.partial_lse,
+                    words + part.counters if part.has_counters else 0,
+                    items,
+                    words + part.merges,
+                    kv_indices,
+                    positions,
+                    strides,
+                    mask_bytes,
+                    mask_row_bytes,
+                    qo_len,
+                    kv_len,
+                    constants,
+                )
+                if launch is not None:
+                    maps = None
+                    if part.tiles is not None:
+                        if part.tiles.wants_rotated_keys:
+                            to = rotate_keys.Where(rotated, schedule.rotated)
+                            rotation = rotate_batch.of_part(
+                                part, words, self._keys, strides, kv_indices, self.group_size, to
+                            )
+                        mask_maps = workspace + part.mask_maps
+                        maps = self._maps(
+                            schedule, part.tiles, launch, strides, num_rows, num_keys, mask_maps
+                        )
+                    steps.append((launch, planned, maps))
+            if part.merge is not None:
+                merges.append((part.merge, planned, None))
+        behind = params.more_rope_steps(self.spec)
+        return BoundRun(in_order(steps, merges), self.device_index, rotation, behind)
+
+    def _maps(
+        self,
+        schedule: BatchSchedule,
+        tiles: TileConfig,
+        launch: Launch,
+        strides: bytes,
+        num_rows: int,
+        num_keys: int,
+        mask_maps: int,
+    ) -> tma_sm90.Maps:
+        """The tensor maps of a launch of prefill_sm90."""
+        return tma_sm90.Maps(
+            self._heads,
+            tiles,
+            launch.num_items,
+            swizzle_of(self.spec, self.problem, schedule.longest, self.device_index),
+            strides,
+            num_rows,
+            num_keys,
+            rotated=(self._keys.strides, schedule.rotated) if tiles.wants_rotated_keys else None,
+            mask_maps=mask_maps,
+        )
+
+    def _constants(
+        self,
+        first_item: int,
+        sm_scale: float,
+        output_scale: float,
+        num_q_tiles: int,
+        num_splits: int,
+        lse_scale: float,
+        lse_form: int,
+    ) -> bytes:
+        """What is the same for all runs with these scales."""
+        key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale, lse_form
+        cached = self._packed.get(key)
+        if cached is not None:
+            return cached
+        packed = params.pack_constants(
+            self.spec,
+            sm_scale=sm_scale,
+            output_scale=output_scale,
+            first=first_item,
+            num_q_tiles=num_q_tiles,
+            num_splits=num_splits,
+            lse_scale=lse_scale,
+            lse_form=lse_form,
+        )
+        if len(self._packed) >= _MAX_CACHED:
+            self._packed.clear()
+        self._packed[key] = packed
+        return packed
