@@ -79,7 +79,9 @@ class Slots(NamedTuple):
     num_sms: int
 
 
-def makespan(times: np.ndarray, slots: int, reading: float = 0.0) -> float:
+def makespan(
+    times: np.ndarray, slots: int, reading: float = 0.0, many_waves: int = _MANY_WAVES
+) -> float:
     """When blocks that take so long are done, the longest first, each in the first free slot.
 
     They are dealt a wave at a time, which is the same unless a wave's blocks differ by more than
@@ -88,10 +90,11 @@ def makespan(times: np.ndarray, slots: int, reading: float = 0.0) -> float:
 
     reading: what memory takes for the keys of all. Blocks wait for it while they ask together for
     more than it brings. The last ones ask for less: memory that then idles has to be added.
+    many_waves: launches of more are not simulated.
     """
     if not times.size:
         return 0.0
-    if times.size > _MANY_WAVES * slots:
+    if times.size > many_waves * slots:
         busy = max(float(np.add.reduce(times)) / slots, reading)
         return max(float(times[0]), busy + 0.5 * float(times[-1]))
     if times.size <= slots:

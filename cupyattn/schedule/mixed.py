@@ -27,7 +27,7 @@ from .batch import (
     short_last,
     split_after,
 )
-from .makespan import chunk_of_parts
+from .makespan import chunk_of_parts, makespan
 from .masking import Masking
 from .tile_shape import TileShape
 
@@ -171,21 +171,8 @@ def _time(
     longest_first = np.sort(np.concatenate(sizes))[::-1]
     if not longest_first.size:
         return 0.0
-    done = _makespan(longest_first, device.items) + state_cost / device.items
+    done = makespan(longest_first, device.items, many_waves=_MANY_WAVES) + state_cost / device.items
     return done + (MERGE_OVERHEAD if leaves_states or num_states else 0.0)
-
-
-def _makespan(longest_first: np.ndarray, slots: int) -> float:
-    """When blocks are done that are dealt to whatever slot is free, a wave at a time."""
-    busy = float(np.add.reduce(longest_first)) / slots
-    if longest_first.size > _MANY_WAVES * slots:
-        return busy + 0.5 * float(longest_first[-1])
-    ends = np.zeros(slots)
-    for begin in range(0, longest_first.size, slots):
-        wave = longest_first[begin : begin + slots]
-        ends.sort()
-        ends[: wave.size] += wave
-    return float(ends.max())
 
 
 def state_offsets(parts: Sequence[BatchPlan], tile_rows: Sequence[int]) -> tuple[list[int], int]:
