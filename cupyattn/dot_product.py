@@ -19,6 +19,7 @@ from .decode import single_decode_with_kv_cache
 from .engine import logits
 from .engine import run_single as single
 from .engine.index_arrays import compute, progression
+from .engine.output_gate import require_shape
 from .engine.placement import Placement
 from .errors import ArgumentError, UnsupportedError
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -80,6 +81,7 @@ def dot_product_attention(
     mask_fn: str | None = None,
     logits_params: Mapping[str, Any] | None = None,
     causal_alignment: Literal["last", "first"] = "last",
+    output_gate: Array | None = None,
 ) -> Any:
     """softmax(query keyᵀ * scale) value, of one request or of many, without a plan.
 
@@ -120,6 +122,8 @@ def dot_product_attention(
             its last page may hold anything.
     logits_soft_cap   c > 0: logits become c * tanh(logit / c).
     sinks   [num_heads]: logits of keys without values, natural and unscaled.
+    output_gate   like query, without its last axis or with that of value, query's dtype or float32:
+            the output is multiplied by its sigmoid before it is rounded.
     out     array to write instead of a new one.
     return_lse, return_residual   two names of: return the log-sum-exp of each row too. For JAX's
             arrays return_residual has query's dtype, as in jax.nn.
@@ -145,13 +149,9 @@ def dot_product_attention(
             return traced()
     if implementation is not None and not isinstance(implementation, str):
         raise ArgumentError(f"implementation: got {parse.shown(implementation)}; wanted a string")
-    if kv_lens is not None and key_value_seq_lengths is not None:
-        raise ArgumentError(
-            "key_value_seq_lengths, kv_lens: are two names of one argument; pass one"
-        )
     wants_lse = parse.flag(return_lse, "return_lse")
     wants_lse = parse.flag(return_residual, "return_residual") or wants_lse
-    lens = key_value_seq_lengths if kv_lens is None else kv_lens
+    lens = _either(key_value_seq_lengths, kv_lens)
     causal, window = parse.flag(is_causal, "is_causal"), _window(local_window_size)
     options = {
         "softmax_scale": scale,
@@ -159,11 +159,13 @@ def dot_product_attention(
         "window_size": window,
         "softcap": 0.0 if logits_soft_cap is None else logits_soft_cap,
         "sinks": sinks,
+        "output_gate": output_gate,
         "out": out,
         "return_softmax_lse": wants_lse,
     }
     is_first = _is_first(causal_alignment) and (causal or window != (-1, -1))
     try:
+        _check_gate(output_gate, query, value)
         if bias is not None or (mask is not None and logits.differs_by_head(mask)):
             name = "mask" if bias is None else "bias"
             _refuse_with_arrays(name, logits_transform, mask_fn, logits_params)
@@ -241,6 +243,23 @@ def _window(size: Any) -> tuple[int, int]:
         )
     left, right = (-1 if x is None else parse.window(x, "local_window_size") for x in sides)
     return left, right
+
+
+def _either(key_value_seq_lengths: Any, kv_lens: Any) -> Any:
+    """What one of two names of the lengths has."""
+    if kv_lens is not None and key_value_seq_lengths is not None:
+        raise ArgumentError(
+            "key_value_seq_lengths, kv_lens: are two names of one argument; pass one"
+        )
+    return key_value_seq_lengths if kv_lens is None else kv_lens
+
+
+def _check_gate(gate: Any, q: Any, v: Any) -> None:
+    """Before requests take their parts of it."""
+    if gate is None:
+        return
+    views = array.view(gate, "output_gate"), array.view(q, "q"), array.view(v, "v")
+    require_shape(views[0], (*views[1].shape[:-1], *views[2].shape[-1:]))
 
 
 def _is_first(causal_alignment: Any) -> bool:
@@ -388,12 +407,17 @@ def _without_batch(
     q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, options: dict[str, Any]
 ) -> Any:
     """One request without a batch axis, as a batch of one."""
-    out = options["out"]
-    options = options | {"out": None if out is None else out[None]}
+    out, options = options["out"], _of_one(options)
     answer = _dense(q[None], k[None], v[None], q_lens, kv_lens, None, options)
     made, lse = answer if options["return_softmax_lse"] else (answer, None)
     made = made[0] if out is None else out
     return made if lse is None else (made, lse[0])
+
+
+def _of_one(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one request as those of a batch of one."""
+    per_row = {name: options[name] for name in ("out", "output_gate")}
+    return options | {name: None if x is None else x[None] for name, x in per_row.items()}
 
 
 def _with_query_lengths(
@@ -424,7 +448,10 @@ def _with_query_lengths(
     if array.view(flat, "out").ptr != vout.ptr:
         raise ArgumentError("out: has rows that are not equally far apart; pass a contiguous one")
     _fill_with_zeros(flat)
-    options = options | {"out": flat, "max_seqlen_q": tokens}
+    gate = options["output_gate"]
+    if gate is not None:
+        gate = gate.reshape(-1, *gate.shape[2:])
+    options = options | {"out": flat, "max_seqlen_q": tokens, "output_gate": gate}
     offsets = progression(count + 1, 0, tokens, vq), None
     flat_q = q.reshape(count * tokens, heads, vq.shape[3])
     answer = flash_attn_varlen_func(
@@ -469,6 +496,9 @@ def single_call(
         "logits_soft_cap": options["softcap"],
         "window_left": window[0],
     }
+    gate = options.get("output_gate")
+    if gate is not None:
+        rows["output_gate"] = gate[0, 0] if tokens == 1 else gate[0]
     if tokens == 1:
         rows["out"] = None if out is None else out[0, 0]
         return single_decode_with_kv_cache, (q[0, 0], k[0], v[0]), rows
@@ -509,8 +539,7 @@ def _masked(
     vm = None if mask is None else array.view(mask, "mask")
     axes = len(vq.shape)
     if axes == 3:
-        out = options["out"]
-        options = options | {"out": None if out is None else out[None]}
+        out, options = options["out"], _of_one(options)
         full = None if vm is None else _with_axes(mask, vm, 4)
         answer = _masked(q[None], k[None], v[None], full, q_lens, kv_lens, options, is_first)
         made, lse = answer if options["return_softmax_lse"] else (answer, None)
@@ -574,6 +603,7 @@ def _check_mask(vm: ArrayView, vq: ArrayView, wanted: tuple[int, ...]) -> None:
 
 def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict[str, Any]) -> Any:
     wants_lse, out = options["return_softmax_lse"], options["out"]
+    gate = options["output_gate"]
     count, tokens, heads, _ = vq.shape
     shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
     made = array.empty(shape, vq.dtype, vq) if out is None else out
@@ -588,6 +618,7 @@ def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict
             sm_scale=options["softmax_scale"],
             logits_soft_cap=options["softcap"],
             sinks=options["sinks"],
+            output_gate=None if gate is None else gate[index],
             out=made[index],
             lse=None if lse is None else lse[index],
             return_lse=wants_lse,
@@ -636,7 +667,7 @@ def _expressed(
     """Request by request: each knows its place in the batch as a number."""
     vq, out, wants_lse = array.view(q, "q"), options["out"], options["return_softmax_lse"]
     if len(vq.shape) == 3:
-        options = options | {"out": None if out is None else out[None]}
+        options = _of_one(options)
         answer = _expressed(q[None], k[None], v[None], expression, arrays, options)
         made, lse = answer if wants_lse else (answer, None)
         made = made[0] if out is None else out
@@ -653,13 +684,15 @@ def _expressed(
         raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted {list(shape)}")
     lse = array.empty(shape[:3], dtypes.float32, vq) if wants_lse else None
     left, right = options["window_size"]
+    gate = options["output_gate"]
     for index in range(shape[0]):
         own = logits.of_request(expression, arrays, index, shape[0])
         scalars = (
             *("NHD", options["causal"], "NONE", left, options["softcap"], options["softmax_scale"]),
             *(None, None, None, None, None, None, right, 0, False, False, own),
         )
-        extras = single.Extras(sinks=options["sinks"], logits=arrays)
+        own_gate = None if gate is None else gate[index]
+        extras = single.Extras(sinks=options["sinks"], logits=arrays, output_gate=own_gate)
         single.run(
             *(q[index], k[index], v[index], scalars, extras, made[index]),
             None if lse is None else lse[index],

@@ -25,6 +25,8 @@ class Arrays(NamedTuple):
     alibi_slopes  float32 [num_qo_heads] or [B, num_qo_heads]: minus the slope times the distance of
                  query and key is added to the logits, behind the soft cap
     max_logits   float32 [rows, heads] of lists, -inf, to be raised to the largest natural logits
+    output_gate  like q, without its last axis or with that of v: the output is multiplied by the
+                 sigmoid
     Slopes and scales [B, heads] are of the caller's requests, see `sharers` of Options
     """
 
@@ -49,6 +51,7 @@ class Arrays(NamedTuple):
     q_rope: Any = None
     k_rope: Any = None
     max_logits: Any = None
+    output_gate: Any = None
     o_offsets: Any = None
     v_offsets: Any = None
 

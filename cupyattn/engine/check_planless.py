@@ -21,6 +21,7 @@ from . import row_mask
 from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
 from .kv_cache import Keys, view_ragged
+from .output_gate import view_gate
 from .spec import Given, require_group
 from .views import (
     Names,
@@ -229,6 +230,7 @@ class Call:
     return_lse: bool
     attention_chunk: int
     alibi_slopes: ArrayView | None
+    output_gate: ArrayView | None
     mask_bits: int = 0
     has_table_offsets: bool = False
 
@@ -310,6 +312,7 @@ def check(arrays: Arrays, options: Options) -> Call:
         return_lse=parse.flag(options.return_lse, "return_lse"),
         attention_chunk=options.attention_chunk,
         alibi_slopes=slopes,
+        output_gate=view_gate(arrays.output_gate, given_q.shape[:-2], geometry.spec),
         has_table_offsets=options.has_table_offsets,
     )
     _check_rest(call, arrays, options)
@@ -583,6 +586,7 @@ def inputs_of(call: Call, names: Names) -> dict[str, ArrayView | None]:
         "sinks": call.sinks,
         "mask": call.mask,
         "alibi_slopes": call.alibi_slopes,
+        "output_gate": call.output_gate,
         names.sm_scale: call.scales.views[0],
         names.k_scale: call.scales.views[1],
         names.output_scale: call.scales.views[2],

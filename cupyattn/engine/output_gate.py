@@ -29,13 +29,7 @@ def view_gate(x: Any, leading: Sequence[int], spec: AttentionSpec) -> ArrayView 
     if x is None:
         return None
     v = array.view(x, NAME)
-    of_heads = *leading, spec.num_qo_heads
-    of_elements = *of_heads, spec.head_dim_vo
-    if v.shape not in (of_heads, of_elements):
-        raise ArgumentError(
-            f"{NAME}: shape is {list(v.shape)}; wanted {list(of_heads)}, a gate of each head, or "
-            f"{list(of_elements)}, of each element of the output"
-        )
+    require_shape(v, (*leading, spec.num_qo_heads, spec.head_dim_vo))
     require_dtype(v, (spec.dtype_q, dtypes.float32), NAME)
     if spec.latent:
         raise UnsupportedError(
@@ -47,12 +41,23 @@ def view_gate(x: Any, leading: Sequence[int], spec: AttentionSpec) -> ArrayView 
             f"{NAME}: is not supported beside {MAX_ARRAYS} arrays in logits_params; wanted at most "
             f"{MAX_ARRAYS - 1}: put several into one array, as rows of it"
         )
-    if v.shape == of_elements:
-        require_contiguous_last(v, NAME)
     num_axes = len(v.shape) - len(leading)
+    if num_axes == 2:
+        require_contiguous_last(v, NAME)
     if not leading:
         v = array.as_strided(v, (1, *v.shape), (0, *v.strides))
     return merge_leading(v, NAME, num_axes)
+
+
+def require_shape(v: ArrayView, shape: Sequence[int]) -> None:
+    """ArgumentError unless these are gates of the heads or the elements of an output of this
+    shape."""
+    of_elements = tuple(shape)
+    if tuple(v.shape) not in (of_elements[:-1], of_elements):
+        raise ArgumentError(
+            f"{NAME}: shape is {list(v.shape)}; wanted {list(of_elements[:-1])}, a gate of each "
+            f"head, or {list(of_elements)}, of each element of the output"
+        )
 
 
 def kind_of(gate: ArrayView | None) -> OutputGate | None:

@@ -143,8 +143,9 @@ class Asked(NamedTuple):
 _PER_REQUEST = (
     *("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "o_offsets", "v_offsets", "kv_begin"),
 )
-_LENGTH_AXES = {"q": 0, "k": 0, "v": 0, "out": 0} | dict.fromkeys(_PER_REQUEST, 0)
+_OF_ROWS_OR_KEYS = ("q", "k", "v", "out", "output_gate")
 _SCALES = frozenset(("scale_q", "scale_k", "scale_v"))
+_LENGTH_AXES = dict.fromkeys((*_OF_ROWS_OR_KEYS, *_PER_REQUEST), 0)
 _LENGTH_AXES |= dict.fromkeys((*_SCALES, "alibi_slopes", "new_k", "new_v", "new_offsets"), 0)
 _LENGTH_AXES |= {"rotary_begin": 0, "cache_rows": 0}
 CALLS: CallCache[Checked] = CallCache(
@@ -160,9 +161,9 @@ CALLS: CallCache[Checked] = CallCache(
         for name in ROLES
     )
 )
-_Q, _K, _V, _WORKSPACE, _TABLE, _OUT, _LSE = map(
+_Q, _K, _V, _WORKSPACE, _TABLE, _OUT, _LSE, _GATE = map(
     Arrays._fields.index,
-    ("q", "k", "v", "workspace", "block_tables", "out", "lse"),
+    ("q", "k", "v", "workspace", "block_tables", "out", "lse", "output_gate"),
 )
 
 
@@ -225,7 +226,7 @@ def _extents_of(
         return None
     if any(lengths[place] != length for place, length in derivation.fixed):
         return None
-    if lengths[_V] not in (0, num_keys) or lengths[_OUT] not in (0, num_rows):
+    if lengths[_V] not in (0, num_keys) or {lengths[_OUT], lengths[_GATE]} - {0, num_rows}:
         return None
     num_rows *= derivation.tokens
     if table is None:
@@ -298,7 +299,7 @@ def _places_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[
     per_request: list[Counts] = []
     fixed: list[tuple[int, int]] = []
     for place, (name, x) in enumerate(zip(Arrays._fields, arrays, strict=True)):
-        if x is None or name not in _LENGTH_AXES or name in ("q", "k", "v", "out"):
+        if x is None or name not in _LENGTH_AXES or name in _OF_ROWS_OR_KEYS:
             continue
         v = array.view(x, name)
         if name in _PER_REQUEST:
@@ -314,10 +315,15 @@ def _is_derivable(call: Call, arrays: Arrays) -> bool:
     """Whether arrays of other lengths and equal signature are used as these are."""
     if call.mask is not None or call.value_tables is not call.block_tables:
         return False
-    for x, used in ((arrays.q, call.q), (arrays.out, call.out)):
+    num_axes = len(arrays.q.shape) - 2  # of rows
+    for x, used in (
+        (arrays.q, call.q),
+        (arrays.out, call.out),
+        (arrays.output_gate, call.output_gate),
+    ):
         if x is not None and used is not None:
             v = array.view(x, "q")
-            inner = math.prod(v.shape[1:-2])
+            inner = math.prod(v.shape[1:num_axes])
             if v.strides[0] != used.strides[0] * inner:
                 return False
     if arrays.lse is not None and len(arrays.lse.shape) != (3 if call.pads_lse else 2):

@@ -218,7 +218,8 @@ def answer(call: Call, arrays: Arrays, append: Callable[[], None] | None = None)
     scales = call.scales
     spec = replace(call.geometry.spec, sm_scale=scales.logits, output_scale=scales.output)
     requests = list(_reference_requests(call, places, tables))
-    o, lse = cpu.attend(spec, array.as_numpy(call.q), requests, {"sinks": call.sinks})
+    extras = {"sinks": call.sinks, "output_gate": call.output_gate}
+    o, lse = cpu.attend(spec, array.as_numpy(call.q), requests, extras)
     owned = np.zeros(len(o), np.bool_)
     for request in requests:
         owned[request.rows] = True

@@ -17,7 +17,7 @@ from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params
-from . import row_mask
+from . import output_gate, row_mask
 from .arrays import ROLES, Arrays
 from .check_planless import Call
 from .geometry import Variant
@@ -60,6 +60,7 @@ class Prepared:
     scale_places  of the arrays that scale q, k and v; 0 for none
     steps      params.STEPS of slopes and scales
     slopes     extents of slopes that an expression reads; empty for others
+    gate_strides  empty without gates of the output
     second     how launches are told of the second parts of latent rows
     shared     (place, address, owner) of arrays that all such calls read where their callers give
                none
@@ -88,6 +89,7 @@ class Prepared:
     scales_by_head: tuple[bool, ...] = (False, False, False)
     steps: bytes = params.NO_STEPS
     slopes: tuple[int, ...] = ()
+    gate_strides: tuple[int, ...] = ()
     second: Second | None = None
     shared: tuple[tuple[int, int, object], ...] = ()
     before: Before | None = None
@@ -101,7 +103,7 @@ class Prepared:
         # fmt: off
         (
             q, k, v, workspace, block_tables, kv_lens, out, lse, qo_offsets, kv_offsets, sinks,
-            _, _, _, slopes, mask, kv_begin, qo_lens, q_rope, k_rope, max_logits,
+            _, _, _, slopes, mask, kv_begin, qo_lens, q_rope, k_rope, max_logits, gate,
             _, _, _, _, _, _, _, _, _, _, _,
         ) = addresses
         # fmt: on
@@ -116,6 +118,8 @@ class Prepared:
         read = params.NO_LOGITS_ARRAYS
         if self.slopes:
             read, slopes = params.pack_logits_arrays([(slopes, self.slopes)]), 0
+        if gate:
+            read = params.with_output_gate(read, gate, self.gate_strides)
         if self.has_scales and plan is not None:
             given = [place and addresses[place] for place in self.scale_places]
             # The planner writes a scale that is one number to the workspace, once for each head.
@@ -206,14 +210,16 @@ def prepare_within(of_plan: Callable[[int], tuple[Prepared, int]], have: int | N
 def _prepare(call: Call, max_bytes: int) -> Prepared:
     vq, keys, vout, vlse = call.q, call.keys, call.out, call.lse
     assert vout is not None
-    strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
-    strides.append((keys.strides, keys.k.dtype))
-    is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
-    scales = call.scales
+    gate, scales = call.output_gate, call.scales
     is_scaled = not (scales.views[0] is scales.views[1] is None)
     # Kernels whose rows have scales know requests' scales of values too.
     prescale_logits = is_scaled or scales.logits <= 0.0 or any(scales.steps)
-    variant = Variant(is_aligned, prescale_logits, call.mask is not None)
+    variant = Variant(
+        _is_aligned(call),
+        prescale_logits,
+        call.mask is not None,
+        output_gate=output_gate.kind_of(gate),
+    )
     launcher = call.geometry.launcher(variant)
     count = call.lengths.num_requests
     size = _requests_of_a_part(call, launcher)
@@ -242,6 +248,7 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
         scales_by_head=scales.by_head,
         steps=params.STEPS.pack(_slope_step(call), *scales.steps),
         slopes=_slope_extents(call),
+        gate_strides=() if gate is None else gate.strides,
     )
     prepared = of_lengths(
         prepared, plan, num_rows, keys.size, lse_shape, lse_strides, call.pads_lse
@@ -254,6 +261,16 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
     num_bytes = prepared.num_bytes
     mask = _mask_bits(call, vq.shape[0])._replace(address=num_bytes)
     return replace(prepared, mask=mask, num_bytes=num_bytes + mask.num_bytes)
+
+
+def _is_aligned(call: Call) -> bool:
+    """Whether all rows start on 16-byte boundaries."""
+    vq, keys, vout = call.q, call.keys, call.out
+    assert vout is not None
+    strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
+    strides.append((keys.strides, keys.k.dtype))
+    is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
+    return is_aligned and output_gate.is_aligned(call.output_gate)
 
 
 def _mask_bits(call: Call, num_rows: int) -> MaskBits:
@@ -327,6 +344,7 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
         "out": step(vout, tokens),
         "lse": step(vlse, 1 if call.pads_lse else tokens),
         "mask": _mask_bits(call, tokens).num_bytes,
+        "output_gate": step(call.output_gate, tokens),
     }
     for name in ("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "kv_begin"):
         at[name] = step(getattr(indices, name))

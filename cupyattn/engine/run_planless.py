@@ -247,6 +247,7 @@ def _views(call: Call) -> Arrays:
         mask=call.mask,
         kv_begin=indices.kv_begin,
         alibi_slopes=call.alibi_slopes,
+        output_gate=call.output_gate,
         **of_roles,
     )
 

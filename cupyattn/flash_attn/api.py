@@ -63,6 +63,7 @@ def flash_attn_func(
     out: Any = None,
     sinks: Any = None,
     s_aux: Any = None,
+    output_gate: Any = None,
 ) -> Any:
     """Attention of requests of one length.
 
@@ -87,6 +88,9 @@ def flash_attn_func(
             float32: one number, [num_heads_k], or [b, num_heads_k].
     sinks, s_aux   two names of [num_heads] logits of keys without values, natural and unscaled, of
             any float dtype.
+    output_gate   [b, seqlen_q, num_heads] or [b, seqlen_q, num_heads, head_dim of v], without b for
+            rows of all requests, in q's dtype or float32: the output is multiplied by its sigmoid
+            before it is rounded.
     out     array to write instead of a new one.
     num_splits   1: keys are not split; any other number lets the plan on the GPU decide.
     deterministic, pack_gqa, sm_margin   accepted; answers are the same each time.
@@ -117,6 +121,7 @@ def flash_attn_func(
         scale_k=k_descale,
         scale_v=v_descale,
         alibi_slopes=alibi_slopes,
+        output_gate=output_gate,
     )
     options = make_options(
         names=DENSE,
@@ -185,6 +190,7 @@ def flash_attn_varlen_func(
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_tot_seqused_k: Any = None,
+    output_gate: Any = None,
 ) -> Any:
     """Attention of requests of any lengths, whose rows follow each other.
 
@@ -242,6 +248,7 @@ def flash_attn_varlen_func(
         scale_k=k_descale,
         scale_v=v_descale,
         alibi_slopes=alibi_slopes,
+        output_gate=output_gate,
     )
     more = None if qv is dynamic_causal is None else MoreArrays(qv=qv, are_causal=dynamic_causal)
     most = max_rows(max_seqlen_q)
@@ -314,6 +321,7 @@ def flash_attn_with_kvcache(
     aux_tensors: Any = None,
     fa_version: int | None = None,
     ver: int | None = None,
+    output_gate: Any = None,
 ) -> Any:
     """Attention of a batch's last tokens over a cache, to which their keys may be added first.
 
@@ -372,6 +380,7 @@ def flash_attn_with_kvcache(
         scale_k=k_descale,
         scale_v=v_descale,
         alibi_slopes=alibi_slopes,
+        output_gate=output_gate,
     )
     more = None
     if not (

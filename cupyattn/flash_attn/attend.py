@@ -52,6 +52,10 @@ def attend(batch: Batch) -> Any:
     if not is_ragged:
         q, vq = with_even_rows(batch.arrays.q, vq)
         batch.take(q=q)
+        gate = batch.arrays.output_gate
+        vgate = None if gate is None else array.view(gate, "output_gate")
+        if vgate is not None and len(vgate.shape) > 2:
+            batch.take(output_gate=with_even_rows(gate, vgate)[0])
     if batch.are_causal is not None:
         return _attend_mixed(batch, vq)
     if batch.options.attention_chunk and vq.device.kind == "cuda":
@@ -163,6 +167,10 @@ def _attend_by_chunks(batch: Batch, vq: ArrayView) -> Any:
     batch.take(q=_merged(batch.arrays.q, "q"))
     if out is not None:
         batch.take(out=_merged(out, "out"))
+    gate = batch.arrays.output_gate
+    if gate is not None:
+        kept = 1 if len(gate.shape) == 3 else 2
+        batch.take(output_gate=_merged(gate, "output_gate", kept))
     answer = _attend(batch, array.view(batch.arrays.q, "q"), 0)
     made, lse = answer if options.return_lse else (answer, None)
     made = made.reshape(*shape[:-1], made.shape[-1]) if out is None else out
@@ -199,9 +207,9 @@ def _widen_keys(batch: Batch, vq: ArrayView) -> None:
     batch.take(k=k, v=v)
 
 
-def _merged(x: Any, name: str) -> Any:
+def _merged(x: Any, name: str, kept: int = 2) -> Any:
     """[b, s, h, d] as [b * s, h, d]."""
-    v = merge_leading(array.view(x, name), name, 2)
+    v = merge_leading(array.view(x, name), name, kept)
     return array.restride(x, name, tuple(v.shape), tuple(v.strides))
 
 

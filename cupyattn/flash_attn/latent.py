@@ -46,6 +46,7 @@ def is_latent(arrays: Arrays, more: MoreArrays, options: FlashOptions) -> bool:
         arrays.scale_k,
         arrays.scale_v,
         arrays.alibi_slopes,
+        arrays.output_gate,
     )
     if any(map(_is_given, others)):
         return False

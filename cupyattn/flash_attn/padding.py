@@ -68,6 +68,12 @@ def copy_into_kernel_dims(batch: Batch, vq: ArrayView) -> None:
         require_contiguous_last(v, name)
     # The checks of the call say that there is no such kernel.
     wanted = _kernel_dims(dims[0], dims[2]) or (dims[0], dims[2])
+    gate = arrays.output_gate
+    if gate is not None and dims[2] != wanted[1] and len(gate.shape) == len(vq.shape):
+        raise UnsupportedError(
+            f"output_gate: gates of elements are not supported with a head_dim of {dims[2]}, for "
+            f"which columns are copied; wanted one of {wanted[1]}, or a gate of each head"
+        )
     if out is not None:
         vout = array.view(out, "out")
         match_output(vout, (*vq.shape[:-1], dims[2]), vout.dtype, "out", **inputs)

@@ -8,8 +8,10 @@
 struct Config : DefaultConfig {};
 #endif
 
-// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load.
-extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
+// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load. Gates take some.
+constexpr int kMinBlocks = cupyattn::has_output_gate<Config> ? 5 : 6;
+
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kMinBlocks)
     cupyattn_merge_levels(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
   ptx::grid_dependency_wait();

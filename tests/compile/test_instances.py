@@ -64,7 +64,7 @@ GATED = (
     ),
     Selection(("prefill",), head_dims=((512, 512),), options=one_option("output_gate")),
 )
-_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask")
+_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "DTypeGate")
 _MAIN = ("sm_80", "sm_90a")
 
 Instance = tuple[str, jit.Config]
@@ -249,7 +249,8 @@ def test_the_default_run_has_every_kernel_and_option() -> None:
     sm_80 options of mixes, whose two kernels meet them alone."""
     for arch in _MAIN:
         missing = _kinds(arch, fast=False) - _kinds(arch, fast=True)
-        mixes = {("mixed_sm80", option, False) for option in ("kRope", "kAlibi", "kSoftCap")}
+        alone = "kRope", "kAlibi", "kSoftCap", "DTypeGate"
+        mixes = {("mixed_sm80", option, False) for option in alone}
         assert missing == (mixes if arch == "sm_80" else set())
 
 

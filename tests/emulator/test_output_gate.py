@@ -10,6 +10,8 @@ import pytest
 from helpers import batch_calls, batch_cases, cascade_calls, gates, gpu_cases, single_calls
 from helpers.batch_cases import Problem
 from helpers.cases import Case
+from helpers.flash_cases import FORMS
+from helpers.flash_cases import Case as FlashCase
 from helpers.gates import KINDS, gated
 from helpers.share import one_of
 
@@ -126,6 +128,12 @@ def test_rows_that_see_no_key_stay_zero() -> None:
         call = gated(single_calls.Call(case, np), "elements", strides="packed")
         out, _ = call.run()
     assert not out[: case.qo_len - case.kv_len].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("seed", one_of(3, range(4 * len(FORMS))))
+def test_calls_of_flash_attn(seed: int) -> None:
+    with gpu.plugged_in(seed=seed % 3):
+        FlashCase(seed, is_gpu=True, gate=gates.of_kind(seed // len(FORMS))).run()
 
 
 # --- batches ---

@@ -29,6 +29,7 @@ DOORS: dict[str, tuple[Draw, int]] = {
     "trtllm_fmha_v2": (small.fmha, 24),
     "logits": (small.logits, 80),
     "gates": (small.gates_of_output, 63),
+    "gates of flash_attn": (small.gates_of_flash, 56),
     "append": (small.append, 40),
     "slots": (small.slots, 30),
     "merge": (small.merge, 60),

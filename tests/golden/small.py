@@ -106,6 +106,12 @@ def gates_of_output(seed: int, card: Card) -> Drawn:
     return f"{gates.of_kind(seed // len(gates.WAYS))}, {text}", run
 
 
+def gates_of_flash(seed: int, card: Card) -> Drawn:
+    kind = gates.of_kind(seed // len(flash_cases.FORMS))
+    text, run = _of_flash(flash_cases.Case(seed, is_gpu=True, gate=kind), card)
+    return f"{kind}, {text}", run
+
+
 def wide(seed: int, card: Card) -> Drawn:
     """Head dims beyond 256."""
     index = seed % len(mla_calls.WIDE)
@@ -146,7 +152,10 @@ def planless(seed: int, card: Card) -> Drawn:
 
 
 def flash(seed: int, card: Card) -> Drawn:
-    case = flash_cases.Case(seed, is_gpu=seed % 3 > 0)
+    return _of_flash(flash_cases.Case(seed, is_gpu=seed % 3 > 0), card)
+
+
+def _of_flash(case: flash_cases.Case, card: Card) -> Drawn:
     card.name("", {name: x.array for name, x in case.owned.items()})
     card.name("", case.named)
     return repr(case), lambda: case.function(*case.args, **case.named)

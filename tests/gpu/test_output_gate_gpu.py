@@ -11,6 +11,7 @@ import pytest
 from helpers import batches, compare, gates, gpu_cases
 from helpers import prefill_sm90_calls as prompts
 from helpers.calls import run_and_check
+from helpers.flash_cases import FORMS, Case
 from helpers.gates import KINDS, gated, sigmoid
 from helpers.on_gpu import capture, kernels, try_random, workspace
 from helpers.poison import download, upload
@@ -34,6 +35,11 @@ PROMPTS = (
 @pytest.mark.parametrize("first", range(0, gates.NUM_CASES, BLOCK))
 def test_random_calls(first: int) -> None:
     try_random(first, BLOCK, lambda seed, xp: gates.random_call(seed, xp, workspace(xp)))
+
+
+@pytest.mark.parametrize("seed", range(4 * len(FORMS)))
+def test_calls_of_flash_attn(torch: Any, seed: int) -> None:
+    Case(seed, torch, "cuda", is_gpu=True, gate=gates.of_kind(seed // len(FORMS))).run()
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])

@@ -14,7 +14,7 @@ import numpy as np
 from cupyattn import flash_attn
 
 from . import calls, compare, poison
-from .plain_answers import dense
+from .plain_answers import dense, sigmoid
 
 FORMS = "func", "varlen", "varlen pages", "varlen rows", "cache", "cache pages", "cache ragged"
 _NAN = float("nan")
@@ -38,9 +38,15 @@ class Case(calls.Placed):
     """One call. `run` makes it and compares the answer, and what it may and may not write."""
 
     def __init__(
-        self, seed: int, xp: ModuleType = np, device: str = "cpu", *, is_gpu: bool = False
+        self,
+        seed: int,
+        xp: ModuleType = np,
+        device: str = "cpu",
+        *,
+        is_gpu: bool = False,
+        gate: str = "",
     ) -> None:
-        """is_gpu: only what has GPU kernels, which are few."""
+        """is_gpu: only what has GPU kernels, which are few. gate: of gates.KINDS, "" for none."""
         super().__init__(self, xp, seed, 25, device=device)
         self.seed, self.is_gpu, rng = seed, is_gpu, self.rng
         self.form = FORMS[seed % len(FORMS)]
@@ -65,9 +71,12 @@ class Case(calls.Placed):
         self.descales = np.ones((3, self.count, self.kv_heads))
         self.slopes: np.ndarray | None = None
         self.are_causal: np.ndarray | None = None
+        self.gate: np.ndarray | None = None
         self._choose_options()
         self._make_requests()
         self._place()
+        if gate:
+            self._place_gate(gate)
 
     # --- options ---
 
@@ -204,6 +213,23 @@ class Case(calls.Placed):
             self._place_cache()
         else:
             self._place_varlen()
+
+    def _place_gate(self, kind: str) -> None:
+        """Gates of the output; those of rows that do not count are NaN."""
+        columns = (self.dim_v,) if kind.endswith("elements") else ()
+        gate = self.rng.normal(0, 2, (len(self.q), self.heads, *columns))
+        ends = np.cumsum(self.q_lens)
+        for end, count, used in zip(ends, self.q_lens, self._used(), strict=True):
+            gate[end - count + used : end] = _NAN
+        self.gate = gate.astype(np.float32 if kind.startswith("float32") else self.dtype)
+        lead = self.out.array.shape[:-2]
+        shaped = self.gate.reshape(*lead, *gate.shape[1:])
+        self.named["output_gate"] = self._strided("output_gate", shaped)
+
+    def _used(self) -> np.ndarray:
+        """How many rows of each request count."""
+        used: np.ndarray = getattr(self, "used", self.q_lens)
+        return used
 
     def _place_dense(self) -> None:
         self.function: Callable[..., Any] = flash_attn.flash_attn_func
@@ -398,7 +424,7 @@ class Case(calls.Placed):
 
     def _compare(self, out: np.ndarray, lse: np.ndarray | None) -> None:
         is_even = out.ndim == 4
-        used = getattr(self, "used", self.q_lens)
+        used = self._used()
         ends, near = np.cumsum(self.q_lens), 2e-5 if self.dtype == np.float32 else 3e-2
         near_lse = 1e-2 if self.is_gpu else 1e-5
         for index, end in enumerate(ends):
@@ -412,6 +438,8 @@ class Case(calls.Placed):
             if self.are_causal is not None:
                 options["causal"] = bool(self.are_causal[index])
             want, want_lse = dense(q, k, v * of_v[:, None], slopes=slopes, **options)
+            if self.gate is not None:
+                want = want * sigmoid(self.gate[begin : begin + used[index]])
             own = out[index] if is_even else out[begin:end]
             np.testing.assert_allclose(
                 own[: used[index]], want, near, near, err_msg=f"{self}, request {index}"

@@ -10,6 +10,7 @@ import numpy as np
 from . import batch_calls, batch_cases, cascade_calls, gpu_cases, single_calls
 from .calls import Call, States
 from .cases import element_strides, pick
+from .plain_answers import sigmoid as sigmoid
 
 SomeCall = TypeVar("SomeCall", bound=Call)
 # Of heads, or of elements; in the type of q, or in float32.
@@ -17,13 +18,6 @@ KINDS = ("heads", "elements", "float32 heads", "float32 elements")
 # Of random calls.
 WAYS, NUM_CASES = ("classed", "batch", "split", "cascade", "decode", "batch", "classed"), 84
 _STRIDES = ("packed", "packed", "padded", "unaligned", "swapped")
-
-
-def sigmoid(gate: np.ndarray) -> np.ndarray:
-    """What gates [rows, heads] or [rows, heads, head_dim] multiply rows by, in float64."""
-    with np.errstate(over="ignore"):
-        factors = 1.0 / (1.0 + np.exp(-gate.astype(np.float64)))
-    return factors if gate.ndim == 3 else factors[..., None]
 
 
 def drawn(call: Call, kind: str, rng: np.random.Generator) -> np.ndarray:

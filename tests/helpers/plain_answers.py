@@ -43,6 +43,13 @@ class Logits(NamedTuple):
     alibi_slopes: np.ndarray | None = None
 
 
+def sigmoid(gate: np.ndarray) -> np.ndarray:
+    """What gates [rows, heads] or [rows, heads, head_dim] multiply rows by, in float64."""
+    with np.errstate(over="ignore"):
+        factors = 1.0 / (1.0 + np.exp(-gate.astype(np.float64)))
+    return factors if gate.ndim == 3 else factors[..., None]
+
+
 def _turned(x: np.ndarray, position: int, how: Logits) -> np.ndarray:
     half = x.shape[-1] // 2
     theta, scale = how.rope_theta or 1e4, how.rope_scale or 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import batch_cases, batches, cascade_calls, gpu_cases, single_calls
+from helpers import batch_cases, batches, cascade_calls, flash_cases, gpu_cases, single_calls
 from helpers.batch_calls import planned
 from helpers.batches import HKV, HQ, D
 from helpers.calls import run_and_check
 from helpers.fake_batch import Device
 from helpers.fake_gpu import Gpu, pointer, unpack
+from helpers.flash_cases import FORMS
 from helpers.gates import KINDS, gated, of_kind, sigmoid
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.engine import check_planless
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
+from cupyattn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from cupyattn.launch.driver import params
 
 prefill, decode = cupyattn.single_prefill_with_kv_cache, cupyattn.single_decode_with_kv_cache
@@ -63,6 +67,58 @@ def test_random_batches(seed: int) -> None:
 def test_cascades(kind: str) -> None:
     call = cascade_calls.planned(cascade_calls.random_case(4), np, np.zeros(16 << 20, np.uint8))
     run_and_check(gated(call, kind))
+
+
+@pytest.mark.parametrize("seed", range(2 * len(FORMS)))
+def test_calls_of_flash_attn(seed: int) -> None:
+    flash_cases.Case(seed, gate=of_kind(seed)).run()
+
+
+DENSE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "from the first": {"is_causal": True, "causal_alignment": "first"},
+    "sinks": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32)},
+    "mask": {"mask": np.tri(7, 9, 1, dtype=bool)},
+    "bias": {"bias": np.linspace(0, 3, 4 * 7 * 9, dtype=np.float32).reshape(4, 7, 9)},
+    "keys": {"key_value_seq_lengths": np.array([5, 9], np.int32)},
+    "rows and keys": {
+        "query_seq_lengths": np.array([5, 7], np.int32),
+        "key_value_seq_lengths": np.array([5, 9], np.int32),
+    },
+    "expression": {"logits_transform": "2.0 * logit"},
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("columns", [1, 2], ids=["heads", "elements"])
+def test_dot_product_attention(name: str, columns: int) -> None:
+    rng = np.random.default_rng(5)
+    q, gate = rng.standard_normal((2, 2, 7, 4, 16)).astype(np.float16)
+    k, v = rng.standard_normal((2, 2, 9, 2, 16)).astype(np.float16)
+    gate = gate if columns == 2 else gate[..., 3]
+    factors = sigmoid(gate.reshape(14, *gate.shape[2:])).reshape(2, 7, 4, -1)
+    attend = functools.partial(cupyattn.dot_product_attention, **DENSE[name])
+    plain, plain_lse = attend(q, k, v, return_lse=True)
+    out, lse = attend(q, k, v, output_gate=gate, return_lse=True)
+    np.testing.assert_allclose(out, plain * factors, atol=1e-3)
+    np.testing.assert_array_equal(lse, plain_lse)
+    with pytest.raises(ArgumentError, match=r"output_gate: shape is \[2, 6, 4"):
+        attend(q, k, v, output_gate=gate[:, :6])
+    if name not in ("keys", "rows and keys"):
+        one = cupyattn.dot_product_attention(q[0], k[0], v[0], output_gate=gate[0], **DENSE[name])
+        np.testing.assert_array_equal(one, out[0])
+
+
+def test_head_dims_that_are_copied() -> None:
+    rng = np.random.default_rng(6)
+    q, gate = rng.standard_normal((2, 1, 7, 4, 15)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 9, 2, 15)).astype(np.float16)
+    plain = flash_attn_func(q, k, v)
+    out = flash_attn_func(q, k, v, output_gate=gate[..., 0])
+    np.testing.assert_allclose(out, plain * sigmoid(gate[0, ..., 0]), atol=1e-3)
+    with pytest.raises(UnsupportedError, match=r"output_gate: .* head_dim of 15"):
+        flash_attn_func(q, k, v, output_gate=gate)
 
 
 def test_rows_without_keys_stay_zero_and_a_gate_touches_its_row_alone() -> None:
@@ -199,3 +255,68 @@ def test_known_runs_of_other_rows_are_checked(device: Device) -> None:
         w.run(q, cache, output_gate=device.put(np.zeros((count, HQ), np.float32)))
     with pytest.raises(ArgumentError, match=r"output_gate: shape is \[3, "):
         w.run(q, cache, output_gate=device.put(np.zeros((3, HQ), np.float32)))
+
+
+@pytest.mark.parametrize("name", ["rows", "pages"])
+def test_known_calls_without_a_plan(
+    gpu: Gpu, make: Callable, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of other lengths are launched with gates of theirs, and without the checks."""
+    index = {"dtype": "int32"}
+
+    def attend(count: int, gate: Any) -> None:
+        if name == "rows":
+            k, v = make(90, 2, 64), make(90, 2, 64)
+            offsets = make(count + 1, **index), make(count + 1, **index)
+            flash_attn_varlen_func(make(3 * count, 8, 64), k, v, *offsets, 4, 50, output_gate=gate)
+        else:
+            pools, table = (make(20, 16, 2, 64), make(20, 16, 2, 64)), make(count, 5, **index)
+            flash_attn_with_kvcache(
+                make(count, 3, 8, 64),
+                *pools,
+                cache_seqlens=make(count, **index),
+                block_table=table,
+                output_gate=gate,
+            )
+
+    def of_elements(count: int) -> Any:
+        rows = (3 * count,) if name == "rows" else (count, 3)
+        return make(*rows, 8, 128)[..., 64:]
+
+    def of_heads(count: int) -> Any:
+        rows = (3 * count,) if name == "rows" else (count, 3)
+        return make(*rows, 16, dtype="float32")[..., ::2]
+
+    for make_gate, strides in ((of_elements, (1024, 128)), (of_heads, (16, 2))):
+        with monkeypatch.context() as patch:
+            for count in (4, 5, 7):
+                gpu.launches.clear()
+                gate = make_gate(count)
+                attend(count, gate)
+                attention = gpu.attentions()
+                assert [_gate_of(x) for x in attention] == [(pointer(gate), *strides)]
+                assert attention[0].kernel.config["kGatesElements"] == (make_gate is of_elements)
+                patch.setattr(check_planless, "view_rows", None)
+        with pytest.raises(ArgumentError, match="output_gate"):
+            attend(6, make_gate(7))
+
+
+# --- graphs ---
+
+
+def test_a_gate_is_an_array_of_graphs() -> None:
+    """To torch.compile, and to a function that JAX traces."""
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    import cupyattn.integrations.jax
+    import cupyattn.integrations.torch
+
+    values = arrays()
+    wanted = prefill(*values[:3], output_gate=values[3])
+
+    def attend(q: Any, k: Any, v: Any, gate: Any) -> Any:
+        return cupyattn.dot_product_attention(q, k, v, output_gate=gate)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    np.testing.assert_array_equal(compiled(*map(torch.tensor, values)).numpy(), wanted)
+    traced = jax.jit(attend)(*map(jax.numpy.asarray, values))
+    np.testing.assert_array_equal(np.asarray(traced), wanted)

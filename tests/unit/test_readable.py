@@ -15,7 +15,7 @@ PACKAGE = ROOT / "cupyattn"
 
 # What is still to be made simpler, and how large it is: sizes may only fall.
 _LONG: dict[str, int] = {
-    "cupyattn/dot_product.py: dot_product_attention": 69,
+    "cupyattn/dot_product.py: dot_product_attention": 67,
 }
 _MANY_WAYS: dict[str, int] = {
     "cupyattn/engine/call_cache.py: _comparer_torch": 17,
