@@ -98,7 +98,7 @@ class BatchLauncher(Binder):
         self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
         self._kernels = Kernels(problem, num_kv_heads, group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, num_kv_heads, group_size, device_index)
-        self._equal: dict[tuple[object, ...], EqualRequests] = {}
+        self._equal: dict[tuple[object, ...], BatchSchedule | EqualRequests] = {}
         self._log = log_choices.log_of(spec, problem)
 
     def schedule(
@@ -152,15 +152,18 @@ class BatchLauncher(Binder):
             key = key_of_equal(
                 requests, self.group_size, self.masking, has_table, splitting, capacity
             )
-        if key is not None:
-            cached = self._equal.get(key)
-            if cached is None:
-                if len(self._equal) >= _MAX_EQUAL:
-                    self._equal.clear()
-                built = self._schedule(requests, splitting, capacity)
-                cached = self._equal[key] = EqualRequests(built, requests.uniform)
-            return cached.schedule(requests)
-        return self._schedule(requests, splitting, capacity)
+        if key is None:
+            return self._schedule(requests, splitting, capacity)
+        cached = self._equal.get(key)
+        if cached is None:
+            if len(self._equal) >= _MAX_EQUAL:
+                self._equal.clear()
+            # Most lengths of prompts do not come again: what a repeat needs is found when it does.
+            schedule = self._equal[key] = self._schedule(requests, splitting, capacity)
+            return schedule
+        if isinstance(cached, BatchSchedule):
+            cached = self._equal[key] = EqualRequests(cached, requests.uniform)
+        return cached.schedule(requests)
 
     def choose_for_any_length(self, num_requests: int, qo_len: int) -> tuple[str, TileShape] | None:
         """`choose` for decode of so many requests, whatever their lengths; None if those decide, or

@@ -121,5 +121,5 @@ def test_they_are_planned_once(name: str, capacity: Capacity | None) -> None:
         ):
             for kv_len in (4090, 4091, 4096):
                 launcher.schedule(_requests(rng, 8, 1, kv_len), capacity=capacity)
-    assert reused.call_count == 3
+    assert reused.call_count == 3 - planned.call_count
     assert planned.call_count == (3 if name == "latent of many heads" else 1)
