@@ -10,8 +10,7 @@ from .core import parse
 from .core.names import missing
 from .core.tracing import exported, is_exporting, untraced
 from .engine import logits
-from .engine import run_single as run
-from .engine.run_single import NO_EXTRAS, Extras
+from .engine.run_single import make_arrays, make_options, run
 from .errors import ArgumentError
 from .typing import Array, returns_lse
 from .wrappers.decode import (
@@ -93,29 +92,27 @@ def single_decode_with_kv_cache(
     """
     if use_tensor_cores is not False and use_tensor_cores is not True:
         parse.flag(use_tensor_cores, "use_tensor_cores")
-    scalars = (
-        kv_layout,
-        False,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        q_scale,
-        k_scale,
-        v_scale,
-        None,
+    options = make_options(
+        kv_layout=kv_layout,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
-    extras = NO_EXTRAS
-    if not (sinks is output_gate is None):
-        extras = Extras(sinks=sinks, output_gate=output_gate)
+    arrays = make_arrays(q, k, v, out, lse, sinks)
+    if output_gate is not None:
+        arrays = arrays._replace(output_gate=output_gate)
+    read: tuple[Any, ...] = ()
     if not (logits_transform is mask_fn is logits_params is None):
-        scalars, extras = run.with_logits(
-            scalars, extras, logits.read(logits_transform, mask_fn, logits_params)
-        )
+        expression, read = logits.read(logits_transform, mask_fn, logits_params)
+        options = options._replace(logits=expression)
     try:
-        return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=True)
+        return run(arrays, options, read, return_lse=return_lse, is_decode=True)
     except ArgumentError:
         if not is_exporting():
             raise

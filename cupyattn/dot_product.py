@@ -687,18 +687,24 @@ def _expressed(
     gate = options["output_gate"]
     for index in range(shape[0]):
         own = logits.of_request(expression, arrays, index, shape[0])
-        scalars = (
-            *("NHD", options["causal"], "NONE", left, options["softcap"], options["softmax_scale"]),
-            *(None, None, None, None, None, None, right, 0, False, False, own),
+        given = single.Given(
+            causal=options["causal"],
+            window_left=left,
+            window_right=right,
+            logits_soft_cap=options["softcap"],
+            sm_scale=options["softmax_scale"],
+            logits=own,
         )
-        own_gate = None if gate is None else gate[index]
-        extras = single.Extras(sinks=options["sinks"], logits=arrays, output_gate=own_gate)
-        single.run(
-            *(q[index], k[index], v[index], scalars, extras, made[index]),
-            None if lse is None else lse[index],
-            wants_lse,
-            is_decode=False,
+        request = single.Arrays(
+            q[index],
+            k[index],
+            v[index],
+            out=made[index],
+            lse=None if lse is None else lse[index],
+            sinks=options["sinks"],
+            output_gate=None if gate is None else gate[index],
         )
+        single.run(request, given, arrays, return_lse=wants_lse, is_decode=False)
     made = array.deliver(made, vq) if out is None else out
     if lse is None:
         return made

@@ -13,8 +13,7 @@ from .core.names import missing
 from .core.problem import KV_LAYOUTS
 from .core.tracing import exported, is_exporting, untraced
 from .engine import geometry, logits
-from .engine import run_single as run
-from .engine.run_single import NO_EXTRAS, Extras
+from .engine.run_single import make_arrays, make_options, run
 from .errors import ArgumentError
 from .typing import Array, ArrayT, Scale, returns_lse
 from .wrappers.prefill import (
@@ -198,33 +197,52 @@ def single_prefill_with_kv_cache(
         q_scale, scale_q = _number_or_array(scale_q, q_scale, "scale_q")
         k_scale, scale_k = _number_or_array(scale_k, k_scale, "scale_k")
         v_scale, scale_v = _number_or_array(scale_v, v_scale, "scale_v")
-    scalars = (
-        kv_layout,
-        causal,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        q_scale,
-        k_scale,
-        v_scale,
-        o_dtype,
-        window_right,
+    options = make_options(
+        kv_layout=kv_layout,
+        causal=causal,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        o_dtype=o_dtype,
+        window_right=window_right,
     )
-    extras = NO_EXTRAS
-    if not (custom_mask is packed_custom_mask is sinks is scale_q is scale_k is scale_v is None):
-        mask = custom_mask if packed_custom_mask is None else None
-        extras = Extras(mask, packed_custom_mask, sinks, scale_q, scale_k, scale_v)
-    if output_gate is not None:
-        extras = extras._replace(output_gate=output_gate)
-    if not (logits_transform is mask_fn is logits_params is None):
-        scalars, extras = run.with_logits(
-            scalars, extras, logits.read(logits_transform, mask_fn, logits_params)
+    arrays = make_arrays(q, k, v, out, lse)
+    read: tuple[Any, ...] = ()
+    if not (
+        sinks
+        is custom_mask
+        is packed_custom_mask
+        is scale_q
+        is scale_k
+        is scale_v
+        is output_gate
+        is None
+    ):
+        arrays = make_arrays(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sinks=sinks,
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+            scale_q=scale_q,
+            scale_k=scale_k,
+            scale_v=scale_v,
+            output_gate=output_gate,
         )
+    if not (logits_transform is mask_fn is logits_params is None):
+        expression, read = logits.read(logits_transform, mask_fn, logits_params)
+        options = options._replace(logits=expression)
     try:
-        return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=False)
+        return run(arrays, options, read, return_lse=return_lse, is_decode=False)
     except ArgumentError:
         if not is_exporting():
             raise

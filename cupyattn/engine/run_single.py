@@ -25,8 +25,8 @@ from ..array.match import (
     require_same_dtype,
 )
 from ..core import dtypes, parse
-from ..core.logits import LogitsExpression
 from ..core.problem import MAX_LENGTH, AttentionProblem
+from ..core.records import maker
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention.single import AttentionLauncher
@@ -38,20 +38,30 @@ from .spec import Given, make_spec, require_group
 from .workspace import clear_of, require_apart
 
 
-class Extras(NamedTuple):
-    """The optional arrays of a call, as given."""
+class Arrays(NamedTuple):
+    """The arrays of a request by their roles, as given; None where there is none.
 
+    q      [Hq, D] for decode, else [Lq, Hq, D]
+    k, v   tokens of the cache, in the layout that the options name
+    Of two masks the packed one holds.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any = None
+    lse: Any = None
+    sinks: Any = None
     custom_mask: Any = None
     packed_custom_mask: Any = None
-    sinks: Any = None
     scale_q: Any = None
     scale_k: Any = None
     scale_v: Any = None
-    logits: tuple[ArrayView, ...] = ()  # what expressions read, in their order
     output_gate: Any = None
 
 
-NO_EXTRAS = Extras()
+make_arrays, make_options = maker(Arrays), maker(Given)
+_OPTIONAL = Arrays._fields[Arrays._fields.index("sinks") :]
 
 
 @dataclass(slots=True)
@@ -139,45 +149,42 @@ _OF_SINKS = functools.partial(params.OPTIONAL.pack, 0, 0)  # no LSE, no mask
 
 
 def run(
-    q: Any,
-    k: Any,
-    v: Any,
-    scalars: tuple[Any, ...],
-    extras: Extras,
-    out: Any,
-    lse: Any,
+    arrays: Arrays,
+    options: Given,
+    read: tuple[ArrayView, ...] = (),
+    *,
     return_lse: bool,
     is_decode: bool,
     workspace: ArrayView | None = None,
 ) -> Any:
-    """Attention of one request; q is [Hq, D] for decode, else [Lq, Hq, D].
+    """Attention of one request: out, or (out, lse) if `return_lse`.
 
-    `scalars` are the fields of inputs.spec.Given. Returns out, or (out, lse) if `return_lse`.
+    read: what the expressions of the options read, in their order.
     workspace: of a wrapper that works on after this call, in which no array may lie.
     """
-    arrays: tuple[Any, ...] = q, k, v, out
-    calls = None
-    if lse is None and return_lse is False:
+    q, k, v, out, lse, sinks, mask, packed_mask, scale_q, scale_k, scale_v, gate = arrays
+    calls: CallCache[_Checked] | None = None
+    known: tuple[Any, ...] = q, k, v, out
+    is_plain = lse is mask is packed_mask is scale_q is scale_k is scale_v is gate is None
+    if is_plain and return_lse is False and not read:
         try:
-            calls = _CALLS[is_decode, scalars[0]]
-        except (KeyError, TypeError):  # no layout: refused below
+            calls = _CALLS.get((is_decode, options.kv_layout))
+        except TypeError:  # no layout: refused below
             pass
-        else:
-            if calls is _HEADS_FIRST and workspace is None and _is_contiguous_tensor(k):
-                calls = _GROWING
-            if extras is not NO_EXTRAS:
-                has_sinks_alone = calls is _GROWING and _has_sinks_alone(extras)
-                calls = _GROWING if has_sinks_alone else None
-                arrays = *arrays, extras.sinks
+        if calls is _HEADS_FIRST and workspace is None and _is_contiguous_tensor(k):
+            calls = _GROWING
+        if sinks is not None:
+            calls = _GROWING if calls is _GROWING else None
+            known = q, k, v, out, sinks
     if calls is not None:
-        answer = _run_cached(calls, arrays, scalars, is_decode, workspace)
+        answer = _run_cached(calls, known, options, is_decode, workspace)
         if answer is not None:
             return answer
 
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
-    call = _check_call(q, k, v, Given(*scalars), extras, out, lse, is_decode)
-    views = _view_extras(extras, call)
+    call = _check_call(arrays, options, is_decode)
+    views = _view_optional(arrays, read, call)
     if workspace is not None:
         given = {"q": call.q, "k": call.k, "v": call.v, "out": call.out, "lse": call.lse}
         require_apart(workspace, **given, **views)
@@ -198,7 +205,7 @@ def run(
     if call.qo_len:
         strides = _launch(call, views)
         if calls is not None and entry.is_constant:
-            _insert(calls, arrays, scalars, call, strides)
+            _insert(calls, known, options, call, strides)
     out = array.deliver(out, call.q)
     return (out, array.deliver(lse, call.q)) if return_lse else out
 
@@ -214,37 +221,21 @@ def _is_contiguous_tensor(x: Any) -> bool:
         return False
 
 
-def _has_sinks_alone(extras: Extras) -> bool:
-    mask, packed_mask, _, scale_q, scale_k, scale_v, read, gate = extras
-    return mask is packed_mask is scale_q is scale_k is scale_v is gate is None and not read
-
-
-def with_logits(
-    scalars: tuple[Any, ...],
-    extras: Extras,
-    read: tuple[LogitsExpression | None, tuple[ArrayView, ...]],
-) -> tuple[tuple[Any, ...], Extras]:
-    """The scalars and the optional arrays of a call with the expressions that `read` found."""
-    expression, arrays = read
-    scalars = tuple(Given(*scalars)._replace(logits=expression))
-    return scalars, extras._replace(logits=arrays) if arrays else extras
-
-
 def run_unmasked(q: Any, k: Any, v: Any, kv_layout: str, sm_scale: float) -> tuple[Any, Any]:
     """(out, lse) of rows that see all keys."""
-    scalars = (kv_layout, False, "NONE", -1, None, sm_scale, *[None] * 6)
-    return run(q, k, v, scalars, NO_EXTRAS, None, None, return_lse=True, is_decode=False)
+    options = Given(kv_layout=kv_layout, sm_scale=sm_scale)
+    return run(Arrays(q, k, v), options, return_lse=True, is_decode=False)
 
 
 def _run_cached(
     calls: CallCache[_Checked],
     arrays: tuple[Any, ...],
-    scalars: tuple[Any, ...],
+    options: Given,
     is_decode: bool,
     workspace: ArrayView | None,
 ) -> Any:
     """The answer of a call that is in the cache and whose lengths fit, else None."""
-    answer = calls.lookup(arrays, scalars)
+    answer = calls.lookup(arrays, options)
     if answer is None:
         return None
     found, addresses = answer
@@ -268,8 +259,11 @@ def _run_cached(
         return None
     out = arrays[_OUT]
     if out is None:
-        row_shape = checked.row_shape
-        out = call.make_out(row_shape if is_decode else (qo_len, *row_shape))
+        if call.make_like is not None:
+            out = call.make_like(arrays[0])
+        else:
+            row_shape = checked.row_shape
+            out = call.make_out(row_shape if is_decode else (qo_len, *row_shape))
         addresses[_OUT] = call.address(out)
     if is_growing and (sinks := addresses.pop()):
         optional = _OF_SINKS(sinks, *(0,) * 4, *params.NOTHING_MORE)
@@ -346,28 +340,28 @@ def _step_of_heads(shape: list[int], strides: tuple[int, ...]) -> int | None:
 # --- steps of several requests ---
 
 
-def step_scalars(window_left: int, scale: float | None, soft_cap: float | None) -> tuple[Any, ...]:
-    """The scalars of a step, which is a decode whose keys have heads before tokens."""
-    return "HND", False, "NONE", window_left, soft_cap, scale, *[None] * 6
+def step_options(window_left: int, scale: float | None, soft_cap: float | None) -> Given:
+    """The options of a step, which is a decode whose keys have heads before tokens."""
+    return make_options(
+        kv_layout="HND", window_left=window_left, sm_scale=scale, logits_soft_cap=soft_cap
+    )
 
 
-def find_step(q: Any, k: Any, v: Any, scalars: tuple[Any, ...]) -> Any:
+def find_step(q: Any, k: Any, v: Any, options: Given) -> Any:
     """A row of each of several requests over equally many keys, of heads that are equally far
     apart, is one row of all these heads.
 
     q [b, heads, 1, head_dim], k and v [b, kv_heads, kv_len, head_dim]. Returns out [b, 1, heads,
     head_dim of v], None for a call that `keep_step` did not get.
     """
-    return _run_cached(_STEPS, (q, k, v, None), scalars, is_decode=True, workspace=None)
+    return _run_cached(_STEPS, (q, k, v, None), options, is_decode=True, workspace=None)
 
 
 @after_launch
-def keep_step(
-    arrays: tuple[Any, Any, Any], flat: tuple[Any, Any, Any], scalars: tuple[Any, ...]
-) -> None:
+def keep_step(arrays: tuple[Any, Any, Any], flat: tuple[Any, Any, Any], options: Given) -> None:
     """Let `find_step` find a call that was answered by `run` as one row: of `flat`, which are q, k
     and v of `arrays` in place."""
-    answer = _GROWING.lookup((*flat, None), scalars)
+    answer = _GROWING.lookup((*flat, None), options)
     if answer is None:
         return
     q, k, _ = arrays
@@ -376,14 +370,14 @@ def keep_step(
     shape = q.shape[0], 1, q.shape[1], spec.head_dim_vo
     checked = replace(checked, row_shape=shape, kv_heads=(*k.shape[:2],))
     like = array.view(q, "q")
-    _STEPS.insert((*arrays, None), scalars, checked, like, spec.dtype_o, shape, None)
+    _STEPS.insert((*arrays, None), options, checked, like, spec.dtype_o, shape, None)
 
 
 @after_launch
 def _insert(
     calls: CallCache[_Checked],
     arrays: tuple[Any, ...],
-    scalars: tuple[Any, ...],
+    options: Given,
     call: _Call,
     strides: bytes,
 ) -> None:
@@ -399,20 +393,20 @@ def _insert(
         entry.launcher, max_qo_len, strides, out_shape[-2:], allocate, are_aligned, kv_heads
     )
     made_shape = out_shape if arrays[_OUT] is None else None
-    found = calls.insert(arrays, scalars, checked, call.q, entry.spec.dtype_o, made_shape, None)
+    found = calls.insert(arrays, options, checked, call.q, entry.spec.dtype_o, made_shape, None)
     if found is not None and calls is _GROWING:
         found.prepared = call.kv_len, call.kv_len, strides
 
 
-def _check_call(
-    q: Any, k: Any, v: Any, given: Given, extras: Extras, out: Any, lse: Any, is_decode: bool
-) -> _Call:
+def _check_call(arrays: Arrays, options: Given, is_decode: bool) -> _Call:
     """The call, checked but for its optional arrays. Raises ArgumentError, UnsupportedError."""
-    view = array.view
-    vq, vk, vv = view(q, "q"), view(k, "k"), view(v, "v")
+    view, out, lse = array.view, arrays.out, arrays.lse
+    vq, vk, vv = view(arrays.q, "q"), view(arrays.k, "k"), view(arrays.v, "v")
     vout = None if out is None else view(out, "out")
     vlse = None if lse is None else view(lse, "lse")
-    entry = _find_entry(vq, vk, vv, vout, given, extras, is_decode)
+    has_mask = not (arrays.custom_mask is arrays.packed_custom_mask is None)
+    has_scales = not (arrays.scale_q is arrays.scale_k is None)
+    entry = _find_entry(vq, vk, vv, vout, options, has_mask, has_scales, is_decode)
     qo_len = 1 if is_decode else vq.shape[0]
     kv_len, out_shape = vk.shape[entry.kv_axis], (*vq.shape[:-1], entry.spec.head_dim_vo)
     call = _Call(vq, vk, vv, vout, vlse, is_decode, entry, qo_len, kv_len, out_shape)
@@ -426,13 +420,12 @@ def _find_entry(
     vv: ArrayView,
     vout: ArrayView | None,
     given: Given,
-    extras: Extras,
+    has_mask: bool,
+    has_scales: bool,
     is_decode: bool,
 ) -> Entry:
     """What an earlier call of equal geometry was checked to be, or a new entry."""
     pointers = vq.ptr | vk.ptr | vv.ptr | (0 if vout is None else vout.ptr)
-    has_mask = extras.custom_mask is not None or extras.packed_custom_mask is not None
-    has_scales = not (extras.scale_q is extras.scale_k is None)
     # Everything of k and v but the length, which changes from call to call.
     layout = parse.kv_layout(given.kv_layout)
     kept = slice(None, None, 2) if layout == "HND" else slice(1, None)
@@ -554,20 +547,23 @@ def _check_lengths(call: _Call) -> None:
     match_output(call.lse, call.out_shape[:-1], dtypes.float32, "lse", **inputs)
 
 
-def _view_extras(extras: Extras, call: _Call) -> dict[str, ArrayView]:
-    """Views of the optional arrays, checked; absent ones are left out."""
-    if extras is NO_EXTRAS:
+def _view_optional(
+    arrays: Arrays, read: tuple[ArrayView, ...], call: _Call
+) -> dict[str, ArrayView]:
+    """Views of the optional arrays, checked, and of what expressions read; absent ones are left
+    out."""
+    given = {name: x for name in _OPTIONAL if (x := getattr(arrays, name)) is not None}
+    if not given and not read:
         return {}
-    views = {
-        name: array.view(x, name)
-        for name, x in extras._asdict().items()
-        if x is not None and name not in ("logits", output_gate.NAME)
-    }
+    gates = given.pop(output_gate.NAME, None)
+    if arrays.packed_custom_mask is not None:
+        given.pop("custom_mask", None)
+    views = {name: array.view(x, name) for name, x in given.items()}
     qo_len, kv_len, spec = call.qo_len, call.kv_len, call.entry.spec
-    read = {}
+    expressed = {}
     if spec.logits is not None:
-        read = logits.check_arrays(spec.logits, extras.logits, spec, 1, qo_len, kv_len)
-    array.same_device(q=call.q, **views, **read)
+        expressed = logits.check_arrays(spec.logits, read, spec, 1, qo_len, kv_len)
+    array.same_device(q=call.q, **views, **expressed)
     dims = {
         "qo_len": qo_len,
         "kv_len": kv_len,
@@ -592,14 +588,14 @@ def _view_extras(extras: Extras, call: _Call) -> dict[str, ArrayView]:
         else:
             heads = "num_qo_heads" if name in ("sinks", "scale_q") else "num_kv_heads"
             match_array(v, heads, dtypes.float32, name, dims)
-    gate = output_gate.view_gate(extras.output_gate, call.out_shape[:-2], spec)
+    gate = output_gate.view_gate(gates, call.out_shape[:-2], spec)
     if gate is not None:
         array.same_device(q=call.q, output_gate=gate)
         views[output_gate.NAME] = gate
     for target, name in ((call.out, "out"), (call.lse, "lse")):
         if target is not None:
-            require_output(target, name, **views, **read)
-    return views | read
+            require_output(target, name, **views, **expressed)
+    return views | expressed
 
 
 def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 from ..core.packages import needs
 from ..decode import single_decode_with_kv_cache
 from ..dot_product import dot_product_attention, single_call
-from ..engine.run_single import find_step, keep_step, step_scalars
+from ..engine.run_single import find_step, keep_step, step_options
 from ..errors import UnsupportedError
 from ..flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -350,7 +350,7 @@ def attention(
     is_plain = attention_mask is s_aux is None and not dropout
     if is_plain and query.shape[2] == 1 and _is_known(kwargs):
         window = _window(sliding_window, _is_causal(module, is_causal))
-        made = find_step(query, key, value, step_scalars(window[0], scaling, softcap))
+        made = find_step(query, key, value, step_options(window[0], scaling, softcap))
         if made is not None:
             return made, None
     _refuse(dropout, kwargs)
@@ -510,7 +510,7 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
         sinks=sinks,
     )
     if is_in_place and sinks is None and _is_known({}) and rows.data_ptr() == q.data_ptr():
-        keep_step(given, (rows, k, v), step_scalars(window_left, scale, softcap))
+        keep_step(given, (rows, k, v), step_options(window_left, scale, softcap))
     return made.view(count, 1, heads, -1)
 
 

@@ -8,8 +8,7 @@ from ..core import parse
 from ..core.problem import POS_ENCODING_MODES
 from ..core.tracing import Untraced
 from ..engine import geometry
-from ..engine.run_single import NO_EXTRAS, Extras
-from ..engine.run_single import run as run_single
+from ..engine import run_single as single
 from ..errors import PlanError
 from ..typing import Array, Pages, Scale
 from .decode import BatchDecodeWithPagedKVCacheWrapper
@@ -177,33 +176,26 @@ class PODWithPagedKVCacheWrapper(Untraced):
                 raise PlanError(
                     f"{name}: run() got {given!r} and the plan says {planned!r}; pass it to plan()"
                 )
-        scalars = (
-            kv_layout_p,
-            causal_p,
-            pos_encoding_mode_p,
-            window_left_p,
-            None,
-            sm_scale_p,
-            rope_scale_p,
-            rope_theta_p,
-            None,
-            None,
-            None,
-            None,
-            -1,
+        options = single.Given(
+            kv_layout=kv_layout_p,
+            causal=causal_p,
+            pos_encoding_mode=pos_encoding_mode_p,
+            window_left=window_left_p,
+            sm_scale=sm_scale_p,
+            rope_scale=rope_scale_p,
+            rope_theta=rope_theta_p,
         )
-        extras = NO_EXTRAS
-        if not (custom_mask_p is packed_custom_mask_p is None):
-            mask = custom_mask_p if packed_custom_mask_p is None else None
-            extras = Extras(mask, packed_custom_mask_p)
-        out_p = run_single(
+        arrays = single.Arrays(
             q_p,
             k_p,
             v_p,
-            scalars,
-            extras,
-            out=None,
             lse=lse_p,
+            custom_mask=custom_mask_p,
+            packed_custom_mask=packed_custom_mask_p,
+        )
+        out_p = single.run(
+            arrays,
+            options,
             return_lse=False,
             is_decode=False,
             workspace=self._decodes._workspace,
