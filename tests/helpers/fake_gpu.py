@@ -32,6 +32,7 @@ from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.tiles import decode_sm80, prefill_sm80, wide_sm80
 from cupyattn.launch.tiles.config import HOPPER, Target, TileConfig
 from cupyattn.launch.tiles.mixed_sm80 import mixed_config
+from cupyattn.launch.tiles.row_classes import LARGE, PERSISTENT
 
 from .patching import replace, replace_all
 
@@ -118,7 +119,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     def load_kernel(
         problem: Any, rows: str, device_index: int, is_batch: bool = False, page_size: int = 0
     ) -> SimpleNamespace:
-        asked = problem, rows, Target(HOPPER, MAX_SHARED, is_batch=is_batch)
+        # The portable tile for many rows stands for the one of prefill_sm90.
+        row_class = LARGE if rows == PERSISTENT else rows
+        asked = problem, row_class, Target(HOPPER, MAX_SHARED, is_batch=is_batch)
         portable = decode_sm80, prefill_sm80, wide_sm80
         tiles = next(x for x in portable if x.refusal(*asked) is None).tiles(*asked)
         return SimpleNamespace(

@@ -123,8 +123,8 @@ def test_uncommon_calls_are_checked(
     for _ in range(2):
         prefill(q, k, k, out=out)
     checked: list[object] = []
-    real = run.Given
-    monkeypatch.setattr(run, "Given", lambda *a: checked.append(a) or real(*a))
+    real = run._check_call
+    monkeypatch.setattr(run, "_check_call", lambda *a: checked.append(a) or real(*a))
     shifted = make(4 * 4 * 64 + 1)[1:].reshape(4, 4, 64)
     lse = make(4, 4, dtype="float32")
     for _ in range(2):
