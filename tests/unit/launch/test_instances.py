@@ -91,6 +91,8 @@ def on_gpu(loads: Loads, stream: Any, monkeypatch: pytest.MonkeyPatch) -> Device
 
     empty = memory._empty_cupy
     replace(monkeypatch, empty, lambda dtype, index, shape: make(*shape, dtype=dtype.name))
+    empty_on = memory.empty_on  # workspaces of wrappers' own, in torch's memory
+    replace(monkeypatch, empty_on, lambda _, __, shape, dtype: make(*shape, dtype=dtype.name))
     return Device(make, stream)
 
 
