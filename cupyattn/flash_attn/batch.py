@@ -101,6 +101,11 @@ class Batch:
     qv: Any = None
     are_causal: Any = None
 
+    def __post_init__(self) -> None:
+        """Check what is asked before the checks: whether there are chunks."""
+        chunk = require_int(self.options.attention_chunk, "attention_chunk", 0)
+        self.options = self.options._replace(attention_chunk=chunk)
+
     @property
     def names(self) -> Names:
         return self.options.names

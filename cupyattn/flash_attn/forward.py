@@ -133,6 +133,8 @@ def with_kvcache(arrays: Arrays, more: MoreArrays, options: FlashOptions, max_se
         return attend_latent(arrays, more.qv, options, most)
     # --- 1. Find the keys ---
     asked, is_paged = Asked(arrays, options, {}, more), arrays.block_tables is not None
+    chunk = parse.require_int(options.attention_chunk, "attention_chunk", 0)
+    options = options._replace(attention_chunk=chunk)
     views, cache_rows = view_cache(arrays.k, arrays.v, options.names), more.cache_rows
     names, table, room = _pages_or_rows(options.names, views, arrays.block_tables, cache_rows)
     begin = _begin(arrays, more, views[0], table.shape[0], room, names if is_paged else False)
@@ -142,7 +144,7 @@ def with_kvcache(arrays: Arrays, more: MoreArrays, options: FlashOptions, max_se
     if more.new_k is not None or more.new_v is not None:
         append = _append(arrays, more, begin, table, rotation)
         has_padded_rows = arrays.kv_begin is not None and not is_paged
-        is_split = bool(options.attention_chunk) or has_padded_rows
+        is_split = chunk > 0 or has_padded_rows
         kv_lens = append.lengths_after(are_read_early=is_split)
     # --- 3. Attend ---
     batch = Batch(
@@ -151,7 +153,7 @@ def with_kvcache(arrays: Arrays, more: MoreArrays, options: FlashOptions, max_se
         options._replace(names=names),
         max_q_len=most,
         # The table says it to the kernels.
-        max_kv_len=room if not is_paged or options.attention_chunk else None,
+        max_kv_len=room if not is_paged or chunk else None,
         is_fp8_q=is_fp8_q,
         append=append,
         qv=more.qv,

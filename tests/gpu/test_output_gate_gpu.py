@@ -74,7 +74,7 @@ def test_prompts(name: str, kind: str) -> None:
     torch = pytest.importorskip("torch")
     call = prompts.Call(prompts.CASES[name], torch, workspace(torch))
     run = functools.partial(call.wrapper.run, *call.arrays)
-    beside_plain(run, call.arrays[0], kind, call.case.problem.dims[1], torch)
+    beside_plain(run, call.arrays[0], kind, call.case.dims[1], torch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

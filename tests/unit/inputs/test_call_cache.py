@@ -178,49 +178,6 @@ class Others(NamedTuple):
     flag: Any = False
 
 
-def alias(cache: CallCache[str], options: Any, *arrays: Any) -> Any:
-    """The call that is found by other options, once two calls had equal shapes."""
-    for _ in range(3):
-        assert cache.lookup(arrays, ()) is not None
-    cache.alias(arrays, options, arrays, ())
-    return cache.lookup(arrays, options)
-
-
-@pytest.mark.parametrize("name", ["", *CHANGES, "rows", "a table"])
-def test_an_alias_differs_in_addresses_alone(cache: CallCache[str], name: str) -> None:
-    usual = rows(), SCALE, None, TABLE, rows()
-    insert(cache, *usual)
-    has_comparison = alias(cache, Own(1), *usual) is not None
-    facts = call_cache._read_torch(usual)[2]
-    assert has_comparison == (call_cache._comparer_torch(usual, facts) is not None)
-    given: Any = {
-        "": (rows(), SCALE.clone(), None, TABLE.clone(), rows()),
-        "rows": (rows(5), SCALE, None, TABLE, rows(5)),
-        "a table": (rows(), SCALE, None, TABLE[:4], rows()),
-    }.get(name) or changed(name)
-    answer = cache.lookup(given, Own(1))
-    assert (answer is not None) == (not name and has_comparison)
-    if answer is not None:
-        call, addresses = answer
-        assert call.lengths[0] == 4
-        assert addresses == [0 if x is None else x.data_ptr() for x in given]
-
-
-def test_what_all_calls_share_is_no_array_of_the_caller(cache: CallCache[str]) -> None:
-    usual = rows(), SCALE, None, TABLE, rows()
-    insert(cache, *usual)
-    for _ in range(3):
-        assert cache.lookup(usual, ()) is not None
-    own = usual[0], None, None, None, usual[4]
-    cache.alias(own, Own(1), usual, ())
-    answer = cache.lookup(own, Own(1))
-    if answer is None:  # where nothing compares in C++
-        return
-    wanted = [usual[0], SCALE, None, TABLE, usual[4]]
-    assert answer[1] == [0 if x is None else x.data_ptr() for x in wanted]
-    assert cache.lookup(usual, Own(1)) is None
-
-
 def test_calls_of_two_functions_with_equal_options_are_two(cache: CallCache[str]) -> None:
     usual = rows(), SCALE, None, TABLE, rows()
     view = array.view(usual[0], "rows")
@@ -234,16 +191,6 @@ def test_calls_of_two_functions_with_equal_options_are_two(cache: CallCache[str]
         assert answer is not None and answer[0].call.checked == checked
     cache.clear()
     assert cache.lookup(usual, Own(1)) is None
-
-
-def test_few_aliases_are_kept(cache: CallCache[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
-    usual = rows(), SCALE, None, TABLE, rows()
-    for i in range(10):
-        if cache.lookup(usual, ()) is None:
-            insert(cache, *usual)
-        alias(cache, Own(i), *usual)
-        assert len(cache) <= 3
 
 
 def test_one_row_says_nothing_of_the_stride_of_several(cache: CallCache[str]) -> None:
