@@ -98,12 +98,15 @@ def single_decode_with_kv_cache(
         window_left=window_left,
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
     )
+    if not (rope_scale is rope_theta is q_scale is k_scale is v_scale is None):
+        options = options._replace(
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
     arrays = make_arrays(q, k, v, out, lse, sinks)
     if output_gate is not None:
         arrays = arrays._replace(output_gate=output_gate)

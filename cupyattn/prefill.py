@@ -204,14 +204,17 @@ def single_prefill_with_kv_cache(
         window_left=window_left,
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        o_dtype=o_dtype,
         window_right=window_right,
     )
+    if not (o_dtype is rope_scale is rope_theta is q_scale is k_scale is v_scale is None):
+        options = options._replace(
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            o_dtype=o_dtype,
+        )
     arrays = make_arrays(q, k, v, out, lse)
     read: tuple[Any, ...] = ()
     if not (
@@ -224,12 +227,7 @@ def single_prefill_with_kv_cache(
         is output_gate
         is None
     ):
-        arrays = make_arrays(
-            q,
-            k,
-            v,
-            out,
-            lse,
+        arrays = arrays._replace(
             sinks=sinks,
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
