@@ -21,9 +21,9 @@ from .forward import (
     VARLEN,
     VARLEN_BY_OFFSETS,
     asks,
+    bounds,
     either,
     is_fp8,
-    max_keys,
     max_rows,
     refuse_dropout,
     window_of,
@@ -251,7 +251,7 @@ def flash_attn_varlen_func(
         output_gate=output_gate,
     )
     more = None if qv is dynamic_causal is None else MoreArrays(qv=qv, are_causal=dynamic_causal)
-    most = max_rows(max_seqlen_q)
+    most, most_keys = bounds(max_seqlen_q, max_seqlen_k)
     options = make_options(
         names=VARLEN_BY_OFFSETS if seqused_k is None else VARLEN,
         softmax_scale=softmax_scale,
@@ -262,7 +262,7 @@ def flash_attn_varlen_func(
         attention_chunk=attention_chunk,
         return_lse=return_lse,
         max_q_len=most,
-        max_kv_len=max_keys(max_seqlen_k),
+        max_kv_len=most_keys,
         has_kv_steps=has_kv_steps,
     )
     answer = None

@@ -271,18 +271,16 @@ def is_fp8(x: Any) -> bool:
 
 def max_rows(max_seqlen_q: Any) -> int | None:
     """The most rows of one request, as far as it matters."""
-    if type(max_seqlen_q) is int and max_seqlen_q >= 0:
-        return min(max_seqlen_q, MANY_ROWS) or 1
     most = bound(max_seqlen_q, "max_seqlen_q")
     return None if most is None else min(max(most, 1), MANY_ROWS)
 
 
-def max_keys(max_seqlen_k: Any) -> int | None:
-    """The most keys of one request, rounded up so that growing requests have equal signatures."""
-    if type(max_seqlen_k) is int and max_seqlen_k > 0:
-        return 1 << (max_seqlen_k - 1).bit_length()
-    most: int | None = next_power_of_two(bound(max_seqlen_k, "max_seqlen_k"))
-    return most
+def bounds(max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[int | None, int | None]:
+    """(`max_rows`, the most keys of one request, rounded up so that growing requests have equal
+    signatures)."""
+    if type(max_seqlen_q) is type(max_seqlen_k) is int and max_seqlen_q > 0 < max_seqlen_k:
+        return min(max_seqlen_q, MANY_ROWS), 1 << (max_seqlen_k - 1).bit_length()
+    return max_rows(max_seqlen_q), next_power_of_two(bound(max_seqlen_k, "max_seqlen_k"))
 
 
 def either(**names: Any) -> Any:
