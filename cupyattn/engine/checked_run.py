@@ -55,7 +55,7 @@ class CheckedRun:
 
     @property
     def variant(self) -> Variant:
-        """Of the kernel; an output that is made is aligned."""
+        """The variant of the kernel that serves the run; an output that is made is aligned."""
         views = self.views
         return Variant(
             self._is_aligned and output_gate.is_aligned(views.output_gate),

@@ -203,7 +203,7 @@ def _with_axes(v: ArrayView, pages: int, slots: int | None) -> ArrayView:
 
 
 def key_strides(pages: Parts) -> KeyStrides:
-    """Of pages as of `as_pages`, whose latent part holds the values too."""
+    """The strides of keys and values, which are the latent part of pages as `as_pages` has them."""
     page, token, _ = pages.latent.strides
     return token, 0, token, 0, page, page
 

@@ -35,7 +35,7 @@ class Before(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the workspace that it writes."""
+        """How many bytes of the workspace it writes."""
         ...
 
     def launch(self, addresses: list[int], space: int, stream: int) -> None:
@@ -170,7 +170,8 @@ class Prepared:
 
 @dataclass(slots=True, eq=False)
 class InParts(Prepared):
-    """Of more requests than a block plans: one launch after the other, in the same workspace.
+    """A call with more requests than a block plans is one launch after the other, in the same
+    workspace.
 
     parts  for each of them bytes to add to the addresses of all arrays, and what it launches
     """

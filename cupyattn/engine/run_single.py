@@ -43,7 +43,7 @@ class Arrays(NamedTuple):
 
     q      [Hq, D] for decode, else [Lq, Hq, D]
     k, v   tokens of the cache, in the layout that the options name
-    Of two masks the packed one holds.
+    custom_mask, packed_custom_mask   the packed one holds if both are given
     """
 
     q: Any

@@ -156,7 +156,7 @@ class Upload:
     def send(self, staging: Staging, base: int, stream: int) -> dict[str, int]:
         """Enqueue the copies; base: of the memory of the wrapper's own. The addresses of the parts
         that lie there."""
-        parts = [*self.own.values(), *(part for part, _ in self.others)]
+        parts = list(self.own.values()) + [part for part, _ in self.others]
         total = sum(map(_room_of, parts))
         if not total:
             return dict.fromkeys(self.own, base)

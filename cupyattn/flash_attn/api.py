@@ -29,10 +29,16 @@ from .forward import (
     window_of,
 )
 
-# Of flash_attn_varlen_func, by what messages call them.
+# The arguments of flash_attn_varlen_func that must be None, and what messages call one of them.
 _NOT_SERVED = (
-    *("q_v", "output_scale", "score_mod", "mask_mod", "block_sparse_tensors", "aux_tensors"),
-    *("aux_tensor_leading_dims", "cp_tot_seqused_k"),
+    "q_v",
+    "output_scale",
+    "score_mod",
+    "mask_mod",
+    "block_sparse_tensors",
+    "aux_tensors",
+    "aux_tensor_leading_dims",
+    "cp_tot_seqused_k",
 )
 _OTHER_NAMES = {"q_v": "qv"}
 

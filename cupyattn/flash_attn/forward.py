@@ -35,7 +35,9 @@ from .rotary import Rotary
 
 # An array without a name of the caller's is one that the call makes. No two have one name.
 DENSE = Names(
-    *("q", "k", "v"),
+    q="q",
+    k="k",
+    v="v",
     block_tables="requests of k",
     kv_lens="seqlen_k",
     qo_lens="seqlen_q",

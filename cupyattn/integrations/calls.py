@@ -16,47 +16,40 @@ from typing import Any
 
 # What arguments of these names are: types of torch's schemas. An argument with another name makes
 # no difference to most calls, and has no place in their operators.
-KINDS: dict[str, str] = {
-    name: kind
-    for kind, names in {
-        "Tensor": (
-            *("q", "k", "v", "query", "key", "value", "k_cache", "v_cache", "bias", "mask"),
-            *("query_seq_lengths", "key_value_seq_lengths", "kv_lens", "seq_lens"),
-            *("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k"),
-            *("cum_seq_lens_q", "cum_seq_lens_kv", "cache_seqlens", "cache_batch_idx"),
-            *("cache_leftpad", "block_table", "block_tables", "sparse_mla_top_k_lens"),
-            *("sinks", "output_gate", "alibi_slopes", "q_descale", "k_descale", "v_descale"),
-            *("custom_mask", "packed_custom_mask", "workspace_buffer"),
-            *("s", "v_a", "s_a", "v_b", "s_b", "slot_mapping", "slot_map"),
-            *("append_key", "append_value", "batch_indices", "positions"),
-            *("kv_indices", "kv_indptr", "kv_last_page_len"),
-        ),
-        "Tensor[]": ("kv_cache", "paged_kv_cache"),
-        "SymInt": (
-            *("attention_chunk", "num_splits", "window_left", "window_right", "batch_size"),
-            *("max_seqlen_q", "max_seqlen_k", "max_seq_len", "max_q_len", "max_kv_len"),
-            *("q_len_per_req", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
-            "sparse_mla_top_k",
-        ),
-        "SymInt[]": ("window_size", "local_window_size"),
-        "float": (
-            *("scale", "sm_scale", "softmax_scale", "softcap", "logits_soft_cap"),
-            *("q_scale", "k_scale", "v_scale", "bmm1_scale", "bmm2_scale"),
-            *("rope_scale", "rope_theta"),
-        ),
-        "bool": ("causal", "is_causal", "lse_base_on_e"),
-        "str": ("kv_layout", "pos_encoding_mode", "causal_alignment"),
-    }.items()
-    for name in names
+_NAMES_OF_KINDS = {
+    "Tensor": """
+        q k v query key value k_cache v_cache bias mask sinks output_gate alibi_slopes
+        query_seq_lengths key_value_seq_lengths kv_lens seq_lens cache_seqlens
+        cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k
+        cum_seq_lens_q cum_seq_lens_kv cache_batch_idx cache_leftpad
+        block_table block_tables sparse_mla_top_k_lens slot_mapping slot_map
+        kv_indices kv_indptr kv_last_page_len batch_indices positions
+        append_key append_value q_descale k_descale v_descale
+        custom_mask packed_custom_mask workspace_buffer s v_a s_a v_b s_b
+    """,
+    "Tensor[]": "kv_cache paged_kv_cache",
+    "SymInt": """
+        attention_chunk num_splits window_left window_right batch_size
+        max_seqlen_q max_seqlen_k max_seq_len max_q_len max_kv_len q_len_per_req
+        qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k
+    """,
+    "SymInt[]": "window_size local_window_size",
+    "float": """
+        scale sm_scale softmax_scale softcap logits_soft_cap q_scale k_scale v_scale
+        bmm1_scale bmm2_scale rope_scale rope_theta
+    """,
+    "bool": "causal is_causal lse_base_on_e",
+    "str": "kv_layout pos_encoding_mode causal_alignment",
 }
+KINDS = {name: kind for kind, names in _NAMES_OF_KINDS.items() for name in names.split()}
 # Arguments that change no answer.
 IGNORED = frozenset(
-    (
-        *("backend", "cute_dsl_impl", "implementation", "fa_version", "ver", "kv_scale_format"),
-        *("deterministic", "enable_pdl", "pack_gqa", "sm_margin", "use_tensor_cores"),
-        *("use_fp16_qk_reduction", "use_fp16_softmax", "skip_softmax_threshold_scale_factor"),
-        *("is_var_seq", "scheduler_metadata", "multi_ctas_kv_counter_buffer", "cp_rank"),
-    )
+    """
+    backend cute_dsl_impl implementation fa_version ver kv_scale_format deterministic enable_pdl
+    pack_gqa sm_margin use_tensor_cores use_fp16_qk_reduction use_fp16_softmax
+    skip_softmax_threshold_scale_factor is_var_seq scheduler_metadata
+    multi_ctas_kv_counter_buffer cp_rank
+    """.split()
 )
 SYNONYMS = {"page_table": "block_table", "s_aux": "sinks"}
 FLAGS = ("return_lse", "return_softmax_lse", "return_residual", "return_attn_probs")
@@ -190,7 +183,7 @@ def _cudnn_prefill(given: dict[str, Any]) -> Any:
 
 
 def _merged(given: dict[str, Any]) -> Any:
-    """Of two states, of a list of states for each row, or of such by offsets."""
+    """The merged states: of two states a row, of a list of states a row, or of such by offsets."""
     v = next(iter(given.values()))
     shape = tuple(v.shape)
     if "indptr" in given:

@@ -273,7 +273,7 @@ def fp8() -> str:
 def sms() -> str:
     """What `cupyattn explain --plot` draws: chunks on some SMs, decodes on the others and after."""
     items = np.array([28, 25, 22, 19, 16, 13, 10, 7]).repeat(8).astype(float)
-    chunks = LaunchBlocks("prefill_sm90 (large)", items, 1, max_blocks=14)
+    chunks = LaunchBlocks("prefill_sm90 (persistent)", items, 1, max_blocks=14)
     keys = np.linspace(40, 8, 80)
     decodes = LaunchBlocks("decode_sm80 (decode)", keys, 2, is_beside=True, has_merge=True)
     return draw([chunks, decodes], 24, 124.0, "8 chunks and 20 decodes on a card of 24 SMs")

@@ -162,7 +162,8 @@ def test_torch_and_cupy_in_one_call(torch: Any) -> None:
     case = MergeCase(gives_outputs=False)
     call, other = Call(case, torch), Call(case, cupy)
     for name in ("v_b", "s_b"):
-        call.inputs[name] = other.inputs[name]
+        call.owned[name] = call.inputs[name] = other.inputs[name]
+    assert {type(p.array) for p in call.owned.values()} == {torch.Tensor, cupy.ndarray}
     call.check(*call.run())
 
 

@@ -13,9 +13,9 @@ from .cases import element_strides, pick
 from .plain_answers import sigmoid as sigmoid
 
 SomeCall = TypeVar("SomeCall", bound=Call)
-# Of heads, or of elements; in the type of q, or in float32.
+# A gate for each head, or for each element; in the type of q, or in float32.
 KINDS = ("heads", "elements", "float32 heads", "float32 elements")
-# Of random calls.
+# The ways in which random calls are made, and how many calls there are.
 WAYS, NUM_CASES = ("classed", "batch", "split", "cascade", "decode", "batch", "classed"), 84
 _STRIDES = ("packed", "packed", "padded", "unaligned", "swapped")
 

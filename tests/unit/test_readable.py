@@ -24,7 +24,6 @@ _MANY_WAYS: dict[str, int] = {
 _STAR_CALLS: dict[str, int] = {
     "cupyattn/engine/blocks.py": 1,
     "cupyattn/dot_product.py": 4,
-    "cupyattn/flash_attn/forward.py": 1,
     "cupyattn/flash_attn/packed.py": 4,
     "cupyattn/flash_attn/padding.py": 3,
     "cupyattn/flash_attn/rotary.py": 1,
