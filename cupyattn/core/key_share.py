@@ -82,8 +82,8 @@ class KeyShare:
         if isinstance(tokens, np.ndarray):
             periods, rest = np.divmod(np.maximum(tokens.astype(np.int64), 0), self.period)
             return periods * run + np.clip(rest - self.first, 0, run)
-        periods, rest = divmod(max(int(tokens), 0), self.period)
-        return periods * run + min(max(rest - self.first, 0), run)
+        whole = max(int(tokens), 0)
+        return whole // self.period * run + min(max(whole % self.period - self.first, 0), run)
 
     @overload
     def position(self, index: int) -> int: ...
