@@ -99,7 +99,7 @@ def _of_plan(wrapper: BatchWrapper, notes: tuple[str, ...]) -> Explanation:
     cached = plan.prepared.get(variant)
     schedule = None if cached is None else cached.schedule
     if schedule is None or not schedule.words.size:
-        # Not made yet, or by the GPU, whose list is the one that the host makes.
+        # Not made yet, or by the GPU, which splits keys as the host does.
         probe = copy.copy(wrapper)  # whose workspace may grow
         probe._outgrown = []
         _, schedule = probe._schedule_variant(plan, variant)

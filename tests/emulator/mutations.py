@@ -220,13 +220,13 @@ PORTABLE = (
     ),
     # Tables of plans, and lists by them.
     Mutation("too-many-keys", "found.is_good && found.keys <= kMostLength", "true", "bad tables"),
-    Mutation("longest-last", "- (", "+ (", "tables"),
-    Mutation("ranks-read-late", _BARRIER, "", "tables"),
-    Mutation("states-of-whole-requests", "- (place - tile.split_tile)", "", "tables"),
+    Mutation("longest-part-not-weighed", ", longest_part + params.block", ", 0.0", "tables"),
+    Mutation("longest-are-planned", "|| found.keys > kMostKeys", "", "longest tables"),
+    Mutation("merges-outgrow-their-room", "return;", "{}", "list without room"),
     Mutation("list-outgrows-its-room", "return;", "{}", "list without room"),
     Mutation(
         "ticket-not-written",
-        "ptx::store_release_system(landing, params.ticket);",
+        "ptx::store_release_system(params.landing, params.ticket);",
         "",
         "tables",
     ),

@@ -398,6 +398,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "serving": _serving,
     "tables": _tables(test_read_tables.check_random),
     "bad tables": _tables(test_read_tables.check_bad),
+    "longest tables": _tables(test_read_tables.check_longest),
     "list without room": _tables(test_read_tables.check_list_without_room),
     "device plans": _plans(
         _SPLIT_PLAN,

@@ -1,7 +1,8 @@
-"""Tables that the GPU reads, on the host: what lands there, and lists that are the host's own."""
+"""Tables that the GPU reads, on the host: what lands there, and lists that are made of them."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,14 +16,23 @@ from hypothesis import strategies as st
 
 from cupyattn.launch.attention import read_tables
 from cupyattn.launch.attention.kernels import MAX_PARTS
-from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, NO_LENGTHS, DeviceTables, Planner
+from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, NO_LENGTHS, DeviceTables
 from cupyattn.schedule import Masking
-from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Splitting, plan_batch
+from cupyattn.schedule.batch import (
+    NUM_SPLITS,
+    WORK_FIELDS,
+    BatchPlan,
+    BatchRequests,
+    Splitting,
+    plan_batch,
+)
 from cupyattn.schedule.tile_shape import TileShape
+from cupyattn.schedule.validate import validate_plan
 
 from . import gpu
 
 _FILL = 0x5A5A5A5A
+_MAX_ITEMS = 4  # its place in ReadTablesParams
 _FIXTURE = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -164,8 +174,12 @@ def check_list(
     q_len: int,
     fused_splits: int = 0,
 ) -> None:
-    """The list of these lengths is the host's. fused_splits: of a kernel whose blocks merge so many
-    parts at most, if that is the most that any tile has."""
+    """The list has every key of every request once, split as the host splits them, so that answers
+    have the same bits.
+
+    fused_splits: of a kernel whose blocks merge so many parts at most, if that is the most that any
+    tile has.
+    """
     launcher = Launcher(shape, group, heads, Masking(-1, 0))
     if fused_splits:
         launcher._tiles = SimpleNamespace(fused_merge=False, fused_splits=fused_splits)
@@ -173,23 +187,44 @@ def check_list(
     assert planner is not None
     of = Given(tuple(keys), q_len=q_len, first=5)
     numbers, words = read(emulated, of, planner)
+    num_items, num_split_tiles, num_states, most_parts = numbers[4:8].tolist()
+    # --- the items ---
+    size = num_items * len(WORK_FIELDS)
+    items = words[:size].reshape(num_items, -1)
+    column = dict(zip(WORK_FIELDS, items.T.astype(np.int64), strict=True))
+    merges = np.flatnonzero((column["num_splits"] > 1) & (column["split"] == 0))
+    plan = BatchPlan(items, merges, num_states)
     starts, count = np.cumsum([5, *keys])[:-1], len(keys)
     requests = BatchRequests(
         np.full(count, q_len), np.array(keys), np.arange(count) * q_len, starts, None, q_len
     )
-    made = plan_batch(requests, group, heads, shape, launcher.masking, Splitting())
-    head = numbers[4:8].tolist()
-    column = dict(zip(WORK_FIELDS, made.items.T, strict=True))
-    assert head[:3] == [len(made.items), len(made.merges), made.num_states]
-    assert head[3] == column["num_splits"].max()
-    size = made.items.size
-    np.testing.assert_array_equal(words[:size].reshape(made.items.shape), made.items)
-    is_apart = not shape.is_fused or (shape.part_cost > 0 and head[3] > MAX_PARTS)
+    validate_plan(plan, requests, group, shape.tile_q)
+    index = column["q_start"] // q_len
+    assert (column["q_start"] == index * q_len).all() and (column["qo_len"] == q_len).all()
+    assert (column["kv_start"] == starts[index]).all()
+    assert (column["kv_len"] == np.array(keys)[index]).all()
+    others = ("first_row", "mask_start_low", "mask_start_high", "key_offset")
+    assert not any(column[name].any() for name in others)
+    assert num_split_tiles == len(merges) and most_parts == column["num_splits"].max()
+    assert num_states == column["num_splits"][merges].sum()
+    # --- what is behind them ---
+    is_apart = not shape.is_fused or (shape.part_cost > 0 and most_parts > MAX_PARTS)
     if fused_splits:
-        is_apart = head[3] > fused_splits
-    rest = made.merges.tolist() if is_apart else [0] * (heads * len(made.merges))
+        is_apart = most_parts > fused_splits
+    rest = merges.tolist() if is_apart else [0] * (heads * len(merges))
     assert words[size:][: len(rest)].tolist() == rest
     assert (words[size + len(rest) :] == _FILL).all()
+    # --- where it splits keys ---
+    host = plan_batch(requests, group, heads, shape, launcher.masking, Splitting())
+    assert splits_of(items) == splits_of(host.items)
+    # --- its order: the longest parts first, but for a bucket's width ---
+    parts = -(-column["kv_len"] // shape.tile_kv) / column["num_splits"]
+    assert (parts[1:] <= parts[:-1] + parts.max() / 31).all()
+
+
+def splits_of(items: np.ndarray) -> dict[int, int]:
+    """In how many parts the keys of each request are split."""
+    return dict(items[:, [0, NUM_SPLITS]].tolist())
 
 
 length = st.one_of(st.integers(0, 4000), st.sampled_from((0, 1, 64, 4096, 100_000)))
@@ -206,7 +241,7 @@ length = st.one_of(st.integers(0, 4000), st.sampled_from((0, 1, 64, 4096, 100_00
     st.sampled_from((1, 2, 8, 32)),
     st.sampled_from((1, 3)),
 )
-def test_lists_are_those_of_the_host(
+def test_lists_are_whole_and_split_as_on_the_host(
     emulated: gpu.EmulatedGpu, keys: list[int], shape: TileShape, heads: int, q_len: int
 ) -> None:
     check_list(emulated, keys, shape, 4, heads, q_len)
@@ -218,7 +253,7 @@ def test_lists_are_those_of_the_host(
     st.sampled_from((1, 2, 8)),
     st.sampled_from((1, 4)),
 )
-def test_lists_of_wide_heads_are_those_of_the_host(
+def test_lists_of_wide_heads(
     emulated: gpu.EmulatedGpu, keys: list[int], heads: int, fused_splits: int
 ) -> None:
     shape = TileShape(64, 64, 132, 4.0)
@@ -226,9 +261,11 @@ def test_lists_of_wide_heads_are_those_of_the_host(
 
 
 def check_random(emulated: gpu.EmulatedGpu) -> None:
-    """A batch with long requests, short ones and empty ones."""
+    """Batches with long requests, short ones and empty ones."""
     keys = np.random.default_rng(3).integers(0, 3000, 90)
     check_list(emulated, [*keys.tolist(), 50_000], SHAPES[0], 4, 8, 1)
+    keys = np.random.default_rng(4).integers(1, 2000, 33)
+    check_list(emulated, [30_000, *keys.tolist()], SHAPES[2], 4, 2, 1)
 
 
 @pytest.mark.parametrize("count", [33, 256, 511, 512])
@@ -242,15 +279,29 @@ def test_lists_of_many_requests(emulated: gpu.EmulatedGpu, count: int) -> None:
     emulated.seed = 0
 
 
-def test_a_list_that_outgrows_its_room_is_not_written(emulated: gpu.EmulatedGpu) -> None:
+def test_longest_requests_are_not_planned(emulated: gpu.EmulatedGpu) -> None:
+    """Sums of key tiles would not fit; the host plans them."""
+    check_longest(emulated)
+
+
+def check_longest(emulated: gpu.EmulatedGpu) -> None:
+    planner = read_tables.planner(Launcher(SHAPES[0], 4, 8, Masking()), 3, 1)
+    for most in (2**25 + 1, 2**31 - 2**21):
+        numbers, words = read(emulated, Given((5, most, 2**20), dtype="int64"), planner)
+        assert numbers[1] == 0 and numbers[4] == 0 and (words == _FILL).all()
+    assert read(emulated, Given((5, 2**25, 2**20), dtype="int64"), planner)[0][4] > 3
+
+
+def test_a_list_that_outgrows_its_room_is_none(emulated: gpu.EmulatedGpu) -> None:
     check_list_without_room(emulated)
 
 
 def check_list_without_room(emulated: gpu.EmulatedGpu) -> None:
     planner = read_tables.planner(Launcher(SHAPES[0], 4, 8, Masking()), 4, 1)
     assert planner is not None
-    room = 12 * 5
-    packed = read_tables._PLANNED.pack(room, *read_tables._PLANNED.unpack(planner.packed)[1:])
-    small = Planner(planner._launcher, planner._rows, planner._shape, room, 16, packed)
-    numbers, words = read(emulated, Given((50_000,) * 4), small)
-    assert numbers[1] == 0 and numbers[4] == 0 and (words == _FILL).all()
+    sizes = list(read_tables._PLANNED.unpack(planner.packed))
+    sizes[_MAX_ITEMS] = room = 5
+    small = copy.copy(planner)
+    small.packed, small.num_words = read_tables._PLANNED.pack(*sizes), len(WORK_FIELDS) * room
+    numbers, _ = read(emulated, Given((50_000,) * 4), small)
+    assert numbers[1] == 0 and numbers[4] == 0

@@ -1,4 +1,4 @@
-"""Plans from tables on the GPU: the lists and answers of plans from the host, bit for bit."""
+"""Plans from tables on the GPU: the answers of plans from the host, bit for bit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def synchronize(xp: Any) -> None:
 
 @pytest.mark.parametrize("has_ids_on_gpu", [False, True])
 def test_an_idle_gpu_makes_lists_of_tables_on_the_host(xp: Any, has_ids_on_gpu: bool) -> None:
-    """They are those that the host makes: in a wrapper's first plan, and while a GPU is busy."""
+    """They split keys as those of the host: in a wrapper's first plan, and while a GPU is busy."""
     workspace, planned = scratch(xp), 0
     again = cupyattn.BatchDecodeWithPagedKVCacheWrapper(workspace)
     for seed in range(12):

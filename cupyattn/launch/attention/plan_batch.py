@@ -24,7 +24,7 @@ from .batch import BatchLauncher, BatchSchedule
 from .kernels import Keys
 from .layout import ANY_BATCH_BYTES
 
-_THREADS = 512
+THREADS = 512
 _SHARED_BYTES = 29_264
 _BYTES_A_REQUEST = 16
 # Rows and pages by steps, or by lengths and offsets too; by steps, where nothing but int32 lengths
@@ -34,7 +34,7 @@ UNIFORM, RAGGED, PLAIN = CONFIGS = tuple(
         {
             "kRagged": is_ragged,
             "kPlain": is_plain,
-            "kThreads": _THREADS,
+            "kThreads": THREADS,
             "kSharedBytes": _SHARED_BYTES,
         }
     )
@@ -233,7 +233,7 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
         lengths.counts_later,
     )
     return DevicePlan(
-        Launch(function, (1, 1, 1), _THREADS, shared_bytes),
+        Launch(function, (1, 1, 1), THREADS, shared_bytes),
         schedule,
         part.items,
         part.merges,

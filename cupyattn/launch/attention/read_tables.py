@@ -1,6 +1,6 @@
 """Launches the read_tables kernel: it brings the tables of a plan to the host, checked.
 
-The host waits for them. Of a decode the kernel also writes the work list.
+The host waits for them. Of a decode the kernel also writes the work list, as plan_batch does.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..driver.enqueue import Launch, cuda, enqueue, load_function
 from .batch import BatchLauncher
 from .kernels import MAX_PARTS
 from .layout import BatchSchedule
+from .plan_batch import THREADS
 
-_THREADS = 512
-CONFIG = jit.Config({"kThreads": _THREADS})
+CONFIG = jit.Config({"kThreads": THREADS})
 # One block reads them all, so that more are read faster by copies.
 MAX_REQUESTS = 4096
 # What `lengths` hold: nothing, the tokens of the last page of each request, or its keys.
 NO_LENGTHS, LAST_PAGE, KEYS = range(3)
 
-# kernels/cupyattn/params/read_tables.cuh: address and width of each table; landing, words, ticket;
+# kernels/cupyattn/params/read_tables.cuh: address and width of each table; landing, items, ticket;
 # num_requests, qo_len, page_size, kind; what a planned list depends on.
-_PLANNED = struct.Struct("<6i 7d")
+_PLANNED = struct.Struct("<2i I 5i 7d")
 _PARAMS = struct.Struct(f"<9Q 4i {_PLANNED.size}s")
 HEAD = 8  # numbers of TablesHead
 _NO_PLAN = bytes(_PLANNED.size)
@@ -181,23 +181,26 @@ def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner 
     if masking.window_left >= 0 or masking.has_mask or launcher.spec.logits is not None:
         return None
     chosen = launcher.choose_for_any_length(num_requests, qo_len)
-    if chosen is None or num_requests > _THREADS:
+    if chosen is None or num_requests > THREADS:
         return None
     rows, shape = chosen
     max_rows, heads = qo_len * launcher.group_size, launcher.num_kv_heads
     if max_rows > shape.tile_q or shape.times is not None:
         return None
     per_wave = max(1, shape.num_slots // heads)
-    num_words = len(WORK_FIELDS) * (num_requests + MAX_WAVES * per_wave) + num_requests * heads
+    max_items = num_requests + MAX_WAVES * per_wave
     tiles = launcher.tiles(rows)
     max_fused = max(1, tiles.fused_splits)
     if tiles.fused_merge and shape.is_fused:
-        max_fused = MAX_PARTS if shape.part_cost else num_words
+        max_fused = MAX_PARTS if shape.part_cost else max_items
     costs = shape.costs(max_rows)
+    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
     packed = _PLANNED.pack(
-        num_words,
         shape.tile_kv,
+        tile_kv_shift,
+        tile_kv_magic,
         per_wave,
+        max_items,
         heads,
         max_fused,
         0,
@@ -205,9 +208,10 @@ def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner 
         *costs,
         costs.min_share * costs.block,
     )
+    num_words = len(WORK_FIELDS) * max_items + num_requests * heads
     return Planner(launcher, rows, shape, num_words, max_fused, packed)
 
 
 @functools.cache
 def _launch(device: int) -> Launch:
-    return Launch(load_function("read_tables", CONFIG, device), (1, 1, 1), _THREADS, 0)
+    return Launch(load_function("read_tables", CONFIG, device), (1, 1, 1), THREADS, 0)

@@ -114,7 +114,8 @@ struct PlannedRequest {
     return divide_up(params, max_of(end - begin, 0));
   }
 
-  static __device__ __forceinline__ int divide_up(const PlanBatchParams& params, int keys) {
+  template <typename Params>
+  static __device__ __forceinline__ int divide_up(const Params& params, int keys) {
     return divide(keys + params.tile_kv - 1, params.tile_kv_magic, params.tile_kv_shift);
   }
 };

@@ -279,7 +279,7 @@ def test_the_last_run_decides_which_variant(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_list_that_the_gpu_has_made(device: Device) -> None:
-    """The host plans it again, which is the same list, and leaves the wrapper as it was."""
+    """The host plans it again, with the same splits, and leaves the wrapper as it was."""
     for seed in range(2):
         b = batches.make([1] * 3, [9, 44 + seed, 30], 4, seed=seed)
         w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
