@@ -35,11 +35,11 @@ Why a kernel runs:
     explain
 Modules:
     flash_attn, flash_attn_interface, flash_mla (those libraries' functions), serving (an engine's
-    attention backend), integrations (torch.compile, jax.jit, transformers), paging (page tables in
-    NumPy), reference (the answers of the CPU), typing
+    attention backend), distributed (several GPUs), integrations (torch.compile, jax.jit,
+    transformers), paging (page tables in NumPy), reference (the answers of the CPU), typing
 Errors:
     CupyAttnError and its kinds ArgumentError (ExpressionError), UnsupportedError, PlanError,
-    WorkspaceError, CompileError, DeviceError, MissingPackageError
+    WorkspaceError, CompileError, DeviceError, DistributedError, MissingPackageError
 """
 
 from __future__ import annotations
@@ -103,13 +103,14 @@ _EXPORTS = {
     "WorkspaceError": "errors",
     "CompileError": "errors",
     "DeviceError": "errors",
+    "DistributedError": "errors",
     "MissingPackageError": "errors",
 }
 _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
     *("flash_attn_interface", "flash_mla"),
     *("paging", "quantization", "pod", "sparse", "errors", "typing"),
-    *("integrations", "reference", "serving"),
+    *("distributed", "integrations", "reference", "serving"),
 )
 
 __all__ = ["__version__", *_EXPORTS]
@@ -154,6 +155,7 @@ if TYPE_CHECKING:
     from .errors import CompileError as CompileError
     from .errors import CupyAttnError as CupyAttnError
     from .errors import DeviceError as DeviceError
+    from .errors import DistributedError as DistributedError
     from .errors import ExpressionError as ExpressionError
     from .errors import MissingPackageError as MissingPackageError
     from .errors import PlanError as PlanError

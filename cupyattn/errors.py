@@ -41,4 +41,9 @@ class MissingPackageError(CupyAttnError, ModuleNotFoundError):
 
 
 class DeviceError(CupyAttnError, RuntimeError):
-    """CuPy, the driver or the GPU needed for this call is missing."""
+    """CuPy, the driver or the GPU needed for this call is missing, or another rank of a group of
+    GPUs is: it ended, raised or is late."""
+
+
+class DistributedError(CupyAttnError, RuntimeError, ValueError):
+    """The ranks of a group differ in what they call with, or the group cannot do what is asked."""

@@ -15,6 +15,7 @@ import numpy as np
 import cupyattn
 from cupyattn import errors, jit
 from cupyattn.core import env
+from cupyattn.distributed import Group, simulate
 
 from .support import table
 
@@ -316,6 +317,18 @@ MISTAKES = (
         errors.CompileError,
         _no_sources,
         "unset `CUPYATTN_KERNELS_DIR`",
+    ),
+    Mistake(
+        "ranks that call with different arguments",
+        errors.DistributedError,
+        lambda: simulate(2, lambda group: group.handshake({"head_dim": 64 << group.rank})),
+        "start all ranks with the same model and options",
+    ),
+    Mistake(
+        "a rank that ended, or does not come",
+        errors.DeviceError,
+        lambda: Group.simulated(2, timeout=0.01)[0].barrier(),
+        "see why that rank ended; close the group and make a new one",
     ),
     Mistake(
         "a name of FlashInfer's that is no attention",

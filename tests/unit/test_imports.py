@@ -36,7 +36,8 @@ _RANKS = {
                 *("cudnn", "flash_attn", "flash_mla", "trtllm", "xqa"),
             ),
             ("dot_product", "flash_attn_interface"),
-            ("bench", "demo", "distributed", "explanation", "serving"),
+            ("distributed",),
+            ("bench", "demo", "explanation", "serving"),
             ("integrations",),
             ("cli",),
             ("__init__", "__main__"),
@@ -45,14 +46,15 @@ _RANKS = {
     for room in rooms
 }
 _FRAMEWORKS = {"cupy", "cupyx", "cupy_backends", "torch", "transformers", "jax", "jaxlib"}
-_FRAMEWORKS |= {"minisgl", "sglang", "vllm"}
+_FRAMEWORKS |= {"minisgl", "mpi4py", "nccl", "sglang", "vllm"}
 # Rooms that talk to the device; schedule, reference, paging and most of core never do.
 _MAY_IMPORT_CUPY = {
     *("array", "jit", "launch/driver", "launch/attention", "launch/ops", "engine"),
-    *("bench", "cli", "demo", "integrations"),
+    *("bench", "cli", "demo", "distributed", "integrations"),
 }
-# Rooms that call other libraries: bridges to them, and the peers of a benchmark.
-_MAY_IMPORT_TORCH = {"bench", "integrations"}
+# Rooms that call other libraries: bridges to them, what carries bytes between ranks, and the peers
+# of a benchmark.
+_MAY_IMPORT_TORCH = {"bench", "distributed", "integrations"}
 
 
 def _sources(folder: Path, *patterns: str) -> list[Path]:
@@ -161,6 +163,7 @@ def test_frameworks_are_imported_inside_functions_of_few_modules(path: Path) -> 
         "cupyattn",
         "cupyattn.array",
         "cupyattn.array.match",
+        "cupyattn.distributed",
         "cupyattn.schedule",
         "cupyattn.reference",
     ],

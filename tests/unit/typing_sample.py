@@ -177,7 +177,7 @@ def errors() -> tuple[type[cupyattn.CupyAttnError], ...]:
     assert argument and expression
     kinds = cupyattn.ArgumentError, cupyattn.UnsupportedError, cupyattn.PlanError
     more = cupyattn.WorkspaceError, cupyattn.CompileError, cupyattn.DeviceError
-    return *kinds, *more, cupyattn.MissingPackageError
+    return *kinds, *more, cupyattn.DistributedError, cupyattn.MissingPackageError
 
 
 def latent(q: Half, pages: Half, table: Int) -> None:
