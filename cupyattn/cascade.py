@@ -89,8 +89,8 @@ def merge_state_in_place(
     merge_state_in_place, which leaves an s of another dtype as it was.
     """
     arrays = merge.make_arrays(v_a=v, v_b=v_other, s_a=s, s_b=s_other, mask=mask)
-    answer: tuple[ArrayT, ArrayT] = merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
-    return None if answer[0] is None else answer
+    result: tuple[ArrayT, ArrayT] = merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
+    return None if result[0] is None else result
 
 
 @untraced

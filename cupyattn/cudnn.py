@@ -233,12 +233,12 @@ def cudnn_batch_prefill_with_kv_cache(
         has_two_arrays=not (scale_q is None or also_q is None),
     )
     parse.choice(lse_base, ("ln", "log2"), "lse_base")
-    answer = run(arrays, options)
+    result = run(arrays, options)
     if not return_lse:
-        return answer, None
+        return result, None
     if lse_base == "log2":
-        answer = answer[0], array.scaled(answer[1], math.log2(math.e))
-    return answer
+        result = result[0], array.scaled(result[1], math.log2(math.e))
+    return result
 
 
 class _Prefill(NamedTuple):

@@ -1,6 +1,6 @@
 """The main job: Llama-3-8B-shaped attention, a causal prefill, then decode steps growing a cache.
 
-The library is called as a program would call it. Every answer is then held against
+The library is called as a program would call it. Every output is then held against
 `cupyattn.reference`, within a tolerance earned from the same data (see `_check`).
 """
 
@@ -65,18 +65,18 @@ class Framework:
         return array.from_numpy(a, self._like)
 
     def get(self, x: Any) -> np.ndarray:
-        return array.to_host(array.view(x, "answer"))
+        return array.to_host(array.view(x, "output"))
 
     def store(self, cache: Any, start: int, rows: Any) -> Any:
         """The cache with `rows` written from row `start` on; in place where arrays are mutable."""
-        place = slice(start, start + len(rows))
+        span = slice(start, start + len(rows))
         if self.name == "jax":
-            return cache.at[place].set(rows)
-        cache[place] = rows
+            return cache.at[span].set(rows)
+        cache[span] = rows
         return cache
 
     def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """The answer of `call`, finished, and the seconds it took, on a GPU by its own clock."""
+        """The result of `call`, finished, and the seconds it took, on a GPU by its own clock."""
         if self.device is None:
             begin = time.perf_counter()
             return call(), time.perf_counter() - begin
@@ -84,10 +84,10 @@ class Framework:
 
         start, stop, stream = Event(), Event(), array.current_stream(self._like)
         runtime.eventRecord(start.ptr, stream)
-        answer = call()
+        result = call()
         runtime.eventRecord(stop.ptr, stream)
         stop.synchronize()
-        return answer, 1e-3 * get_elapsed_time(start, stop)
+        return result, 1e-3 * get_elapsed_time(start, stop)
 
 
 def _choose(name: str | None) -> tuple[Framework, str]:
@@ -116,11 +116,11 @@ class Phase:
     failures: list[str] = field(default_factory=list)
 
     def time(self, framework: Framework, call: Callable[[], Any], work: int) -> Any:
-        """The answer of one timed call, which is `work` operations or bytes."""
-        answer, seconds = framework.timed(call)
+        """The output of one timed call, which is `work` operations or bytes."""
+        result, seconds = framework.timed(call)
         self.seconds.append(seconds)
         self.rates.append(work / seconds)
-        return answer
+        return result
 
 
 def prefill_flops(tokens: int) -> int:
@@ -152,7 +152,7 @@ def _low_precision(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 def _check(phase: Phase, label: str, out: np.ndarray, q: Any, k: Any, v: Any) -> None:
     """Hold `out` [Lq, Hq, D] against the float64 reference and note the result in `phase`.
 
-    Each element may be off by half an ulp of itself, since the answer is stored in q's dtype, plus
+    Each element may be off by half an ulp of itself, since the output is stored in q's dtype, plus
     twice the worst error that `_low_precision` makes on the same data. Errors shrink as rows see
     more keys, so that worst is taken over groups of rows: the first 64, then doubling.
     """
@@ -193,7 +193,7 @@ def _require_memory(prefill_len: int, steps: int) -> None:
     if needed > has:
         raise UnsupportedError(
             f"--prefill-len, --decode-steps: {prefill_len} + {steps} tokens need about "
-            f"{needed / 2**30:,.0f} GiB on the host, where every answer is checked, and this "
+            f"{needed / 2**30:,.0f} GiB on the host, where every output is checked, and this "
             f"machine has {has / 2**30:,.0f}; ask for fewer"
         )
 
@@ -227,22 +227,22 @@ def run(framework: Framework, prefill_len: int, steps: int, seed: int, dtype: st
     for _ in range(10 if framework.device else 1):
         out = prefill.time(framework, call, prefill_flops(prefill_len))
 
-    answers: list[Any] = []
+    outputs: list[Any] = []
     for n in range(prefill_len + 1, total + 1):
         k_cache = framework.store(k_cache, n - 1, k_all[n - 1 : n])
         v_cache = framework.store(v_cache, n - 1, v_all[n - 1 : n])
         call = functools.partial(
             cupyattn.single_decode_with_kv_cache, q_all[n - 1], k_cache[:n], v_cache[:n]
         )
-        if not answers:
+        if not outputs:
             call()
-        answers.append(decode.time(framework, call, decode_bytes(n, q.itemsize)))
+        outputs.append(decode.time(framework, call, decode_bytes(n, q.itemsize)))
 
     print(f"checking {prefill_len} prefill rows and {steps} decode steps ...", flush=True)
     n = prefill_len
     _check(prefill, "prefill", framework.get(out), q[:n], k[:n], v[:n])
-    for n, answer in enumerate(answers, prefill_len + 1):
-        row = framework.get(answer)[None]
+    for n, output in enumerate(outputs, prefill_len + 1):
+        row = framework.get(output)[None]
         _check(decode, f"decode step at {n} tokens", row, q[n - 1 : n], k[:n], v[:n])
     return [prefill, decode]
 
@@ -262,7 +262,7 @@ def _report(phases: list[Phase], dtype: str) -> None:
         print(row.format(phase.name, len(phase.seconds), phase.tokens, *cells))
     noise = ", ".join(f"{phase.name} {phase.noise:.1e}" for phase in phases)
     print(
-        f"\nallowed error: half an ulp of the answer in {dtype}, plus twice what float32 attention "
+        f"\nallowed error: half an ulp of the output in {dtype}, plus twice what float32 attention "
         f"with {dtype}\nprobabilities gets wrong on the same data (at most: {noise})"
     )
     for failure in (text for phase in phases for text in phase.failures):
@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if framework.device is None:
             print(
-                f"NOTE: without a GPU the float64 reference answers, on a smaller job (a GPU gets "
+                f"NOTE: without a GPU the float64 reference runs, on a smaller job (a GPU gets "
                 f"{GPU_SIZE[0]} + {GPU_SIZE[1]} tokens).\nThis shows the calls at work; its times "
                 "and rates say nothing about the kernels."
             )

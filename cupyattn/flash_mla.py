@@ -64,8 +64,8 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     if lengths is None:
         return FlashMLASchedMeta(), None
     v = array.view(lengths, "cache_seqlens")
-    made = [fresh_progression(n, 0, 0, v) for n in (8, math.prod(v.shape) + 1)]
-    return made[0].reshape(1, 8), made[1]
+    zeros = [fresh_progression(n, 0, 0, v) for n in (8, math.prod(v.shape) + 1)]
+    return zeros[0].reshape(1, 8), zeros[1]
 
 
 @untraced
@@ -136,11 +136,11 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache=is_fp8_kvcache,
     )
     is_plain = (is_list or topk_length is None) and are_numbers(softmax_scale)
-    answer = run_cached(arrays, options) if is_plain else None
-    if answer is None:
+    result = run_cached(arrays, options) if is_plain else None
+    if result is None:
         asked = Asked(arrays, options, {}) if is_plain else None
-        answer = _attend(arrays, topk_length, options, asked)
-    out, lse = answer
+        result = _attend(arrays, topk_length, options, asked)
+    out, lse = result
     return out, lse.swapaxes(-1, -2) if is_list else lse
 
 
@@ -179,9 +179,9 @@ def flash_mla_sparse_fwd(
         sinks=attn_sink,
         max_logits=max_logits,
     )
-    given, asked = _SparseOptions(d_v=d_v, sm_scale=sm_scale), None
-    answer = run_cached(arrays, given) if are_numbers(sm_scale) else None
-    if answer is None:
+    arguments, asked = _SparseOptions(d_v=d_v, sm_scale=sm_scale), None
+    result = run_cached(arrays, arguments) if are_numbers(sm_scale) else None
+    if result is None:
         vq = array.view(q, "q")
         options = Options(
             _FLAT,
@@ -193,9 +193,9 @@ def flash_mla_sparse_fwd(
             return_lse=True,
         )
         if are_numbers(sm_scale):
-            asked = Asked(arrays, given, {})
-        answer = run(arrays, options, asked)
-    out, lse = answer
+            asked = Asked(arrays, arguments, {})
+        result = run(arrays, options, asked)
+    out, lse = result
     if type(max_logits) is not type(lse):
         max_logits = array.deliver(max_logits, array.view(q, "q"))
     return out, max_logits, lse
@@ -229,9 +229,9 @@ class _SparseOptions(NamedTuple):
     sm_scale: Any
 
 
-def _attend(arrays: Arrays, topk_length: Any, given: _CacheOptions, asked: Asked | None) -> Any:
+def _attend(arrays: Arrays, topk_length: Any, arguments: _CacheOptions, asked: Asked | None) -> Any:
     """(out, lse) of flash_mla_with_kvcache, the LSE of lists as [b, seqlen_q, num_heads]."""
-    q, k_cache, is_list = arrays.q, arrays.k, given.is_list
+    q, k_cache, is_list = arrays.q, arrays.k, arguments.is_list
     vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
     if len(vq.shape) != 4:
         raise ArgumentError(
@@ -244,10 +244,10 @@ def _attend(arrays: Arrays, topk_length: Any, given: _CacheOptions, asked: Asked
             raise UnsupportedError(
                 f"k_cache: has {vk.shape[2]} heads; with indices or attn_sink wanted one"
             )
-        return _attend_heads(arrays, given)
-    arrays, options = _options(arrays, given)
+        return _attend_heads(arrays, arguments)
+    arrays, options = _options(arrays, arguments)
     if is_list:
-        if given.causal:
+        if arguments.causal:
             raise ArgumentError("causal: got True with indices, which name all keys; pass False")
         options = options._replace(
             names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
@@ -255,20 +255,20 @@ def _attend(arrays: Arrays, topk_length: Any, given: _CacheOptions, asked: Asked
     return run(arrays, options, asked)
 
 
-def _options(arrays: Arrays, given: _CacheOptions) -> tuple[Arrays, Options]:
+def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]:
     """A dense call: its arrays, with rows that kernels read, and its options."""
     vq = array.view(arrays.q, "q")
     _, q_len, _, columns = vq.shape
-    dims = _dims(columns, given.head_dim_v, "head_dim_v")
+    dims = _dims(columns, arguments.head_dim_v, "head_dim_v")
     o_dtype, key_scales = vq.dtype.name, ""
-    if parse.flag(given.is_fp8_kvcache, "is_fp8_kvcache"):
+    if parse.flag(arguments.is_fp8_kvcache, "is_fp8_kvcache"):
         q, k_cache, key_scales = _with_scales(arrays.q, arrays.k, vq)
         arrays = arrays._replace(q=q, k=k_cache)
-    is_causal = parse.flag(given.causal, "causal")
+    is_causal = parse.flag(arguments.causal, "causal")
     return arrays, Options(
         _DENSE,
         dims,
-        parse.finite(given.softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns))),
+        parse.finite(arguments.softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns))),
         q_axes=(4,),
         q_len=q_len,
         causal=is_causal and q_len > 1,
@@ -281,7 +281,7 @@ def _options(arrays: Arrays, given: _CacheOptions) -> tuple[Arrays, Options]:
     )
 
 
-def _attend_heads(arrays: Arrays, given: _CacheOptions) -> tuple[Any, Any]:
+def _attend_heads(arrays: Arrays, arguments: _CacheOptions) -> tuple[Any, Any]:
     """A dense call with several heads of keys, each of which answers its share of q's."""
     vq, vk = array.view(arrays.q, "q"), array.view(arrays.k, "k_cache")
     (count, tokens, heads, _), heads_kv = vq.shape, vk.shape[2]
@@ -289,7 +289,7 @@ def _attend_heads(arrays: Arrays, given: _CacheOptions) -> tuple[Any, Any]:
         raise ArgumentError(
             f"q: {heads} heads with {heads_kv} heads of k_cache; wanted a multiple of them"
         )
-    _, options = _options(arrays, given)
+    _, options = _options(arrays, arguments)
     out = array.empty((count, tokens, heads, options.dims.latent), vq.dtype, vq)
     lse = array.empty((count, heads, tokens), dtypes.float32, vq)
     group = heads // heads_kv
@@ -301,7 +301,7 @@ def _attend_heads(arrays: Arrays, given: _CacheOptions) -> tuple[Any, Any]:
             out=out[:, :, of_q],
             lse=lse[:, of_q],
         )
-        run(*_options(of_head, given))
+        run(*_options(of_head, arguments))
     return array.deliver(out, vq), array.deliver(lse, vq)
 
 

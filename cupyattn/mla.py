@@ -148,7 +148,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         qo_offsets=cum_seq_lens_q,
         sinks=sinks,
     )
-    given = _make_decode(
+    arguments = _make_decode(
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         max_seq_len=next_power_of_two(max_seq_len),
@@ -165,23 +165,23 @@ def trtllm_batch_decode_with_kv_cache_mla(
         bmm2_scale=bmm2_scale,
     )
     is_plain = causal_seqlens_kv_global is None and are_numbers(bmm1_scale, bmm2_scale)
-    answer = run_cached(arrays, given) if is_plain else None
-    if answer is None:
+    result = run_cached(arrays, arguments) if is_plain else None
+    if result is None:
         geometry.refuse("is not supported", causal_seqlens_kv_global=causal_seqlens_kv_global)
-        asked = Asked(arrays, given, {}) if is_plain else None
-        answer = _attend(arrays, seq_lens, given, asked)
-    return answer
+        asked = Asked(arrays, arguments, {}) if is_plain else None
+        result = _attend(arrays, seq_lens, arguments, asked)
+    return result
 
 
-def _attend(arrays: Arrays, seq_lens: Any, given: _Decode, asked: Asked | None) -> Any:
+def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | None) -> Any:
     """The answer of `trtllm_batch_decode_with_kv_cache_mla`."""
     query, o_dtype = _queries(arrays.q, "query", arrays.k, arrays.out)
-    _refuse_others(given)
+    _refuse_others(arguments)
     block_tables, is_ragged = arrays.block_tables, arrays.qo_offsets is not None
-    if not parse.flag(given.shares_pages, "uses_shared_paged_kv_idx"):
+    if not parse.flag(arguments.shares_pages, "uses_shared_paged_kv_idx"):
         block_tables = _table_of_keys(block_tables)
-    top_k = require_int(given.top_k, "sparse_mla_top_k", 0)
-    dims = _dims(given.kv_lora_rank, given.qk_rope_head_dim)
+    top_k = require_int(arguments.top_k, "sparse_mla_top_k", 0)
+    dims = _dims(arguments.kv_lora_rank, arguments.qk_rope_head_dim)
     shape = array.view(query, "query").shape
     if len(shape) != (3 if is_ragged else 4):
         wanted = "[B, q_len, heads, columns]"
@@ -190,27 +190,27 @@ def _attend(arrays: Arrays, seq_lens: Any, given: _Decode, asked: Asked | None) 
         raise ArgumentError(f"query: shape is {list(shape)}; wanted {wanted}")
     tokens = 1 if is_ragged else int(shape[1])
     q_len = 1 if top_k else tokens
-    sm_scale, scale_q = read_scale(given.bmm1_scale, "bmm1_scale")
-    output_scale, scale_v = read_scale(given.bmm2_scale, "bmm2_scale")
-    most = given.max_q_len
+    sm_scale, scale_q = read_scale(arguments.bmm1_scale, "bmm1_scale")
+    output_scale, scale_v = read_scale(arguments.bmm2_scale, "bmm2_scale")
+    max_q_len = arguments.max_q_len
     options = Options(
         NAMES,
         dims,
         sm_scale,
         q_axes=(len(shape),),
         q_len=q_len,
-        max_q_len=None if most is None else require_int(most, "max_q_len"),
-        max_kv_len=None if top_k else bounded(given.max_seq_len, "max_seq_len"),
+        max_q_len=None if max_q_len is None else require_int(max_q_len, "max_q_len"),
+        max_kv_len=None if top_k else bounded(arguments.max_seq_len, "max_seq_len"),
         output_scale=output_scale,
         causal=not top_k and (is_ragged or q_len > 1),
         is_list=top_k > 0,
-        return_lse=parse.flag(given.return_lse, "return_lse"),
+        return_lse=parse.flag(arguments.return_lse, "return_lse"),
         o_dtype=o_dtype,
     )
     read = arrays._replace(q=query, block_tables=block_tables, scale_q=scale_q, scale_v=scale_v)
     if top_k:
         _check_lists(block_tables, top_k, is_ragged)
-        if given.has_counts:
+        if arguments.has_counts:
             options = options._replace(names=NAMES.but(kv_lens="sparse_mla_top_k_lens"))
         elif seq_lens is not None:
             lens, of_each = _lens_of_lists(seq_lens, arrays.qo_offsets, int(shape[0]), tokens)
@@ -222,14 +222,16 @@ def _attend(arrays: Arrays, seq_lens: Any, given: _Decode, asked: Asked | None) 
     return run(read, options, asked)
 
 
-def _refuse_others(given: _Decode) -> None:
+def _refuse_others(arguments: _Decode) -> None:
     """ArgumentError, UnsupportedError for what has no meaning here."""
-    parse.choice(given.backend, _BACKENDS, "backend")
+    parse.choice(arguments.backend, _BACKENDS, "backend")
     geometry.refuse(
-        "is not supported", enable_dcp=given.enable_dcp, return_lse_base=given.return_lse_base
+        "is not supported",
+        enable_dcp=arguments.enable_dcp,
+        return_lse_base=arguments.return_lse_base,
     )
-    if require_int(given.cp_world, "cp_world") != 1:
-        raise UnsupportedError(f"cp_world: got {given.cp_world}; only 1 is supported")
+    if require_int(arguments.cp_world, "cp_world") != 1:
+        raise UnsupportedError(f"cp_world: got {arguments.cp_world}; only 1 is supported")
 
 
 class _Decode(NamedTuple):
@@ -289,17 +291,17 @@ def xqa_batch_decode_with_kv_cache_mla(
     )
     asked = None
     if are_numbers(bmm1_scale, bmm2_scale):
-        given = _XqaBatch(
+        arguments = _XqaBatch(
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             max_seq_len=next_power_of_two(max_seq_len),
             bmm1_scale=bmm1_scale,
             bmm2_scale=bmm2_scale,
         )
-        answer = run_cached(arrays, given)
-        if answer is not None:
-            return answer
-        asked = Asked(arrays, given, {})
+        result = run_cached(arrays, arguments)
+        if result is not None:
+            return result
+        asked = Asked(arrays, arguments, {})
     query, o_dtype = _queries(query, "query", kv_cache, out)
     arrays = arrays._replace(q=query)
     axes = len(array.view(query, "query").shape)
@@ -379,11 +381,11 @@ def xqa_mla(
     )
     asked = None
     if v_cache is k_cache and are_numbers(q_scale, kv_scale):
-        given = _Xqa(page_size=page_size, q_scale=q_scale, kv_scale=kv_scale)
-        answer = run_cached(arrays, given)
-        if answer is not None:
-            return answer if output is None else None
-        asked = Asked(arrays, given, {})
+        arguments = _Xqa(page_size=page_size, q_scale=q_scale, kv_scale=kv_scale)
+        result = run_cached(arrays, arguments)
+        if result is not None:
+            return result if output is None else None
+        asked = Asked(arrays, arguments, {})
     q, o_dtype = _queries(q, "q", k_cache, output)
     arrays = arrays._replace(q=q)
     vk, vv = array.view(k_cache, "k_cache"), array.view(v_cache, "v_cache")
@@ -416,8 +418,8 @@ def xqa_mla(
     if output is not None and len(array.view(output, "output").shape) == 3:
         options = options._replace(q_axes=(3,))
         arrays = arrays._replace(q=_one_row(q, "q"))
-    answer = run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked)
-    return answer if output is None else None
+    result = run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked)
+    return result if output is None else None
 
 
 class _Xqa(NamedTuple):
@@ -438,9 +440,9 @@ def _product(scale: Any, other: Any) -> Any:
 
 def _queries(query: Any, name: str, keys: Any, out: Any) -> tuple[Any, Any]:
     """Queries that kernels take, and the dtype of the answer where query and out do not tell."""
-    found = in_16_bits(query, name, keys)
-    is_told = found is query or out is not None or not array.view(keys, "kv_cache").dtype.is_fp8
-    return found, None if is_told else "bfloat16"
+    queries = in_16_bits(query, name, keys)
+    is_told = queries is query or out is not None or not array.view(keys, "kv_cache").dtype.is_fp8
+    return queries, None if is_told else "bfloat16"
 
 
 def _table_of_keys(block_tables: Any) -> Any:
@@ -463,11 +465,11 @@ def _table_of_keys(block_tables: Any) -> Any:
 
 
 def _check_lists(block_tables: Any, top_k: int, is_ragged: bool) -> None:
-    given = tuple(array.view(block_tables, "block_tables").shape)
-    if not given or given[-1] != top_k or (is_ragged and len(given) != 2):
+    shape = tuple(array.view(block_tables, "block_tables").shape)
+    if not shape or shape[-1] != top_k or (is_ragged and len(shape) != 2):
         wanted = f"[rows, {top_k}]" if is_ragged else f"[B, q_len, {top_k}]"
         raise ArgumentError(
-            f"block_tables: shape is {list(given)}; wanted {wanted}, sparse_mla_top_k slots of "
+            f"block_tables: shape is {list(shape)}; wanted {wanted}, sparse_mla_top_k slots of "
             "each token"
         )
 
@@ -496,11 +498,11 @@ def _lens_of_rows(num_rows: int, seq_lens: Any, offsets: Any) -> Any:
     """int32 [num_rows]: the keys of each row's request, less the rows of it that follow."""
     xp: Any = sys.modules[type(seq_lens).__module__.partition(".")[0]]
     lens, ends = seq_lens.reshape(-1), offsets.reshape(-1)[1:]
-    place = {"device": lens.device} if xp.__name__ == "torch" else {}
-    rows = xp.arange(num_rows, **place)
+    device = {"device": lens.device} if xp.__name__ == "torch" else {}
+    rows = xp.arange(num_rows, **device)
     owner = xp.searchsorted(ends, rows, side="right").clip(0, len(lens) - 1)
-    most = lens[owner] - (ends[owner] - 1 - rows)
-    return most.int() if xp.__name__ == "torch" else most.astype(np.int32)
+    counts = lens[owner] - (ends[owner] - 1 - rows)
+    return counts.int() if xp.__name__ == "torch" else counts.astype(np.int32)
 
 
 def _dims(kv_lora_rank: Any, qk_rope_head_dim: Any) -> Dims:

@@ -99,12 +99,12 @@ def append_paged_kv_cache(
     counted and raised under CUPYATTN_DEBUG=1. Semantics: FlashInfer's append_paged_kv_cache,
     where a negative batch index writes out of bounds, and fp8 input must have been cast.
     """
-    # An array of keys and values stands in the place of K.
+    # An array of both keys and values is passed as K.
     pages: Any = paged_kv_cache
     has_two = is_pair(pages) and len(pages) == 2
     if not has_two:
         pages = pages, None
-    given = (
+    arrays = (
         append_key,
         append_value,
         batch_indices,
@@ -114,8 +114,8 @@ def append_paged_kv_cache(
         kv_last_page_len,
         *pages,
     )
-    scalars = kv_layout, k_scale, v_scale, has_two
-    if _append_again(given, scalars):
+    options = kv_layout, k_scale, v_scale, has_two
+    if _append_again(arrays, options):
         return None
 
     # Validate.
@@ -157,7 +157,7 @@ def append_paged_kv_cache(
         if append is not None:
             v_offset = 0 if has_two else cache.v.ptr - cache.k.ptr
             checked = _Checked(append, v_offset)
-            _APPENDS.insert(given, scalars, checked, new_k, dtypes.int32, None, None)
+            _APPENDS.insert(arrays, options, checked, new_k, dtypes.int32, None, None)
     return None
 
 
@@ -203,11 +203,11 @@ def get_batch_indices_positions(
     rows than tokens, more new tokens than keys. Semantics: FlashInfer's
     get_batch_indices_positions.
     """
-    given = append_indptr, seq_lens, batch_indices, positions
+    arrays = append_indptr, seq_lens, batch_indices, positions
     if type(nnz) is int:
-        answer = _positions_again(given, nnz)
-        if answer is not None:
-            return answer
+        result = _positions_again(arrays, nnz)
+        if result is not None:
+            return result
 
     # Validate.
     dims = Dims(nnz=parse.require_int(nnz, "nnz", 0))
@@ -224,10 +224,10 @@ def get_batch_indices_positions(
     # Compute.
     shape = (dims["nnz"],)
     if device.kind == "cpu":
-        found = paging.positions_of(array.as_numpy(vi), array.as_numpy(vl), dims["nnz"])
+        computed = paging.positions_of(array.as_numpy(vi), array.as_numpy(vl), dims["nnz"])
         b, p = (outputs.get(name) for name in ("batch_indices", "positions"))
-        found_p = _answer(found[1], p, vi, "seq_lens")
-        return _answer(found[0], b, vi, "append_indptr"), found_p
+        found_p = _as_int32(computed[1], p, vi, "seq_lens")
+        return _as_int32(computed[0], b, vi, "append_indptr"), found_p
     b, p = (
         outputs[name].owner if name in outputs else array.empty(shape, dtypes.int32, vi)
         for name in ("batch_indices", "positions")
@@ -247,8 +247,8 @@ def get_batch_indices_positions(
             lengths.shape[0],
         )
         array.release(vi, offsets, lengths, *outputs.values())
-        if _are_as_given(index.values(), (offsets, lengths)):
-            _POSITIONS.insert(given, (), find, vi, dtypes.int32, shape, None)
+        if _are_unconverted(index.values(), (offsets, lengths)):
+            _POSITIONS.insert(arrays, (), find, vi, dtypes.int32, shape, None)
     b, p = (
         x if name in outputs else array.deliver(x, vi)
         for name, x in (("batch_indices", b), ("positions", p))
@@ -267,22 +267,22 @@ def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: Array, page_size: int) -> 
     dtypes and devices, and, on the CPU, offsets that fall and lengths beyond 32 bits. Semantics:
     FlashInfer's get_seq_lens.
     """
-    given = kv_indptr, kv_last_page_len
-    answer = _seq_lens_again(given, page_size)
-    if answer is not None:
-        return answer
+    arrays = kv_indptr, kv_last_page_len
+    result = _seq_lens_again(arrays, page_size)
+    if result is not None:
+        return result
 
     # Validate.
     dims = Dims()
-    scalars = (page_size,)
+    options = (page_size,)
     page_size = parse.require_int(page_size, "page_size")
     index = _offsets_and_lengths(dims, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
     device = array.same_device(**index)
     vi, vl = index.values()
     # Compute.
     if device.kind == "cpu":
-        found = paging.pages_to_lengths(array.as_numpy(vi), array.as_numpy(vl), page_size)
-        return _answer(found, None, vi, "kv_indptr")
+        computed = paging.pages_to_lengths(array.as_numpy(vi), array.as_numpy(vl), page_size)
+        return _as_int32(computed, None, vi, "kv_indptr")
     out = array.empty((dims["B"],), dtypes.int32, vi)
     if dims["B"]:
         offsets, lengths = (int32_on_device(v, name) for name, v in index.items())
@@ -292,8 +292,8 @@ def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: Array, page_size: int) -> 
         stream = array.current_stream(vi)
         find.enqueue(stream, offsets.ptr, lengths.ptr, vout.ptr, dims["B"])
         array.release(vi, offsets, lengths)
-        if _are_as_given(index.values(), (offsets, lengths)):
-            _SEQ_LENS.insert(given, scalars, find, vi, dtypes.int32, (dims["B"],), None)
+        if _are_unconverted(index.values(), (offsets, lengths)):
+            _SEQ_LENS.insert(arrays, options, find, vi, dtypes.int32, (dims["B"],), None)
     return array.deliver(out, vi)
 
 
@@ -302,8 +302,8 @@ def _append_to_copies(cache: Any, append: Callable[[Any], None]) -> Any:
     views = [array.view(x, "paged_kv_cache") for x in (cache if is_pair(cache) else (cache,))]
     pages = [array.writable_copy(v) if v.framework == "jax" else v.owner for v in views]
     append(tuple(pages) if is_pair(cache) else pages[0])
-    made = [array.deliver(x, v) for x, v in zip(pages, views, strict=True)]
-    return tuple(made) if is_pair(cache) else made[0]
+    copies = [array.deliver(x, v) for x, v in zip(pages, views, strict=True)]
+    return tuple(copies) if is_pair(cache) else copies[0]
 
 
 class _Checked(NamedTuple):
@@ -332,20 +332,20 @@ _SEQ_LENS: CallCache[FindLengths] = CallCache(
 )
 
 
-def _append_again(arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> bool:
+def _append_again(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
     """Whether an append like this one passed the checks; if so, this one is enqueued too."""
-    answer = _APPENDS.lookup(arrays, scalars)
-    if answer is None:
+    hit = _APPENDS.lookup(arrays, options)
+    if hit is None:
         return False
-    found, addresses = answer
-    call = found.call
+    cached, addresses = hit
+    call = cached.call
     nnz, num_values, num_requests, num_positions, num_indices, num_offsets, batch_size, *_ = (
-        found.lengths
+        cached.lengths
     )
     if not nnz == num_values == num_requests == num_positions or not nnz:
         return False
     new_k, new_v, requests, positions, indices, indptr, _, k, v = addresses
-    if num_offsets != batch_size + 1 or k == v or call.overlaps(addresses, found.sizes):
+    if num_offsets != batch_size + 1 or k == v or call.overlaps(addresses, cached.sizes):
         return False
     append, v_offset = call.checked
     append.enqueue(
@@ -365,36 +365,36 @@ def _append_again(arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> bool:
     return True
 
 
-def _positions_again(given: tuple[Any, ...], nnz: int) -> Any:
+def _positions_again(arrays: tuple[Any, ...], nnz: int) -> Any:
     """(batch_indices, positions) if a call like this one passed the checks, else None."""
-    answer = _POSITIONS.lookup(given, ())
-    if answer is None or nnz <= 0:
+    hit = _POSITIONS.lookup(arrays, ())
+    if hit is None or nnz <= 0:
         return None
-    found, addresses = answer
-    call = found.call
-    num_offsets, batch_size, *num_rows = found.lengths
-    made = list(given[2:])
-    for place, x in enumerate(made):
+    cached, addresses = hit
+    call = cached.call
+    num_offsets, batch_size, *num_rows = cached.lengths
+    outputs = list(arrays[2:])
+    for index, x in enumerate(outputs):
         if x is None:
-            x = made[place] = call.make_out((nnz,))
-            addresses[2 + place] = call.address(x)
-        elif num_rows[place] != nnz:
+            x = outputs[index] = call.make_out((nnz,))
+            addresses[2 + index] = call.address(x)
+        elif num_rows[index] != nnz:
             return None
-    if num_offsets != batch_size + 1 or call.overlaps(addresses, found.sizes):
+    if num_offsets != batch_size + 1 or call.overlaps(addresses, cached.sizes):
         return None
     indptr, lengths, b, p = addresses
     call.checked.enqueue(call.current_stream(), indptr, lengths, b, p, nnz, batch_size)
-    return made[0], made[1]
+    return outputs[0], outputs[1]
 
 
-def _seq_lens_again(given: tuple[Any, ...], page_size: Any) -> Any:
+def _seq_lens_again(arrays: tuple[Any, ...], page_size: Any) -> Any:
     """The lengths if a call like this one passed the checks, else None."""
-    answer = _SEQ_LENS.lookup(given, (page_size,))
-    if answer is None:
+    hit = _SEQ_LENS.lookup(arrays, (page_size,))
+    if hit is None:
         return None
-    found, addresses = answer
-    call = found.call
-    num_offsets, batch_size = found.lengths
+    cached, addresses = hit
+    call = cached.call
+    num_offsets, batch_size = cached.lengths
     if num_offsets != batch_size + 1 or not batch_size:
         return None
     out = call.make_out((batch_size,))
@@ -408,11 +408,11 @@ def _append_on_cpu(
     new_v: ArrayView,
     cache: Keys,
     page_size: int,
-    given: dict[str, ArrayView],
+    index_arrays: dict[str, ArrayView],
     scales: tuple[float, float],
     layout: str,
 ) -> None:
-    tables = {n: array.as_numpy(v) for n, v in given.items() if n != "kv_last_page_len"}
+    tables = {n: array.as_numpy(v) for n, v in index_arrays.items() if n != "kv_last_page_len"}
     slots = paging.slots(**tables, page_size=page_size, pool_size=cache.size)
     for new, pages, scale in ((new_k, cache.k, scales[0]), (new_v, cache.v, scales[1])):
         reference.store_rows(array.as_numpy(new), tokens_first(pages, layout), slots, scale)
@@ -423,7 +423,7 @@ def _append_on_gpu(
     new_v: ArrayView,
     cache: Keys,
     page_size: int,
-    given: dict[str, ArrayView],
+    index_arrays: dict[str, ArrayView],
     scales: tuple[float, float],
 ) -> Append | None:
     """Enqueue an append. Returns it if later calls of its signature may enqueue it as it is."""
@@ -432,7 +432,7 @@ def _append_on_gpu(
         own = v.strides[0], v.strides[1]
         return Rows(v.ptr, pages.ptr, own, strides, v.shape[2], scale)
 
-    index = {n: int32_on_device(v, n) for n, v in given.items() if n != "kv_last_page_len"}
+    index = {n: int32_on_device(v, n) for n, v in index_arrays.items() if n != "kv_last_page_len"}
     stream = array.current_stream(new_k)
     k_slot, k_head, v_slot, v_head, k_page, v_page = cache.strides
     append = prepare(
@@ -469,13 +469,13 @@ def _append_on_gpu(
             f"positions: {num_refused} of {new_k.shape[0]} tokens have no slot and were left out: "
             "their request, position or page is out of bounds; wanted pages for all keys"
         )
-    views = [given[name] for name in index]
-    return append if _are_as_given(views, index.values()) else None
+    views = [index_arrays[name] for name in index]
+    return append if _are_unconverted(views, index.values()) else None
 
 
-def _are_as_given(given: Iterable[ArrayView], used: Iterable[ArrayView]) -> bool:
+def _are_unconverted(originals: Iterable[ArrayView], used: Iterable[ArrayView]) -> bool:
     """Whether index arrays of later calls may be used as they are, if they look like these."""
-    return not cuda().is_debugging and all(a is b for a, b in zip(given, used, strict=True))
+    return not cuda().is_debugging and all(a is b for a, b in zip(originals, used, strict=True))
 
 
 def _rows(x: Any, spec: str, dims: Dims, name: str) -> ArrayView:
@@ -506,16 +506,16 @@ def _offsets_and_lengths(dims: Dims, **index: Any) -> dict[str, ArrayView]:
     return views
 
 
-def _answer(found: np.ndarray, out: ArrayView | None, like: ArrayView, name: str) -> Any:
+def _as_int32(values: np.ndarray, out: ArrayView | None, like: ArrayView, name: str) -> Any:
     """int64 results as int32: written to `out`, or a new array of like's framework.
 
     ArgumentError, which says that the argument `name` gives them, for those beyond 32 bits.
     """
-    if found.max(initial=0) > _INT32_MAX:
-        raise ArgumentError(f"{name}: gives {found.max()}; answers are at most {_INT32_MAX}")
+    if values.max(initial=0) > _INT32_MAX:
+        raise ArgumentError(f"{name}: gives {values.max()}; results are at most {_INT32_MAX}")
     if out is None:
-        return array.from_numpy(found.astype(np.int32), like)
-    array.as_numpy(out)[...] = found
+        return array.from_numpy(values.astype(np.int32), like)
+    array.as_numpy(out)[...] = values
     return out.owner
 
 
@@ -569,7 +569,7 @@ def append_paged_mla_kv_cache(
                 columns]. kpe_cache None: ckv_cache holds rows of both parts.
     ckv_scale, kpe_scale  numbers above 0, as k_scale and v_scale in append_paged_kv_cache, for a
                 cache of fp8.
-    All other arguments, errors and the answer as in append_paged_kv_cache. Semantics: FlashInfer's
+    All other arguments, errors and the result as in append_paged_kv_cache. Semantics: FlashInfer's
     append_paged_mla_kv_cache, which takes 512 and 64 columns only and does not quantise.
     """
     latent, rope = array.view(append_ckv, "append_ckv"), array.view(append_kpe, "append_kpe")
@@ -601,7 +601,7 @@ def append_paged_mla_kv_cache(
     else:
         pages = _with_head(ckv_cache, "ckv_cache"), _with_head(kpe_cache, "kpe_cache")
     try:
-        made = append_paged_kv_cache(
+        copies = append_paged_kv_cache(
             _with_head(append_ckv, "append_ckv"),
             _with_head(append_kpe, "append_kpe"),
             batch_indices,
@@ -615,7 +615,7 @@ def append_paged_mla_kv_cache(
         )
     except ArgumentError as error:
         raise _of_latent_rows(error, kpe_cache is not None) from error
-    return None if made is None else tuple(x[:, :, 0] for x in made)
+    return None if copies is None else tuple(x[:, :, 0] for x in copies)
 
 
 _LATENT_NAMES = {
@@ -633,7 +633,7 @@ _LATENT_NAME = re.compile(r"\b(?:paged_kv_cache(?:\[[01]\])?|append_(?:key|value
 def _of_latent_rows(error: ArgumentError, has_kpe_cache: bool) -> ArgumentError:
     """An error of append_paged_kv_cache, with the names that arguments of latent rows have."""
     names = _LATENT_NAMES if has_kpe_cache else _LATENT_NAMES | {"paged_kv_cache[1]": "ckv_cache"}
-    return type(error)(_LATENT_NAME.sub(lambda found: names[found[0]], str(error)))
+    return type(error)(_LATENT_NAME.sub(lambda match: names[match[0]], str(error)))
 
 
 def _with_head(x: Any, name: str) -> Any:

@@ -263,8 +263,8 @@ def single_prefill_with_kv_cache_return_lse(
 ) -> tuple[ArrayT, ArrayT]:
     """`single_prefill_with_kv_cache` that returns (out, lse) by default; arguments and errors as
     there. Semantics: FlashInfer's function of the same name."""
-    answer: Any = single_prefill_with_kv_cache(q, *args, **{"return_lse": True, **kwargs})
-    return answer
+    result: Any = single_prefill_with_kv_cache(q, *args, **{"return_lse": True, **kwargs})
+    return result
 
 
 _signature = inspect.signature(single_prefill_with_kv_cache)

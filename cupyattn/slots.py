@@ -67,10 +67,10 @@ def reshape_and_cache(
     """
     number_k, scale_k = _number_or_array(k_scale)
     number_v, scale_v = _number_or_array(v_scale)
-    given = k, v, k_cache, v_cache, slot_mapping, scale_k, scale_v, slot_map
-    scalars = kv_layout, number_k, number_v
-    if not _store_cached(given, scalars):
-        _store(given, scalars)
+    arrays = k, v, k_cache, v_cache, slot_mapping, scale_k, scale_v, slot_map
+    options = kv_layout, number_k, number_v
+    if not _store_cached(arrays, options):
+        _store(arrays, options)
 
 
 _STORES: CallCache[Any] = CallCache(
@@ -86,34 +86,40 @@ _STORES: CallCache[Any] = CallCache(
 _INPUTS, _CACHES = (0, 1, 4, 5, 6, 7), (2, 3)
 
 
-def _store_cached(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> bool:
+def _store_cached(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
     """Enqueue a write that looks like an earlier one, if there was one."""
-    answer = _STORES.lookup(given, scalars)
-    if answer is None:
+    hit = _STORES.lookup(arrays, options)
+    if hit is None:
         return False
-    found, at = answer
-    n, sizes = found.lengths[0], found.sizes
-    if n != found.lengths[1] or n != found.lengths[4]:
+    cached, addresses = hit
+    n, sizes = cached.lengths[0], cached.sizes
+    if n != cached.lengths[1] or n != cached.lengths[4]:
         return False
     for cache in _CACHES:
-        low = at[cache]
+        low = addresses[cache]
         high = low + sizes[cache]
-        for place in _INPUTS:
-            if at[place] < high and low < at[place] + sizes[place]:
+        for index in _INPUTS:
+            if addresses[index] < high and low < addresses[index] + sizes[index]:
                 return False
-    call = found.call
+    call = cached.call
     call.checked.enqueue(
-        call.current_stream(), n, (at[0], at[1]), (at[2], at[3]), (at[5], at[6]), at[4], at[7]
+        call.current_stream(),
+        n,
+        (addresses[0], addresses[1]),
+        (addresses[2], addresses[3]),
+        (addresses[5], addresses[6]),
+        addresses[4],
+        addresses[7],
     )
     return True
 
 
-def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
+def _store(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     """The checks of `reshape_and_cache`, and the write."""
     # --- 1. Validate ---
-    layout = parse.kv_layout(scalars[0])
+    layout = parse.kv_layout(options[0])
     dims = Dims()
-    k, v, k_cache, v_cache, slot_mapping, scale_k, scale_v, slot_map = given
+    k, v, k_cache, v_cache, slot_mapping, scale_k, scale_v, slot_map = arrays
     vk = _rows(k, "n num_kv_heads head_dim_qk", dims, "k")
     vv = _rows(v, "n num_kv_heads head_dim_vo", dims, "v")
     require_same_dtype(vv, "v", vk, "k")
@@ -121,7 +127,7 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
     cache = cache._replace(names=("k_cache", "v_cache"))
     slots = _index(slot_mapping, "n", dims, "slot_mapping")
     table = None if slot_map is None else _index(slot_map, "m", dims, "slot_map")
-    numbers = append_scales(scalars[1], scalars[2], vk.dtype, cache.k.dtype, ("k_cache", "k"))
+    numbers = append_scales(options[1], options[2], vk.dtype, cache.k.dtype, ("k_cache", "k"))
     scales = [
         None if x is None else _scale_view(x, name, dims["num_kv_heads"], vk.dtype, cache.k.dtype)
         for x, name in ((scale_k, "k_scale"), (scale_v, "v_scale"))
@@ -142,7 +148,7 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
     if 0 not in (dims["n"], dims["num_kv_heads"], num_slots):
         store = _store_on_gpu(inputs, cache, numbers, page_size)
         if store is not None:
-            _STORES.insert(given, scalars, store, vk, vk.dtype, None, None)
+            _STORES.insert(arrays, options, store, vk, vk.dtype, None, None)
 
 
 def _store_on_gpu(
@@ -208,11 +214,11 @@ def _store_on_cpu(
             f"slot_mapping: has slot {slots.max()}; the cache holds {cache.size * page_size} slots"
         )
     own = np.flatnonzero(slots >= 0)
-    places = own, slots[own] // page_size, slots[own] % page_size
+    targets = own, slots[own] // page_size, slots[own] % page_size
     for new, pages, number, scale in zip(rows, (cache.k, cache.v), numbers, scales, strict=True):
         x = array.as_numpy(new)
         by_head = number if scale is None else array.as_numpy(scale)[None, :, None]
-        reference.store_rows(x, tokens_first(pages, layout), places, by_head)
+        reference.store_rows(x, tokens_first(pages, layout), targets, by_head)
 
 
 def _number_or_array(scale: Any) -> tuple[Any, Any]:

@@ -309,7 +309,7 @@ def trtllm_batch_context_with_kv_cache(
         sm_scale=sm_scale,
         output_scale=output_scale,
         kv_layout=kv_layout,
-        max_q_len=_most(max_q_len),
+        max_q_len=_max_rows(max_q_len),
         max_kv_len=next_power_of_two(max_kv_len),
         window_left=window_left,
         o_dtype=out_dtype,
@@ -401,7 +401,7 @@ def trtllm_ragged_attention_deepseek(
         sm_scale=sm_scale,
         output_scale=output_scale,
         batch_size=confirmed_count(batch_size, seq_lens),
-        max_q_len=_most(max_q_len),
+        max_q_len=_max_rows(max_q_len),
         max_kv_len=next_power_of_two(max_kv_len),
         window_left=window_left,
         return_lse=return_lse,
@@ -495,7 +495,7 @@ def trtllm_fmha_v2_prefill(
         output_scale=output_scale,
         kv_layout=input_layout[-3:],
         batch_size=count,
-        max_q_len=_most(max_q_len),
+        max_q_len=_max_rows(max_q_len),
         max_kv_len=next_power_of_two(max_kv_len),
         window_left=window_left,
         o_dtype=out_dtype,
@@ -509,8 +509,8 @@ def trtllm_fmha_v2_prefill(
     )
     if chunk and array.view(query, _QKV.q).device.kind == "cuda":
         arrays, options = _by_chunks(arrays, options, max_q_len)
-    answer = run(arrays, options)
-    return (answer[0], _softmax_stats(answer[1], logits_soft_cap_scale)) if has_stats else answer
+    result = run(arrays, options)
+    return (result[0], _softmax_stats(result[1], logits_soft_cap_scale)) if has_stats else result
 
 
 def _mask_of(
@@ -558,15 +558,15 @@ def _softmax_stats(lse: Any, soft_cap: Any) -> Any:
     """[..., 2] from an LSE in base 2, see trtllm_fmha_v2_prefill. FlashInfer's maximum has another
     unit under a soft cap; of 0 the unit does not matter, and sums are bounded there."""
     v = array.view(lse, "lse")
-    made = array.empty((*v.shape, 2), dtypes.float32, v)
+    pairs = array.empty((*v.shape, 2), dtypes.float32, v)
 
     def fill(stats: Any, x: Any) -> Any:
         stats[..., 0] = 0.0 if soft_cap else x * math.log(2.0)
         stats[..., 1] = 2.0**x if soft_cap else 1.0
         return stats
 
-    compute(fill, array.view(made, "stats"), v)
-    return array.deliver(made, v)
+    compute(fill, array.view(pairs, "stats"), v)
+    return array.deliver(pairs, v)
 
 
 def _like_keys(key: Any, value: Any) -> Any:
@@ -581,7 +581,7 @@ def _lower(word: Any) -> Any:
     return word.lower() if isinstance(word, str) else word
 
 
-def _most(max_q_len: Any) -> Any:
+def _max_rows(max_q_len: Any) -> Any:
     """The most rows of a request, as far as it matters: beyond some one kernel serves all."""
     return min(max_q_len, _MANY_ROWS) if type(max_q_len) is int else max_q_len
 
@@ -635,12 +635,12 @@ def _by_chunks(arrays: Arrays, options: _Rows, max_q_len: Any) -> tuple[Arrays, 
         for x in (arrays.kv_lens, arrays.qo_offsets, arrays.kv_offsets)
     )
     in_rows = arrays._replace(kv_lens=kv_lens, qo_offsets=qo_offsets, kv_offsets=kv_offsets)
-    most = require_int(max_q_len, _QKV.max_q_len)
+    max_rows = require_int(max_q_len, _QKV.max_q_len)
     page_size = call.geometry.spec.page_size
-    split = split_by_chunks(in_rows, _QKV, call.q, chunk, most, page_size=page_size)
+    split = split_by_chunks(in_rows, _QKV, call.q, chunk, max_rows, page_size=page_size)
     made_options = whole._replace(
         batch_size=CONFIRMED,
-        max_q_len=_most(split.max_q_len),
+        max_q_len=_max_rows(split.max_q_len),
         max_kv_len=next_power_of_two(min(chunk, call.lengths.likely_kv_len)),
         has_table_offsets=arrays.block_tables is not None,
     )

@@ -140,8 +140,8 @@ def xqa(
         k_sf_cache=k_sf_cache,
         v_sf_cache=v_sf_cache,
     )
-    answer = run(arrays, options)
-    return answer if return_lse or output is None else None
+    result = run(arrays, options)
+    return result if return_lse or output is None else None
 
 
 class _Options(NamedTuple):

@@ -158,15 +158,15 @@ def deliver(x: Any, like: ArrayView) -> Any:
 
 def writable_copy(v: ArrayView) -> Any:
     """The elements in memory that may be written, to be passed through `deliver`."""
-    made = empty(v.shape, v.dtype, v)
-    copy, carrier = view(made, "a copy"), _carrier(v.dtype.numpy)
+    array = empty(v.shape, v.dtype, v)
+    copy, carrier = view(array, "a copy"), _carrier(v.dtype.numpy)
     if v.device.kind == "cpu":
         as_numpy(copy)[...] = as_numpy(v)
     else:
         with cupy_module().cuda.Device(v.device.index):
             as_cupy(copy, carrier)[...] = as_cupy(v, carrier)
         release(copy, v)
-    return made
+    return array
 
 
 def row_major_view(v: ArrayView) -> ArrayView:
@@ -176,8 +176,8 @@ def row_major_view(v: ArrayView) -> ArrayView:
     if not v.dtype.is_fp8 or v.device.kind == "cpu":
         return view(writable_copy(v), "a copy")
     # CuPy makes no fp8 arrays: these lie in an array of bytes.
-    made = view(writable_copy(_as_dtype(v, dtypes.uint8, v.readonly)), "a copy")
-    return _as_dtype(made, v.dtype, readonly=False)
+    copy = view(writable_copy(_as_dtype(v, dtypes.uint8, v.readonly)), "a copy")
+    return _as_dtype(copy, v.dtype, readonly=False)
 
 
 def _as_dtype(v: ArrayView, dtype: DType, readonly: bool) -> ArrayView:
@@ -218,17 +218,17 @@ def constant(a: np.ndarray, like: ArrayView) -> Any:
     compiler may be warming up. The copy has a stream of its own, so that nobody else's work is
     waited for. Not to be called while a stream is captured.
     """
-    made: Any = a
+    value: Any = a
     if like.device.kind == "cuda":
         cupy = cupy_module()
         with cupy.cuda.Device(like.device.index), _copy_stream(like.device.index) as stream:
-            made = cupy.asarray(a)
+            value = cupy.asarray(a)
             stream.synchronize()
     if like.framework != "torch":
-        return made
+        return value
     torch = sys.modules["torch"]
     with torch.inference_mode(False):
-        return torch.from_dlpack(made)
+        return torch.from_dlpack(value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -279,13 +279,13 @@ def as_strided(
     All of it must lie within v.
     """
     ptr = v.ptr + offset * v.dtype.itemsize
-    made = ArrayView(ptr, shape, strides, v.dtype, v.device, v.framework, v.readonly, v.owner)
+    strided = ArrayView(ptr, shape, strides, v.dtype, v.device, v.framework, v.readonly, v.owner)
     if v.framework == "numpy":
-        owner = np.asarray(_HostMemory(made)).view(v.dtype.numpy)
+        owner = np.asarray(_HostMemory(strided)).view(v.dtype.numpy)
         return ArrayView(ptr, shape, strides, v.dtype, v.device, "numpy", v.readonly, owner)
     if v.framework in ("jax", "dlpack"):
-        made._memory = v._memory
-    return made
+        strided._memory = v._memory
+    return strided
 
 
 def restride(
@@ -295,10 +295,10 @@ def restride(
     v = view(x, name)
     if v.framework == "torch":
         return x.as_strided(shape, strides, x.storage_offset() + offset)
-    made = as_strided(v, shape, strides, offset)
+    strided = as_strided(v, shape, strides, offset)
     if v.framework == "cupy":
-        return _as_cupy(made, v.dtype.numpy)
-    return made.owner if v.framework == "numpy" else made
+        return _as_cupy(strided, v.dtype.numpy)
+    return strided.owner if v.framework == "numpy" else strided
 
 
 def adjoined(first: Any, second: Any, name: str) -> Any:
@@ -367,8 +367,8 @@ def to_host(v: ArrayView) -> np.ndarray:
     if v.framework == "torch":
         x = v.owner.detach()
         if tuple(x.shape) != tuple(v.shape) or x.data_ptr() != v.ptr:  # a part of the tensor
-            place = x.storage_offset() + (v.ptr - x.data_ptr()) // v.dtype.itemsize
-            x = x.as_strided(v.shape, v.strides, place)
+            offset = x.storage_offset() + (v.ptr - x.data_ptr()) // v.dtype.itemsize
+            x = x.as_strided(v.shape, v.strides, offset)
         return as_numpy(view(x.cpu(), "a copy on the CPU"))
     with cupy_module().cuda.Device(v.device.index):
         return as_cupy(v, _carrier(v.dtype.numpy)).get().view(v.dtype.numpy)
@@ -398,23 +398,23 @@ def to_host_together(views: Sequence[ArrayView]) -> list[np.ndarray]:
     As `to_host` of each, but the GPU is waited for once.
     """
     runtime, stream = cupy_module().cuda.runtime, current_stream(views[0])
-    places, total = [], 0
+    slots, total = [], 0
     for v in views:
         size = math.prod(v.shape) * v.dtype.itemsize
-        places.append((total, size))
+        slots.append((total, size))
         total += -(-size // 16) * 16
     landing = _landing
     landing.reserve(total)
     address, raw = landing.address, landing.raw
-    for v, (place, size) in zip(views, places, strict=True):
+    for v, (offset, size) in zip(views, slots, strict=True):
         if size:
-            runtime.memcpyAsync(address + place, v.ptr, size, _DEVICE_TO_HOST, stream)
+            runtime.memcpyAsync(address + offset, v.ptr, size, _DEVICE_TO_HOST, stream)
     runtime.streamSynchronize(stream)
-    found = []
-    for v, (place, size) in zip(views, places, strict=True):
-        copy = raw[place : place + size].copy().view(v.dtype.numpy)
-        found.append(copy if len(v.shape) == 1 else copy.reshape(v.shape))
-    return found
+    copies = []
+    for v, (offset, size) in zip(views, slots, strict=True):
+        copy = raw[offset : offset + size].copy().view(v.dtype.numpy)
+        copies.append(copy if len(v.shape) == 1 else copy.reshape(v.shape))
+    return copies
 
 
 def scaled(x: Any, factor: float) -> Any:

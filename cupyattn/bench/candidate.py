@@ -1,4 +1,4 @@
-"""What one implementation offers for one case: a call to time, and the rows of its answer."""
+"""What one implementation offers for one case: a call to time, and the rows of its output."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Skipped(Exception):
 class Candidate:
     """One way of calling one implementation.
 
-    `call()` enqueues the whole case (all requests) and returns the library's own answer;
-    `output(answer)` views that as an array [batch, q_len, Hq, head_dim_vo] or, where requests
+    `call()` enqueues the whole case (all requests) and returns the library's own result;
+    `output(result)` views that as an array [batch, q_len, Hq, head_dim_vo] or, where requests
     differ in length, [1, rows of all requests, Hq, head_dim_vo]. `buffer`, if any, is the array
     that `call` writes into: it is poisoned before the check. `timed`, if any, is what is timed in
     place of `call`, which then serves the check alone.

@@ -1,4 +1,4 @@
-"""The check before the clock: sampled rows of an answer against `cupyattn.reference` in float64."""
+"""The check before the clock: sampled rows of an output against `cupyattn.reference` in float64."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from .. import array, reference
 from .cases import Case
 from .inputs import Inputs
 
-# ‖error‖ / ‖reference‖. A bfloat16 answer with float32 inside is near 2e-3.
+# ‖error‖ / ‖reference‖. A bfloat16 output with float32 inside is near 2e-3.
 TOLERANCE = 4e-3
 _REQUESTS, _ROWS = 3, 4
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The float64 answer [Hq, Dvo] of one row of `out`."""
+    """The float64 output [Hq, Dvo] of one row of `out`."""
 
     row: int
-    answer: np.ndarray
+    output: np.ndarray
 
 
 def expect(case: Case, inputs: Inputs, random: np.random.Generator) -> list[Expected]:
-    """The answers of some rows: the first and last of the first and last request, and others."""
+    """The outputs of some rows: the first and last of the first and last request, and others."""
     result = []
     for request in _sample(case.requests, _REQUESTS, random):
         k, v = (_keys(case, inputs, x, request) for x in (inputs.k, inputs.v))
         for row in _sample(case.q_len, _ROWS, random):
             seen = case.kv_len - case.q_len + row + 1
             token = request * case.q_len + row
-            answer, _ = reference.attention(
+            output, _ = reference.attention(
                 _host(inputs.q[token : token + 1]), k[:seen], v[:seen], sm_scale=case.sm_scale
             )
-            result.append(Expected(token, answer[0]))
+            result.append(Expected(token, output[0]))
     return result
 
 
 def relative_error(expected: list[Expected], output: Any) -> float:
-    """‖error‖ / ‖reference‖ over the expected rows of an answer [1, rows, Hq, Dvo]; NaN for NaN."""
+    """‖error‖ / ‖reference‖ over the expected rows of an output [1, rows, Hq, Dvo]; NaN for NaN."""
     error = square = 0.0
     for item in expected:
-        difference = _host(output[0, item.row]).astype(np.float64) - item.answer
+        difference = _host(output[0, item.row]).astype(np.float64) - item.output
         error += float(np.square(difference).sum())
-        square += float(np.square(item.answer).sum())
+        square += float(np.square(item.output).sum())
     return math.sqrt(error / square)
 
 
@@ -67,4 +67,4 @@ def _keys(case: Case, inputs: Inputs, x: Any, request: int) -> np.ndarray:
 
 
 def _host(x: Any) -> np.ndarray:
-    return array.to_host(array.view(x, "answer"))
+    return array.to_host(array.view(x, "output"))

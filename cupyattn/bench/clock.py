@@ -39,7 +39,7 @@ class Clock(EventClock):
             raise ContextLost(describe(error)) from error
 
     def check_alive(self) -> None:
-        """Raise ContextLost if the device no longer answers; any other state is fine."""
+        """Raise ContextLost if the device no longer responds; any other state is fine."""
         self.wait()
 
     def preheat(self, seconds: float = PREHEAT_SECONDS) -> None:

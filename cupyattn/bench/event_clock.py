@@ -40,7 +40,7 @@ class EventClock:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Until the GPU has done all. Raises ContextLost if it does not answer."""
+        """Until the GPU has done all. Raises ContextLost if it does not respond."""
         raise NotImplementedError
 
     def visit(self, call: Callable[[], Any], calls: int) -> list[tuple[Event, Event]]:

@@ -55,12 +55,12 @@ class Arrays:
     def normal(self, *shape: int, dtype: DType = dtypes.bfloat16) -> Any:
         """Standard normal numbers (zeros would run faster than real data)."""
         built = self.empty(shape, dtype)
-        flat = as_bits(built).reshape(-1)
-        start = min(_PERIOD, flat.size)
-        flat[:start] = self._noise_of(dtype, start)
-        while start < flat.size:
-            stop = min(2 * start, flat.size)
-            flat[start:stop] = flat[: stop - start]
+        bits = as_bits(built).reshape(-1)
+        start = min(_PERIOD, bits.size)
+        bits[:start] = self._noise_of(dtype, start)
+        while start < bits.size:
+            stop = min(2 * start, bits.size)
+            bits[start:stop] = bits[: stop - start]
             start = stop
         return built
 

@@ -39,7 +39,7 @@ def candidates(
     """What one peer of `NAMES` offers for a case.
 
     tried: what `trial` found out about a peer of `COMPILES` for this kind of case; only backends
-    that answered are called. None: all are.
+    that worked are called. None: all are.
     Raises Unsupported with the reason if it is not installed or cannot serve the case.
     """
     if reason := absence(name):
@@ -78,8 +78,8 @@ def _dense(case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
     return q, k.reshape(shape), v.reshape(shape)
 
 
-def _rows(case: Case, answer: Any) -> Any:
-    return answer.reshape(1, -1, case.num_qo_heads, case.head_dim_vo)
+def _rows(case: Case, result: Any) -> Any:
+    return result.reshape(1, -1, case.num_qo_heads, case.head_dim_vo)
 
 
 # --- torch ---
@@ -96,8 +96,8 @@ def _sdpa(case: Case, inputs: Inputs) -> list[Candidate]:
     if case.kind == "prefill":
         backends["cuDNN"] = "CUDNN_ATTENTION"
 
-    def output(answer: Any) -> Any:
-        return _rows(case, answer.transpose(1, 2))
+    def output(result: Any) -> Any:
+        return _rows(case, result.transpose(1, 2))
 
     return [
         Candidate("SDPA", variant, _sdpa_call(q, k, v, options, backend), output, note=note)
@@ -171,8 +171,8 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _identity(answer: Any) -> Any:
-    return answer
+def _identity(result: Any) -> Any:
+    return result
 
 
 @functools.cache
@@ -197,7 +197,7 @@ def _flash_attn(case: Case, inputs: Inputs) -> list[Candidate]:
     attend = library.flash_attn_func if case.kind == "prefill" else library.flash_attn_with_kvcache
     call = functools.partial(attend, *_dense(case, inputs), causal=True)
     note = "dense keys" if case.is_paged else ""
-    return [Candidate("flash-attn", "2", call, lambda answer: _rows(case, answer), note=note)]
+    return [Candidate("flash-attn", "2", call, lambda result: _rows(case, result), note=note)]
 
 
 @functools.cache
@@ -231,7 +231,7 @@ def _fa3(forward: Any, case: Case, inputs: Inputs) -> Candidate:
         options["q_v"] = q[..., : case.head_dim_vo]
         q, k = (x[..., case.head_dim_vo :] for x in (q, k))
     call = functools.partial(forward, q, k, v, **options)
-    return Candidate("flash-attn", "3", call, lambda answer: _rows(case, answer[0]))
+    return Candidate("flash-attn", "3", call, lambda result: _rows(case, result[0]))
 
 
 _OFFERS: dict[str, Callable[[Case, Inputs], list[Candidate]]] = {

@@ -25,7 +25,7 @@ def heading(data: dict[str, Any]) -> str:
         f"{device.get('name', 'unknown GPU')}, driver {smi.get('driver_version', 'unknown')}, "
         f"copy {data['copy_gbps']:,.0f} GB/s\n"
         f"cupyattn {data['cupyattn']}{commit}, {versions}\n"
-        "Each answer was checked against float64; then each call was timed with a cold L2, in "
+        "Each output was checked against float64; then each call was timed with a cold L2, in "
         "random order."
     )
 
@@ -108,7 +108,7 @@ class Record:
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """A panel for each case, a bar for each right answer: µs, less is better.
+    """A panel for each case, a bar for each correct output: µs, less is better.
 
     Raises ImportError without matplotlib.
     """

@@ -1,4 +1,4 @@
-"""One run of `cupyattn bench`: each case is made, answered, checked, and then timed."""
+"""One run of `cupyattn bench`: each case is built, called, checked, and then timed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cases import Case
 from .check import TOLERANCE, expect, relative_error
 from .inputs import NAN_BITS, Arrays, Inputs, as_bits, make_inputs
 from .timing import ContextLost, Stopwatch, Timing, describe, measure, random_order
-from .trial import Answers
+from .trial import Outcomes
 from .wrappers import ours
 
 OURS = "cupyattn"
@@ -35,7 +35,7 @@ class Settings:
     deadline: float
     rounds: int = ROUNDS
     now: Callable[[], float] = time.time
-    tried: Mapping[str, Answers] = field(default_factory=dict)
+    tried: Mapping[str, Outcomes] = field(default_factory=dict)
 
 
 def rows(settings: Settings, arrays: Arrays, clock: Stopwatch) -> Iterator[list[Row]]:
@@ -43,7 +43,7 @@ def rows(settings: Settings, arrays: Arrays, clock: Stopwatch) -> Iterator[list[
 
     A row has case, kind, name, variant, status ("timed", "wrong", "failed", "unsupported",
     "skipped") and a note; if it was timed also us, p10, p90, rate, unit and error, and a peer's
-    right answer has speedup, its time over ours. Raises ContextLost if the device answers no more.
+    correct output has speedup, its time over ours. Raises ContextLost if the device is lost.
     """
     for number, case in enumerate(settings.cases):
         if number and settings.now() > settings.deadline:
@@ -104,9 +104,9 @@ def _error(candidate: Candidate, expected: Any, clock: Stopwatch) -> float:
     """The relative error of one call, whose output held NaN before."""
     if candidate.buffer is not None:
         as_bits(candidate.buffer)[...] = NAN_BITS
-    answer = candidate.call()
+    result = candidate.call()
     clock.wait()
-    return relative_error(expected, candidate.output(answer))
+    return relative_error(expected, candidate.output(result))
 
 
 def _bare(case: Case, name: str, status: str, note: str, variant: str = "") -> Row:

@@ -4,7 +4,7 @@ The process group goes with it, so no compiler is left. What it built stays in t
 the next run goes on from there.
 
 `python -m cupyattn.bench.trial PEER KIND ...` is that process: it prints a line of JSON for each
-backend that has answered or failed.
+backend that has worked or failed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .inputs import Arrays, make_inputs
 from .timing import describe
 
 # kind of a case -> backend -> "" or what went wrong. The backend "" stands for all that did not
-# come to answer.
-Answers = dict[str, dict[str, str]]
+# come to a first call.
+Outcomes = dict[str, dict[str, str]]
 
 _TOKENS = 64
 
 
-def run(name: str, kinds: Sequence[str], seconds: float) -> Answers:
-    """What the peer `name` answered for each kind of case within so many seconds."""
+def run(name: str, kinds: Sequence[str], seconds: float) -> Outcomes:
+    """How the peer `name` fared on each kind of case within so many seconds."""
     command = [sys.executable, "-m", "cupyattn.bench.trial", name, *kinds]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -45,7 +45,7 @@ def run(name: str, kinds: Sequence[str], seconds: float) -> Answers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
-    result: Answers = {kind: {"": left} for kind in kinds}
+    result: Outcomes = {kind: {"": left} for kind in kinds}
     for line in said.decode().splitlines():
         with contextlib.suppress(ValueError):  # the last line may be half a line
             kind, backend, fault = json.loads(line)
@@ -53,7 +53,7 @@ def run(name: str, kinds: Sequence[str], seconds: float) -> Answers:
     return result
 
 
-def answers(name: str, kinds: Sequence[str], arrays: Arrays) -> Iterator[tuple[str, str, str]]:
+def outcomes(name: str, kinds: Sequence[str], arrays: Arrays) -> Iterator[tuple[str, str, str]]:
     """(kind, backend, "" or what went wrong) of each backend, after its first call."""
     for kind in kinds:
         case = _small(next(case for case in CASES if case.kind == kind))
@@ -79,12 +79,12 @@ def _small(case: Case) -> Case:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The process. Compilers may print, so what was stdout is kept for the answers alone."""
+    """The process. Compilers may print, so what was stdout is kept for the outcomes alone."""
     name, *kinds = argv
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    for answer in answers(name, kinds, Arrays("cupy", Device("cuda", 0), seed=0)):
-        print(json.dumps(answer), file=pipe, flush=True)
+    for outcome in outcomes(name, kinds, Arrays("cupy", Device("cuda", 0), seed=0)):
+        print(json.dumps(outcome), file=pipe, flush=True)
     return 0
 
 

@@ -68,7 +68,7 @@ def _read(path: Path, read: Read) -> Card | None:
     Raises OSError and ArgumentError."""
     with contextlib.ExitStack() as stack:
         try:
-            opened = stack.enter_context(_place().opened())
+            opened = stack.enter_context(_folder().opened())
         except (NotADirectoryError, PermissionError):
             return None
         data = opened.read_beside(FOLDER, path.name)
@@ -82,7 +82,7 @@ def _warn(text: str) -> None:
 def path_of(name: str) -> Path | None:
     """The file of the card of this name, which need not be there; None for a user who has no
     folder for kernels. Raises CompileError if CUPYATTN_CACHE_DIR is no such folder."""
-    folder = _place()
+    folder = _folder()
     return None if folder.is_private else folder.path / FOLDER / file_name(name)
 
 
@@ -91,13 +91,13 @@ def write(name: str, text: str) -> Path:
     path = path_of(name)
     if path is None:
         raise OSError("this user has no home folder")
-    with _place().opened(create=True) as opened:
+    with _folder().opened(create=True) as opened:
         opened.write_beside(FOLDER, path.name, text.encode())
     return path
 
 
-def _place() -> cache.Place:
-    folders = cache.places()
+def _folder() -> cache.CacheFolder:
+    folders = cache.cache_folders()
     if not folders:
         raise CompileError("there is no folder for kernels")
     return folders[0]

@@ -112,14 +112,14 @@ def _measure(
         print(f"\nwithout peers: {', '.join(left)}; give more --seconds")
 
 
-def _try(name: str, settings: Settings, seconds: float) -> trial.Answers:
+def _try(name: str, settings: Settings, seconds: float) -> trial.Outcomes:
     """What a peer that compiles can answer."""
     title = peers.TITLES[name]
     print(f"\n{title} has {seconds:.0f} s to compile what is not prebuilt ...", flush=True)
-    answers = trial.run(name, list(dict.fromkeys(case.kind for case in settings.cases)), seconds)
-    if not all(set(result) - {""} for result in answers.values()):
+    outcomes = trial.run(name, list(dict.fromkeys(case.kind for case in settings.cases)), seconds)
+    if not all(set(result) - {""} for result in outcomes.values()):
         print(f"{title} has not answered for all cases; --compile-seconds 600 gives it time")
-    return answers
+    return outcomes
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -13,7 +13,7 @@ from ..core import env
 from ..core.folders import is_writable
 from ..errors import CupyAttnError
 from ..jit import cache
-from ..jit.cache import Place
+from ..jit.cache import CacheFolder
 
 _MIB = 2**20
 
@@ -45,18 +45,18 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do it; 1 if a kernel is damaged, 2 if a folder cannot be used."""
     try:
-        folders = cache.places()
+        folders = cache.cache_folders()
     except CupyAttnError as error:
         return _fail(str(error))
     if args.cache_dir is not None:
         path = args.cache_dir.expanduser().absolute()
-        folders = [Place(path, is_shared=env.CACHE_SHARED.flag())]
+        folders = [CacheFolder(path, is_shared=env.CACHE_SHARED.flag())]
     if args.does is None:
         return _print_path(folders)
     return max((_do(args.does, folder) for folder in folders), default=0)
 
 
-def _do(does: Callable[[Place], int], folder: Place) -> int:
+def _do(does: Callable[[CacheFolder], int], folder: CacheFolder) -> int:
     try:
         return does(folder)
     except BrokenPipeError:
@@ -70,7 +70,7 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _list(folder: Place) -> int:
+def _list(folder: CacheFolder) -> int:
     entries = cache.entries(folder)
     size = sum(entry.nbytes for entry in entries) / _MIB
     print(f"{folder.path}: {len(entries)} kernels, {size:.1f} MiB")
@@ -80,7 +80,7 @@ def _list(folder: Place) -> int:
     return 0
 
 
-def _verify(folder: Place) -> int:
+def _verify(folder: CacheFolder) -> int:
     count, faults = len(cache.entries(folder)), cache.verify(folder)
     print(f"{folder.path}: {count - len(faults)} of {count} kernels are as they were written")
     for name, fault in faults:
@@ -88,13 +88,13 @@ def _verify(folder: Place) -> int:
     return 1 if faults else 0
 
 
-def _clear(folder: Place) -> int:
+def _clear(folder: CacheFolder) -> int:
     count, size = cache.clear(folder)
     print(f"{folder.path}: removed {count} kernels, {size / _MIB:.1f} MiB")
     return 0
 
 
-def _print_path(folders: Sequence[Place]) -> int:
+def _print_path(folders: Sequence[CacheFolder]) -> int:
     for folder in folders:
         if is_writable(folder.path) and not cache.problem(folder):
             print(folder.path)

@@ -142,7 +142,7 @@ def _check(archs: Sequence[str], folder: Path) -> None:
     for arch in archs:
         compiler.require_arch(arch)
     jit.kernels_dir()
-    fault = cache.problem(cache.Place(folder, is_shared=env.CACHE_SHARED.flag()))
+    fault = cache.problem(cache.CacheFolder(folder, is_shared=env.CACHE_SHARED.flag()))
     if fault or not is_writable(folder):
         raise ArgumentError(f"the cache folder {folder} cannot be written {fault}".rstrip())
 
@@ -236,7 +236,7 @@ def compiled(
                     progress.tick()
                 else:
                     name, _, arch = done.task
-                    built, message = done.answer or (None, done.failure)
+                    built, message = done.result or (None, done.failure)
                     was_work = built is None or not built.info.cached
                     nbytes = built.info.cubin_bytes if built else 0
                     progress.step(f"{name} {arch}", _cost(done.task).seconds, was_work, nbytes)

@@ -112,7 +112,7 @@ def _times(props: DeviceProps) -> dict[str, Any]:
 
 def _cache_facts() -> Any:
     try:
-        folders = cache.places()
+        folders = cache.cache_folders()
     except CupyAttnError as error:
         return {"error": str(error)}
     result = []

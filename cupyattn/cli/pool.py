@@ -26,10 +26,10 @@ class Stopped(Exception):
 
 
 class Done(NamedTuple):
-    """A task and its answer; without one, `failure` says how it or its process failed."""
+    """A task and its result; without one, `failure` says how it or its process failed."""
 
     task: Any
-    answer: Any
+    result: Any
     failure: str
 
 
@@ -64,7 +64,7 @@ def work(
                 yield None
             for one in ready:
                 worker = workers.pop(one)  # type: ignore[call-overload]
-                done = worker.answer()
+                done = worker.receive()
                 give_next(worker if worker.process.is_alive() else None)
                 yield done
 
@@ -91,17 +91,17 @@ class _Worker:
 
     def give(self, task: Any) -> None:
         self._task = task
-        # A process that is dead already is found by `answer`.
+        # A process that is dead already is noticed by `receive`.
         with contextlib.suppress(BrokenPipeError):
             self.connection.send(task)
 
-    def answer(self) -> Done:
+    def receive(self) -> Done:
         try:
-            answer, failure = self.connection.recv()
+            result, failure = self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            answer, failure = None, f"its process ended with status {self.process.exitcode}"
-        return Done(self._task, answer, failure)
+            result, failure = None, f"its process ended with status {self.process.exitcode}"
+        return Done(self._task, result, failure)
 
     def end(self) -> None:
         self.process.kill()
@@ -113,10 +113,10 @@ def _serve(pipe: connection.Connection, function: Callable[..., Any]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
-            pipe.send(_answer(function, pipe.recv()))
+            pipe.send(_attempt(function, pipe.recv()))
 
 
-def _answer(function: Callable[..., Any], task: Any) -> tuple[Any, str]:
+def _attempt(function: Callable[..., Any], task: Any) -> tuple[Any, str]:
     try:
         return function(*task), ""
     except Exception as error:

@@ -174,7 +174,7 @@ def _memory_rate(runtime: Any, index: int) -> float:
 def _attribute(runtime: Any, index: int, name: str) -> int:
     """An attribute of a device; 0 where this runtime or driver has no such one."""
     try:
-        found: int = runtime.deviceGetAttribute(getattr(runtime, name), index)
+        value: int = runtime.deviceGetAttribute(getattr(runtime, name), index)
     except (AttributeError, runtime.CUDARuntimeError):
         return 0
-    return found
+    return value

@@ -110,20 +110,20 @@ def parse(x: object, name: str = "dtype") -> DType:
         return x
     if isinstance(x, str):
         key = x.removeprefix("torch.").removeprefix("jnp.")
-        found = BY_NAME.get(key) or _ALIASES.get(key)
-        if found is not None:
-            return found
+        dtype = BY_NAME.get(key) or _ALIASES.get(key)
+        if dtype is not None:
+            return dtype
     elif type(x).__module__ == "torch":
-        found = BY_NAME.get(str(x).removeprefix("torch."))
-        if found is not None:
-            return found
+        dtype = BY_NAME.get(str(x).removeprefix("torch."))
+        if dtype is not None:
+            return dtype
     elif isinstance(x, (type, np.dtype)) or (hasattr(x, "dtype") and not hasattr(x, "shape")):
         try:
-            found = BY_NUMPY.get(np.dtype(x))  # type: ignore[call-overload]
+            dtype = BY_NUMPY.get(np.dtype(x))  # type: ignore[call-overload]
         except Exception:  # other libraries' dtypes raise what they like
-            found = None
-        if found is not None:
-            return found
+            dtype = None
+        if dtype is not None:
+            return dtype
     known = ", ".join(BY_NAME)
     text = f"an array, {type(x).__name__}" if hasattr(x, "shape") else repr(x)
     raise ArgumentError(f"{name}: unknown dtype {text}; known dtypes are {known}")

@@ -214,21 +214,21 @@ class _Parser:
     # --- Tokens ---
 
     def _split(self) -> list[_Token]:
-        tokens, place = [], 0
-        while place < len(self._text):
-            found = _TOKEN.match(self._text, place)
-            if found is None:
-                character = self._text[place]
+        tokens, offset = [], 0
+        while offset < len(self._text):
+            match = _TOKEN.match(self._text, offset)
+            if match is None:
+                character = self._text[offset]
                 habit = _MARK_HABITS.get(character)
                 remedy = f"write {habit}" if habit else "the language has numbers, names, + - * / "
                 remedy += "" if habit else "// % < <= > >= == != && || ! ? : ( ) [ ] and commas"
-                self._fail(_Token("mark", character, place + 1), f"has {character!r}", remedy)
-            kind, text = str(found.lastgroup), found[0]
+                self._fail(_Token("mark", character, offset + 1), f"has {character!r}", remedy)
+            kind, text = str(match.lastgroup), match[0]
             if kind == "name" and text in _WORDS:
                 kind, text = "mark", _WORDS[text]
             if kind != "space":
-                tokens.append(_Token(kind, _VALUES.get(text, text), place + 1))
-            place = found.end()
+                tokens.append(_Token(kind, _VALUES.get(text, text), offset + 1))
+            offset = match.end()
         tokens.append(_Token("end", "", len(self._text) + 1))
         return tokens
 
@@ -415,14 +415,14 @@ class _Parser:
         return self._node("number", parameter.type, (), token, self._slots[name])
 
     def _arguments(self, closing: str, opened: _Token) -> tuple[Node, ...]:
-        found: list[Node] = []
+        args: list[Node] = []
         if self._take(closing) is not None:
             return ()
-        found.append(self._expression())
+        args.append(self._expression())
         while self._take(",") is not None:
-            found.append(self._expression())
+            args.append(self._expression())
         self._require(closing, opened)
-        return tuple(found)
+        return tuple(args)
 
     def _parameter(self, token: _Token) -> Parameter:
         name = token.text
@@ -520,11 +520,11 @@ class _Parser:
             )
             self._fail(token, f"calls {name!r}, which is no function", wanted)
         if len(args) != FUNCTIONS[name]:
-            given = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
+            count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
             remedy = f"wanted {FUNCTIONS[name]}"
             if name in ("min", "max") and len(args) > 2:
                 remedy = f"nest them: {name}({name}(a, b), c)"
-            self._fail(token, f"calls {name} with {given}", remedy)
+            self._fail(token, f"calls {name} with {count}", remedy)
         if name == "where":
             condition, a, b = args
             return self._choice(token, condition, a, b)

@@ -63,10 +63,10 @@ def members(logits: LogitsExpression | None) -> str:
 
 
 def _function(type: str, name: str, body: str, more: str = "") -> str:
-    given = f"[[maybe_unused]] const At& at{more}"
+    parameters = f"[[maybe_unused]] const At& at{more}"
     return (
         "    template <typename At>\n"
-        f"    static __device__ __forceinline__ {type} {name}({given}) {{\n"
+        f"    static __device__ __forceinline__ {type} {name}({parameters}) {{\n"
         f"      return {body};\n"
         "    }\n"
     )
@@ -129,9 +129,9 @@ class _Writer:
         if node.op == "!":
             return f"!{self.write(node.args[0])}"
         if node.op == "*" and node.type == FLOAT:
-            for factor, place in (node.args, node.args[::-1]):
-                if _factor_of_key(place) and not factor.reads("logit", "kv_idx"):
-                    return self._slope(factor, place)
+            for factor, position in (node.args, node.args[::-1]):
+                if _factor_of_key(position) and not factor.reads("logit", "kv_idx"):
+                    return self._slope(factor, position)
         args = [self._as(x, node.type) for x in node.args]
         if node.op == "negate":
             return f"at.subtract(0, {args[0]})" if node.type == INT else f"(-{args[0]})"
@@ -167,13 +167,13 @@ class _Writer:
             return f"(static_cast<float>({first}) + {step} * static_cast<float>(at.kv_step))"
         return f"static_cast<float>({self.write(node)})"
 
-    def _slope(self, factor: Node, place: Node) -> str:
-        """factor * place, as a product for all keys of a thread, and a constant step times it.
+    def _slope(self, factor: Node, position: Node) -> str:
+        """factor * position, as a product for all keys of a thread, and a constant step times it.
 
         One FFMA then adds both to a logit.
         """
-        slope, step = self.real(factor), _real_literal(float(_factor_of_key(place) or 0))
-        first = self.write(_with_first_key(place))
+        slope, step = self.real(factor), _real_literal(float(_factor_of_key(position) or 0))
+        first = self.write(_with_first_key(position))
         steps = f"{step} * static_cast<float>(at.kv_step)"
         return f"({slope} * static_cast<float>({first}) + {slope} * ({steps}))"
 

@@ -39,12 +39,12 @@ def temporary_folder() -> Path:
         raise OSError("users have no numbers on this system")
     folder = Path(tempfile.gettempdir()) / f"cupyattn-{os.getuid()}"
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return folder
     # Anyone may create names in a shared temporary folder, and a kernel from there would be run.
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
-    return folder if private and found.st_uid == os.getuid() else _process_folder()
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
+    return folder if private and status.st_uid == os.getuid() else _process_folder()
 
 
 @functools.cache

@@ -32,8 +32,8 @@ class KeyShare:
 
     def __post_init__(self) -> None:
         names = "cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"
-        for name, least in zip(names, (1, 0, 1), strict=True):
-            value = parse.require_int(getattr(self, name), name, least, MAX_LENGTH)
+        for name, minimum in zip(names, (1, 0, 1), strict=True):
+            value = parse.require_int(getattr(self, name), name, minimum, MAX_LENGTH)
             object.__setattr__(self, name, value)
         if self.cp_rank >= self.cp_world_size:
             raise ArgumentError(
@@ -101,8 +101,8 @@ class KeyShare:
     def holds(self, position: np.ndarray) -> np.ndarray: ...
     def holds(self, position: Any) -> Any:
         """Whether the token at a place in the whole sequence is this rank's."""
-        place = position // self.cp_kv_cache_interleave_size % self.cp_world_size
-        return place == self.cp_rank
+        rank = position // self.cp_kv_cache_interleave_size % self.cp_world_size
+        return rank == self.cp_rank
 
     @overload
     def index(self, position: int) -> int: ...

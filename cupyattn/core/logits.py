@@ -115,16 +115,16 @@ class LogitsExpression:
         if node is None or node.op == op:
             return 1.0, node
         if node.op == "negate":
-            factor, found = self._factor(node.args[0], op)
-            return -factor, found
+            factor, inner = self._factor(node.args[0], op)
+            return -factor, inner
         if node.op not in ("*", "/"):
             return 0.0, None
         for constant, other in (node.args, node.args[::-1]):
             by = self._constant(constant)
             if by == 0.0 or (node.op == "/" and other is not node.args[0]):
                 continue
-            factor, found = self._factor(other, op)
-            return (factor * by if node.op == "*" else factor / by), found
+            factor, inner = self._factor(other, op)
+            return (factor * by if node.op == "*" else factor / by), inner
         return 0.0, None
 
     def _constant(self, node: Node) -> float:
@@ -142,7 +142,7 @@ class LogitsExpression:
         return float(node.value) if is_value else 0.0  # type: ignore[arg-type]
 
     def of_request(self, index: int) -> LogitsExpression:
-        """The expressions of one request of a batch, which read its place as a number.
+        """The expressions of one request of a batch, which read its index as a number.
 
         Raises ExpressionError where there is no slot for it.
         """
@@ -154,11 +154,11 @@ class LogitsExpression:
                 f"logits_params: has {slot} numbers; wanted at most {slot - 1} beside batch: put "
                 "several into one array, as rows of it"
             )
-        place = Node("number", INT, (), slot)
+        request = Node("number", INT, (), slot)
         numbers = (*self.numbers, Parameter("batch", int32, 0))
         return LogitsExpression(
-            _with_place(self.transform, place),
-            _with_place(self.mask, place),
+            _with_request(self.transform, request),
+            _with_request(self.mask, request),
             self.arrays,
             numbers,
             (*self.values, index),
@@ -175,11 +175,11 @@ class LogitsExpression:
         left = right = -1
         rest: list[Node] = []
         for part in _joined(self.mask):
-            found = [self._window(x) for x in _without_abs(part)]
-            if "" in (side for side, _ in found):
+            windows = [self._window(x) for x in _without_abs(part)]
+            if "" in (side for side, _ in windows):
                 rest.append(part)
                 continue
-            for side, keys in found:
+            for side, keys in windows:
                 if side == "right":
                     right = keys if right < 0 else min(right, keys)
                 else:
@@ -194,7 +194,7 @@ class LogitsExpression:
         """(side, keys) of a condition that is a window; ("", 0) for all others."""
         if part.op not in ("<", "<=", ">", ">=") or any(x.type != INT for x in part.args):
             return "", 0
-        first, second = (self._sum_of_places(x) for x in part.args)
+        first, second = (self._linear_in_indices(x) for x in part.args)
         if first is None or second is None:
             return "", 0
         key, row, more = (a - b for a, b in zip(first, second, strict=True))
@@ -208,7 +208,7 @@ class LogitsExpression:
             return "", 0
         return "right" if is_upper else "left", keys
 
-    def _sum_of_places(self, node: Node) -> tuple[int, int, int] | None:
+    def _linear_in_indices(self, node: Node) -> tuple[int, int, int] | None:
         """(a, b, c) of an integer a * kv_idx + b * q_idx + c; None for all others."""
         if node.op == "value" and isinstance(node.value, int):
             return 0, 0, node.value
@@ -217,11 +217,11 @@ class LogitsExpression:
         if node.op == "variable" and node.value in ("kv_idx", "q_idx"):
             return int(node.value == "kv_idx"), int(node.value == "q_idx"), 0
         if node.op == "negate":
-            found = self._sum_of_places(node.args[0])
-            return None if found is None else (-found[0], -found[1], -found[2])
+            inner = self._linear_in_indices(node.args[0])
+            return None if inner is None else (-inner[0], -inner[1], -inner[2])
         if node.op not in ("+", "-"):
             return None
-        first, second = (self._sum_of_places(x) for x in node.args)
+        first, second = (self._linear_in_indices(x) for x in node.args)
         if first is None or second is None:
             return None
         sign = 1 if node.op == "+" else -1
@@ -263,11 +263,11 @@ def _without_abs(node: Node) -> list[Node]:
     return [node]
 
 
-def _with_place(node: Node | None, place: Node) -> Node | None:
-    """The tree with `place` where it reads batch."""
+def _with_request(node: Node | None, request: Node) -> Node | None:
+    """The tree with `request` where it reads batch."""
     if node is None or (node.op == "variable" and node.value == "batch"):
-        return node and place
-    args = (_with_place(x, place) for x in node.args)
+        return node and request
+    args = (_with_request(x, request) for x in node.args)
     return replace(node, args=tuple(x for x in args if x is not None))
 
 
@@ -285,28 +285,28 @@ def make(
     """
     of_arrays = tuple(Parameter(name, dtype, ndim) for name, dtype, ndim in arrays)
     of_numbers = tuple(Parameter(name, dtype, 0) for name, dtype, _ in numbers)
-    for kind, found, most in (
+    for kind, group, limit in (
         ("arrays", of_arrays, MAX_ARRAYS),
         ("numbers", of_numbers, MAX_NUMBERS),
     ):
-        if len(found) > most:
-            names = ", ".join(x.name for x in found)
+        if len(group) > limit:
+            names = ", ".join(x.name for x in group)
             raise ExpressionError(
-                f"logits_params: has {len(found)} {kind} ({names}); wanted at most {most}: put "
+                f"logits_params: has {len(group)} {kind} ({names}); wanted at most {limit}: put "
                 "several into one array, as rows of it"
             )
     parameters = {x.name: x for x in (*of_arrays, *of_numbers)}
     slots = {x.name: i for group in (of_arrays, of_numbers) for i, x in enumerate(group)}
     values = tuple(value for *_, value in numbers)
-    made = LogitsExpression(
+    logits = LogitsExpression(
         _transform(transform, parameters, slots),
         _mask(mask, parameters, slots),
         of_arrays,
         of_numbers,
         values,
     )
-    _check_parameters(made)
-    return made
+    _check_parameters(logits)
+    return logits
 
 
 def _transform(
@@ -335,20 +335,20 @@ def _mask(
             f"mask_fn: {text!r} is a number; wanted a condition, such as kv_idx <= q_idx",
             node.column,
         )
-    for found in node.walk():
-        if found.op == "variable" and found.value == "logit":
+    for part in node.walk():
+        if part.op == "variable" and part.value == "logit":
             raise ExpressionError(
-                f"mask_fn: reads the logit at column {found.column} of {text!r}; a mask is known "
+                f"mask_fn: reads the logit at column {part.column} of {text!r}; a mask is known "
                 'before the logits. Write logits_transform="where(condition, logit, -1e30)"',
-                found.column,
+                part.column,
             )
     return node
 
 
-def _check_parameters(made: LogitsExpression) -> None:
+def _check_parameters(logits: LogitsExpression) -> None:
     """ExpressionError for parameters that nothing reads, and divisors that are not positive."""
-    nodes = [node for part in made.parts for node in part.walk()]
-    for op, group in (("element", made.arrays), ("number", made.numbers)):
+    nodes = [node for part in logits.parts for node in part.walk()]
+    for op, group in (("element", logits.arrays), ("number", logits.numbers)):
         read = {node.value for node in nodes if node.op == op}
         for slot, parameter in enumerate(group):
             if slot not in read:
@@ -359,9 +359,9 @@ def _check_parameters(made: LogitsExpression) -> None:
         if node.op in ("//", "%") and node.args[1].op == "number":
             by = node.args[1].value
             assert isinstance(by, int)
-            if made.values[by] <= 0:
+            if logits.values[by] <= 0:
                 raise ExpressionError(
-                    f"logits_params: {made.numbers[by].name!r} is {made.values[by]} and a "
+                    f"logits_params: {logits.numbers[by].name!r} is {logits.values[by]} and a "
                     f"divisor of {node.op}; wanted a positive integer",
                     node.column,
                 )

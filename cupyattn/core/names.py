@@ -48,8 +48,8 @@ def names() -> dict[str, Any]:
     absent    groups of names that are not here: `what` they are, what to use `instead`, and `names`
               as in `here`
     """
-    found: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
-    return found
+    contents: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
+    return contents
 
 
 def missing(module: str, name: str) -> AttributeError:
@@ -73,9 +73,9 @@ def refuse_names(module: str) -> Callable[[str], NoReturn]:
 
 def _hint(name: str) -> str | None:
     """What to use for a name of another library's."""
-    for place, known in names()["here"].items():
+    for module, known in names()["here"].items():
         if name in known:
-            return f"it is {place.replace('flashinfer', 'cupyattn', 1)}.{name}"
+            return f"it is {module.replace('flashinfer', 'cupyattn', 1)}.{name}"
     if name in _OTHERS:
         return f"it is cupyattn.{_OTHERS[name]}"
     for group in names()["absent"]:

@@ -13,7 +13,7 @@ from .problem import KV_LAYOUTS, POS_ENCODING_MODES
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-_MOST_CHARACTERS = 100
+_MAX_CHARACTERS = 100
 
 
 def choice(value: object, allowed: tuple[str, ...], name: str) -> str:
@@ -47,11 +47,15 @@ def window(value: object, name: str) -> int:
     return keys
 
 
-def require_int(value: object, name: str, least: int = 1, most: int = _INT32_MAX) -> int:
+def require_int(value: object, name: str, minimum: int = 1, maximum: int = _INT32_MAX) -> int:
     """An integer of the host's: an array of the device would have to be waited for."""
     number = _integer(value)
-    if number is None or not least <= number <= most:
-        limit = f"at most {most}" if number is not None and number > most else f"{least} or more"
+    if number is None or not minimum <= number <= maximum:
+        limit = (
+            f"at most {maximum}"
+            if number is not None and number > maximum
+            else f"{minimum} or more"
+        )
         raise ArgumentError(f"{name}: got {shown(value)}; wanted an integer, {limit}")
     return number
 
@@ -103,7 +107,7 @@ def shown(value: object) -> str:
         if getattr(value, "shape", None) != () or not isinstance(value, Number):
             return f"an array, {type(value).__name__}"
     text = repr(value)
-    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
+    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "..."
 
 
 # Numbers go by their value, whatever their type: a cache of calls tells 2 and 2.0 apart no more

@@ -82,12 +82,14 @@ def is_exporting() -> bool:
     return asks is not None and bool(asks())
 
 
-def exported(function: Any, given: dict[str, Any]) -> Any:
+def exported(function: Any, arguments: dict[str, Any]) -> Any:
     """The answer of a public function while torch exports: that of its operator. `given` has its
     arguments, beside other names."""
     importlib.import_module(f"{_PACKAGE}.integrations.torch")
     parameters = inspect.signature(function).parameters
-    own = {name: given[name] for name, x in parameters.items() if given[name] is not x.default}
+    own = {
+        name: arguments[name] for name, x in parameters.items() if arguments[name] is not x.default
+    }
     return TORCH_CALLS[function](**own)
 
 
@@ -97,9 +99,9 @@ def exported(function: Any, given: dict[str, Any]) -> Any:
 JAX_CALLS: dict[str, Callable[..., Any]] = {}
 
 
-def of_jax(name: str, given: dict[str, Any]) -> Callable[[], Any] | None:
+def of_jax(name: str, arguments: dict[str, Any]) -> Callable[[], Any] | None:
     """The call of this name by JAX_CALLS if an argument is traced by JAX, else None."""
     tracer = getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", None)
-    if tracer is None or not any(isinstance(x, tracer) for x in given.values()):
+    if tracer is None or not any(isinstance(x, tracer) for x in arguments.values()):
         return None
-    return functools.partial(JAX_CALLS[name], **given)
+    return functools.partial(JAX_CALLS[name], **arguments)

@@ -107,7 +107,7 @@ def _sort(
         if isinstance(value, (bool, np.bool_)):
             raise ArgumentError(f"{label}: got {value}; wanted a number or an array, as 1 or 0")
         if isinstance(value, (int, np.integer)):
-            number = parse.require_int(value, label, least=-(2**31))
+            number = parse.require_int(value, label, minimum=-(2**31))
             numbers.append((name, dtypes.int32, number))
         elif isinstance(value, (float, np.floating)):
             numbers.append((name, dtypes.float32, parse.finite(value, label, 0.0)))

@@ -141,7 +141,7 @@ class StoredAppend(NamedTuple):
             q, q_offsets, rotated = addresses[_Q], addresses[_OFFSETS], space + self.lens_bytes
             begin = addresses[_BEGIN] or lens
             addresses[_Q] = rotated
-        places = append_new_kv.Places(
+        places = append_new_kv.Addresses(
             addresses[_NEW_K],
             addresses[_K],
             addresses[_NEW_V],
@@ -269,7 +269,7 @@ class Append:
         used += [x for x in (offsets, *(rotation or ())) if isinstance(x, ArrayView)]
         array.acquire(k, *used)
         self._bound = append_new_kv.bind(new, rotation, k.device.index)
-        places = append_new_kv.places_of(new, rotation)
+        places = append_new_kv.addresses_of(new, rotation)
         self._bound.enqueue(places, array.current_stream(k))
         array.release(k, *used)
 

@@ -26,7 +26,7 @@ _swept: set[Path] = set()
 _said: set[Path] = set()
 
 
-class Place(NamedTuple):
+class CacheFolder(NamedTuple):
     """One folder of the cache.
 
     is_shared   other users may read and write it, and what they wrote is trusted
@@ -43,7 +43,7 @@ class Place(NamedTuple):
         )
 
 
-def places() -> list[Place]:
+def cache_folders() -> list[CacheFolder]:
     """Where kernels are looked for and stored, in this order.
 
     Raises CompileError if CUPYATTN_CACHE_DIR is set to what is not an absolute path, and on
@@ -53,7 +53,7 @@ def places() -> list[Place]:
         raise CompileError(
             "kernels are compiled and kept on Linux only; CPU arrays need none of them"
         )
-    found = []
+    result = []
     chosen = env.CACHE_DIR.get().strip()
     if chosen:
         path = Path(os.path.expanduser(chosen))
@@ -62,31 +62,31 @@ def places() -> list[Place]:
                 f"{env.CACHE_DIR.name}: got {chosen!r}; wanted an absolute path, or ~ for a home "
                 "folder that there is"
             )
-        found.append(Place(path, is_shared=env.CACHE_SHARED.flag()))
+        result.append(CacheFolder(path, is_shared=env.CACHE_SHARED.flag()))
     elif (folder := user_cache_folder()) is not None:
-        found.append(Place(folder, is_shared=env.CACHE_SHARED.flag()))
+        result.append(CacheFolder(folder, is_shared=env.CACHE_SHARED.flag()))
     with contextlib.suppress(OSError):  # there is no temporary folder: a wholly read-only machine
-        found.append(Place(temporary_folder(), is_private=True))
-    return found
+        result.append(CacheFolder(temporary_folder(), is_private=True))
+    return result
 
 
 def folders() -> list[Path]:
-    """The paths of `places()`."""
-    return [place.path for place in places()]
+    """The paths of `cache_folders()`."""
+    return [folder.path for folder in cache_folders()]
 
 
-def contents(place: Place) -> tuple[int, int]:
-    """The number of kernels in `place` and the bytes of their files; (0, 0) without a folder."""
+def contents(folder: CacheFolder) -> tuple[int, int]:
+    """The number of kernels in `folder` and the bytes of their files; (0, 0) without a folder."""
     with contextlib.suppress(OSError):
-        sizes = [entry.nbytes for entry in entries(place)]
+        sizes = [entry.nbytes for entry in entries(folder)]
         return len(sizes), sum(sizes)
     return 0, 0
 
 
-def problem(place: Place) -> str:
-    """Why kernels in `place` cannot be used; empty if they can, or if there is no such folder."""
+def problem(folder: CacheFolder) -> str:
+    """Why kernels in `folder` cannot be used; empty if they can, or if there is no such folder."""
     try:
-        with place.opened():
+        with folder.opened():
             return ""
     except FileNotFoundError:
         return ""
@@ -94,31 +94,31 @@ def problem(place: Place) -> str:
         return _reason(error)
 
 
-def entries(place: Place) -> list[store.Usage]:
-    """The kernels in `place`, the least recently used first; none without a folder."""
+def entries(folder: CacheFolder) -> list[store.Usage]:
+    """The kernels in `folder`, the least recently used first; none without a folder."""
     try:
-        with place.opened() as opened:
+        with folder.opened() as opened:
             return opened.usage()
     except FileNotFoundError:
         return []
 
 
-def verify(place: Place) -> list[tuple[str, str]]:
-    """The names of the kernels in `place` that would not be used, each with what is wrong."""
+def verify(folder: CacheFolder) -> list[tuple[str, str]]:
+    """The names of the kernels in `folder` that would not be used, each with what is wrong."""
     faults = []
-    for entry in entries(place):
+    for entry in entries(folder):
         try:
-            with place.opened() as opened:
+            with folder.opened() as opened:
                 opened.check(entry.name)
         except (OSError, ValueError) as error:
             faults.append((entry.name, str(error)))
     return faults
 
 
-def clear(place: Place) -> tuple[int, int]:
-    """Remove all kernels in `place`, and what failed compiles left; how many, and their bytes."""
+def clear(folder: CacheFolder) -> tuple[int, int]:
+    """Remove all kernels in `folder`, and what failed compiles left; how many, and their bytes."""
     try:
-        with place.opened() as opened:
+        with folder.opened() as opened:
             return opened.clear()
     except FileNotFoundError:
         return 0, 0
@@ -126,12 +126,12 @@ def clear(place: Place) -> tuple[int, int]:
 
 def find(name: str) -> Entry | None:
     """The entry called `name` from the first folder that has it intact."""
-    for place in places():
+    for folder in cache_folders():
         try:
-            with place.opened() as opened:
+            with folder.opened() as opened:
                 entry = opened.read(name)
         except Untrusted as error:
-            _say_unusable(place, error)
+            _say_unusable(folder, error)
             continue
         except OSError:
             continue
@@ -149,10 +149,10 @@ def add(name: str, make: Callable[[], Product]) -> Entry:
     limit = _limit()
     product = None
     problems = []
-    for place in places():
+    for folder in cache_folders():
         try:
-            with place.opened(create=True) as opened:
-                _sweep_once(place, opened)
+            with folder.opened(create=True) as opened:
+                _sweep_once(folder, opened)
                 with opened.lock(name.rpartition(".")[2]):
                     entry = opened.read(name)
                     if entry is not None:
@@ -163,8 +163,8 @@ def add(name: str, make: Callable[[], Product]) -> Entry:
                     opened.evict(limit, keep=name)
                 return entry
         except OSError as error:
-            problems.append(f"{place.path} ({_reason(error)})")
-            _say_unusable(place, error)
+            problems.append(f"{folder.path} ({_reason(error)})")
+            _say_unusable(folder, error)
     raise CompileError(
         f"cache: no folder can be written: {'; '.join(problems)}; set {env.CACHE_DIR.name} to one "
         "that can"
@@ -173,15 +173,15 @@ def add(name: str, make: Callable[[], Product]) -> Entry:
 
 def keep_failure(name: str, source: str, log: str) -> Path | None:
     """Keep the source and log of a failed compile for reading; the source's path, or None."""
-    for place in places():
-        with contextlib.suppress(OSError), place.opened(create=True) as opened:
+    for folder in cache_folders():
+        with contextlib.suppress(OSError), folder.opened(create=True) as opened:
             return opened.keep_failure(name, source, log)
     return None
 
 
-def _sweep_once(place: Place, opened: Store) -> None:
-    if place.path not in _swept:
-        _swept.add(place.path)
+def _sweep_once(folder: CacheFolder, opened: Store) -> None:
+    if folder.path not in _swept:
+        _swept.add(folder.path)
         opened.sweep()
 
 
@@ -194,16 +194,16 @@ def _limit() -> int:
     return int(value) * _MIB
 
 
-def _say_unusable(place: Place, error: OSError) -> None:
-    if place.is_private or place.path in _said:
+def _say_unusable(folder: CacheFolder, error: OSError) -> None:
+    if folder.is_private or folder.path in _said:
         return
-    _said.add(place.path)
+    _said.add(folder.path)
     remedy = f"Set {env.CACHE_DIR.name} to a folder that can be written"
     if isinstance(error, Untrusted):
         remedy += f", or {env.CACHE_SHARED.name}=1 to trust whoever can write this one"
     warnings.warn(
-        f"cupyattn: the kernel cache {place.path} cannot be used ({_reason(error)}); new kernels "
-        f"go to {places()[-1].path}. {remedy}",
+        f"cupyattn: the kernel cache {folder.path} cannot be used ({_reason(error)}); new kernels "
+        f"go to {cache_folders()[-1].path}. {remedy}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -44,17 +44,17 @@ def folder(
         os.close(descriptor)
 
 
-def check_owner(found: os.stat_result) -> None:
+def check_owner(status: os.stat_result) -> None:
     """Raise Untrusted unless this user or root owns what `found` describes."""
-    if found.st_uid not in (os.getuid(), 0):
-        raise Untrusted(f"it belongs to user {found.st_uid}")
+    if status.st_uid not in (os.getuid(), 0):
+        raise Untrusted(f"it belongs to user {status.st_uid}")
 
 
-def check_private(found: os.stat_result) -> None:
+def check_private(status: os.stat_result) -> None:
     """`check_owner`, and raise Untrusted if anybody but the owner may write there."""
-    check_owner(found)
-    if found.st_mode & _WRITABLE_BY_OTHERS:
-        raise Untrusted(f"other users may write it (mode {stat.S_IMODE(found.st_mode):o})")
+    check_owner(status)
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        raise Untrusted(f"other users may write it (mode {stat.S_IMODE(status.st_mode):o})")
 
 
 def make_folder(name: str, parent: int, mode: int) -> None:

@@ -107,8 +107,8 @@ def load(name: str, config: ConfigLike, device_index: int, arch: str) -> Kernel:
     key = (name, config, device_index, arch)
     with _load_lock:
         if key not in _kernels:
-            made, cubin = _build(name, config, arch)
-            _kernels[key] = Kernel(made, cubin, device_index)
+            build, cubin = _build(name, config, arch)
+            _kernels[key] = Kernel(build, cubin, device_index)
             _LOG.info("cupyattn: kernel %s loaded on device %d: %r", name, device_index, config)
         return _kernels[key]
 
@@ -201,7 +201,7 @@ def _compile(program: Program, arch: str, nvrtc: str, name: str) -> cache.Produc
 
 
 def _missing(program: Program, arch: str, nvrtc: str) -> str:
-    looked = [(place.path, cache.problem(place)) for place in cache.places()]
+    looked = [(folder.path, cache.problem(folder)) for folder in cache.cache_folders()]
     where = " and ".join(f"{path} ({why})" if why else str(path) for path, why in looked)
     return (
         f"kernel {program.name}: {env.NO_COMPILE.name} is set and no copy for {arch} (NVRTC "

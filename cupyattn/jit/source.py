@@ -81,15 +81,15 @@ class Config(Mapping[str, Constant]):
         """A short readable name for the cache folder; not unique, the hash beside it is."""
         parts = []
         for key, value in self._values.items():
-            short = key[1:] if _CONSTANT_NAME.match(key) else key
+            name = key[1:] if _CONSTANT_NAME.match(key) else key
             if isinstance(value, Members):
-                parts += [short] if value.text else []
+                parts += [name] if value.text else []
             elif isinstance(value, DType):
-                parts.append(f"{short.removeprefix('DType')}-{value.name}")
+                parts.append(f"{name.removeprefix('DType')}-{value.name}")
             elif value is True:
-                parts.append(short)
+                parts.append(name)
             elif value is not False:
-                parts.append(f"{short}{value}")
+                parts.append(f"{name}{value}")
         return "_".join(parts)[:96]
 
     def as_json(self) -> dict[str, int | bool | str]:
@@ -130,12 +130,12 @@ def kernels_dir() -> Path:
     """
     package = Path(__file__).resolve().parents[1]
     chosen = env.KERNELS_DIR.get()
-    places = [Path(chosen).expanduser().absolute()] if chosen else []
-    places = places or [package / _INSTALLED, package.parent / "kernels"]
-    for place in places:
-        if (place / "entry").is_dir():
-            return place
-    looked = " and ".join(map(str, places))
+    folders = [Path(chosen).expanduser().absolute()] if chosen else []
+    folders = folders or [package / _INSTALLED, package.parent / "kernels"]
+    for folder in folders:
+        if (folder / "entry").is_dir():
+            return folder
+    looked = " and ".join(map(str, folders))
     raise CompileError(
         f"kernels: no folder with an entry/ in it at {looked}; reinstall cupyattn, or point "
         f"{env.KERNELS_DIR.name} at the CUDA sources"

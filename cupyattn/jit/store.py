@@ -163,7 +163,7 @@ class Store:
 
     def _fill(self, temporary: str, name: str, work: int) -> None:
         """Move the files of an entry into its folder, which others' files keep."""
-        with self._owned(name) as opened, descriptors.folder(temporary, work) as made:
+        with self._owned(name) as opened, descriptors.folder(temporary, work) as descriptor:
             if os.fstat(opened).st_uid != os.getuid():
                 raise descriptors.Untrusted("it belongs to another user")
             if not self._shared:
@@ -173,11 +173,11 @@ class Store:
             if CUBIN not in files or BUILD not in files:
                 raise FileExistsError(errno.EEXIST, f"{name} holds files of another user")
             for file in files:
-                os.rename(file, file, src_dir_fd=made, dst_dir_fd=opened)
+                os.rename(file, file, src_dir_fd=descriptor, dst_dir_fd=opened)
 
     def usage(self) -> list[Usage]:
         """Every entry, the least recently used first."""
-        found = []
+        usages = []
         for name in os.listdir(self._root):
             if not _ENTRY.match(name):
                 continue
@@ -186,8 +186,8 @@ class Store:
                 if own or not others:
                     files = [os.lstat(file, dir_fd=opened) for file in own]
                     used = max((file.st_mtime for file in files), default=0.0)
-                    found.append(Usage(name, sum(file.st_size for file in files), used))
-        return sorted(found, key=lambda entry: entry.last_used)
+                    usages.append(Usage(name, sum(file.st_size for file in files), used))
+        return sorted(usages, key=lambda entry: entry.last_used)
 
     def evict(self, limit: int, keep: str) -> None:
         """Remove the least recently used entries, but not `keep`, until `limit` bytes are left."""
@@ -249,9 +249,9 @@ class Store:
             own.remove(SOURCE)
         return own, [file for file in names if file not in own]
 
-    def _is_own(self, found: os.stat_result) -> bool:
-        is_file = stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
-        return is_file and (self._shared or found.st_uid == os.getuid())
+    def _is_own(self, status: os.stat_result) -> bool:
+        is_file = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
+        return is_file and (self._shared or status.st_uid == os.getuid())
 
     def _is_source_own(self, opened: int, name: str, own: list[str]) -> bool:
         """Whether kernel.cu is what build.json vouches for, as far as it does."""
@@ -264,8 +264,8 @@ class Store:
             source = descriptors.read_file(SOURCE, opened, trusting=True)
         except (OSError, ValueError):
             return True
-        found = hashlib.sha256(source).hexdigest()
-        return bool(build.get("source_sha256", found) == found)
+        digest = hashlib.sha256(source).hexdigest()
+        return bool(build.get("source_sha256", digest) == digest)
 
     def _note_use(self, entry: int) -> None:
         with contextlib.suppress(OSError):

@@ -329,8 +329,8 @@ def _express(
     if expression.mask is not None:
         seen = seen & evaluate(expression.mask, variables, arrays, values)
     if expression.transform is not None:
-        answer = evaluate(expression.transform, variables, arrays, values)
-        logits = np.broadcast_to(answer, logits.shape).astype(np.float64)
+        transformed = evaluate(expression.transform, variables, arrays, values)
+        logits = np.broadcast_to(transformed, logits.shape).astype(np.float64)
     return logits, seen
 
 

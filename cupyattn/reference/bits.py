@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import ArgumentError, UnsupportedError
 
 BitOrder = Literal["big", "little"]
-_MOST_OFFSETS = 2**31 - 1
+_MAX_OFFSETS = 2**31 - 1
 
 
 def packbits(x: np.ndarray, bitorder: BitOrder = "big") -> np.ndarray:
@@ -49,8 +49,8 @@ def segment_offsets(indptr: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarr
         raise ArgumentError(
             f"indptr: got {indptr.dtype} {list(indptr.shape)}; wanted integers [B+1]"
         )
-    if indptr.size > _MOST_OFFSETS:
-        raise UnsupportedError(f"indptr: holds {indptr.size} offsets; at most {_MOST_OFFSETS}")
+    if indptr.size > _MAX_OFFSETS:
+        raise UnsupportedError(f"indptr: holds {indptr.size} offsets; at most {_MAX_OFFSETS}")
     offsets = indptr.astype(np.int64)
     if offsets[0] < 0 or offsets[-1] > size or (offsets[1:] < offsets[:-1]).any():
         raise ArgumentError(

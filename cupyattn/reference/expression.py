@@ -78,8 +78,8 @@ def _value(
     if node.op == "element":
         assert isinstance(node.value, int)
         of = arrays[node.value]
-        places = (np.clip(i, 0, n - 1) for i, n in zip(args, of.shape, strict=True))
-        return np.asarray(of[tuple(places)]).astype(dtype)
+        indices = (np.clip(i, 0, n - 1) for i, n in zip(args, of.shape, strict=True))
+        return np.asarray(of[tuple(indices)]).astype(dtype)
     if node.op == "where":
         return np.where(args[0], args[1], args[2]).astype(dtype)
     if node.type == "float" or any(x.dtype == np.float64 for x in args):

@@ -86,14 +86,14 @@ class LevelLimits(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Tiles of so many rows are for requests of more rows than `above`, and of `most` at most.
+    """Tiles of so many rows are for requests of more rows than `above`, and of `max_rows` at most.
 
     padding: rows of their states beyond those.
     """
 
     tile_rows: int
     above: int
-    most: int
+    max_rows: int
     padding: int = 0
 
     @property

@@ -130,7 +130,7 @@ def _are_queries_aligned(rotation: Rotation) -> bool:
     return is_row_aligned(rows, q.dtype, q.dtype)
 
 
-class Places(NamedTuple):
+class Addresses(NamedTuple):
     """Addresses of the arrays of a launch, 0 for none; `begin` is `lens` where nothing else says
     where rotation begins."""
 
@@ -159,9 +159,9 @@ class Bound(NamedTuple):
     rest: bytes
     device: int
 
-    def enqueue(self, places: Places, stream: int) -> None:
+    def enqueue(self, addresses: Addresses, stream: int) -> None:
         arguments = params.this_thread.launch_buffer
-        new_k, k_cache, new_v, v_cache, *others = places
+        new_k, k_cache, new_v, v_cache, *others = addresses
         keys = new_k, k_cache, self.k_rows, new_v, v_cache, self.v_rows
         _PARAMS.pack_into(arguments.buffer, arguments.offset, *keys, *others, self.rest)
         enqueue(self.launch, arguments, self.device, stream)
@@ -212,28 +212,28 @@ def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
     return Bound(launch, pack_rows(new.k), pack_rows(new.v), rest, device)
 
 
-def places_of(new: NewKeys, rotation: Rotation | None) -> Places:
+def addresses_of(new: NewKeys, rotation: Rotation | None) -> Addresses:
     """Where the arrays are."""
 
-    def place(v: ArrayView | None) -> int:
+    def address(v: ArrayView | None) -> int:
         return 0 if v is None else v.ptr
 
     q = rotated_q = cosines = sines = begin = q_offsets = None
     if rotation is not None:
         cosines, sines, begin, q, rotated_q, q_offsets, *_ = rotation
-    return Places(
+    return Addresses(
         new.k.source,
         new.k.cache,
         new.v.source,
         new.v.cache,
-        place(q),
-        place(rotated_q),
-        place(cosines),
-        place(sines),
+        address(q),
+        address(rotated_q),
+        address(cosines),
+        address(sines),
         lens=new.lens.ptr,
-        begin=place(new.lens if begin is None else begin),
-        q_offsets=place(q_offsets),
-        k_offsets=place(new.k_offsets),
+        begin=address(new.lens if begin is None else begin),
+        q_offsets=address(q_offsets),
+        k_offsets=address(new.k_offsets),
         lens_after=new.lens_after.ptr,
         table=new.table.ptr,
     )

@@ -465,14 +465,14 @@ class BatchLauncher(Binder):
         waves = splitting.waves if splitting.may_split else 0.0
         return level_limits(capacity.levels, capacity.num_rows, self.group_size, [*served], waves)
 
-    def gains_by_levels(self, requests: BatchRequests, flat: BatchRequests) -> bool:
+    def gains_by_levels(self, requests: BatchRequests, without_levels: BatchRequests) -> bool:
         """Whether a cascade of `requests` is done sooner than its rows one by one, as `flat`."""
         shared, alone = (
             sum(
                 estimate(x.kinds, self.group_size, self._device(x), self.masking, is_shared)
                 for x in self._level_groups(of, None)
             )
-            for of, is_shared in ((requests, True), (flat, False))
+            for of, is_shared in ((requests, True), (without_levels, False))
         )
         return shared + _MIN_GAIN < alone
 

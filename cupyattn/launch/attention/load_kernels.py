@@ -25,7 +25,7 @@ class LoadedKernel(Generic[_Tiles]):
 
     __slots__ = (
         "_device_index",
-        "_most",
+        "_max_clusters",
         "function",
         "has_clusters",
         "num_slots",
@@ -42,11 +42,11 @@ class LoadedKernel(Generic[_Tiles]):
         self.tiles: _Tiles = tiles
         self.has_clusters = tiles.name == "decode_sm80" and overlaps_launches(props.arch)
         self._device_index = device_index
-        self._most: dict[int, int] = {}
+        self._max_clusters: dict[int, int] = {}
 
     def max_clusters(self, cluster: int) -> int:
         """How many clusters of so many blocks run at a time."""
-        if cluster not in self._most:
+        if cluster not in self._max_clusters:
             result = self.num_slots // cluster
             if is_here(self._device_index):
                 from cupy.cuda import Device
@@ -55,8 +55,8 @@ class LoadedKernel(Generic[_Tiles]):
                     result = max_clusters(
                         self.function, self.tiles.threads, self.tiles.shared_bytes, cluster
                     )
-            self._most[cluster] = result
-        return self._most[cluster]
+            self._max_clusters[cluster] = result
+        return self._max_clusters[cluster]
 
 
 def _blocks_per_sm(function: int, tiles: TileConfig | MixedConfig, props: DeviceProps) -> int:

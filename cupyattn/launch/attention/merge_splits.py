@@ -41,7 +41,10 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
 
 def configs(problem: AttentionProblem, tiles: TileConfig) -> list[jit.Config]:
     """The Configs for any number of rows."""
-    return [config(problem, tiles, few) for few in (False, True)[: 1 if is_wide(problem) else 2]]
+    return [
+        config(problem, tiles, shares_rows)
+        for shares_rows in (False, True)[: 1 if is_wide(problem) else 2]
+    ]
 
 
 def is_wide(problem: AttentionProblem) -> bool:

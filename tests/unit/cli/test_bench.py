@@ -464,7 +464,7 @@ def test_the_process_of_a_peer_answers_for_each_kind(monkeypatch: pytest.MonkeyP
         return offer(ValueError("no kernel") if case.kind == "mla" else None)(name, case, inputs)
 
     monkeypatch.setattr(peers, "candidates", candidates)
-    assert list(trial.answers("flashinfer", ["prefill", "append", "mla"], arrays())) == [
+    assert list(trial.outcomes("flashinfer", ["prefill", "append", "mla"], arrays())) == [
         ("prefill", "it", ""),
         ("append", "", "RuntimeError: no module"),
         ("mla", "it", "ValueError: no kernel"),

@@ -52,8 +52,8 @@ def test_it_fills_a_folder_to_ship(
     assert lines[0].startswith("sm_80, sm_90a: about 4 kernels, ")
     assert lines[0].endswith(f"in 2 processes, to {shipped}")
     assert lines[-1].startswith("4/4 kernels, 0.0 MiB, in ") and len(lines) == 5
-    assert cache.contents(cache.Place(shipped))[0] == 4
-    assert cache.contents(cache.Place(place / "default-cache")) == (0, 0)
+    assert cache.contents(cache.CacheFolder(shipped))[0] == 4
+    assert cache.contents(cache.CacheFolder(place / "default-cache")) == (0, 0)
 
     assert cli.main(command) == 0
     assert "0 compiled, 4 already there" in capfd.readouterr().out
@@ -72,7 +72,7 @@ def test_it_reports_spills_and_failures(
     out, err = capsys.readouterr()
     assert out.startswith("1 kernels for sm_86") and "spills: 1\n" in out
     assert "FAILED broken sm_86" in err and 'identifier "undeclared" is undefined' in err
-    assert cache.contents(cache.Place(place / "default-cache"))[0] == 1
+    assert cache.contents(cache.CacheFolder(place / "default-cache"))[0] == 1
 
 
 def test_what_fails_many_kernels_is_said_once(
@@ -119,7 +119,7 @@ sys.exit(cli.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
         f"cupyattn compile: SIGINT after 1 of 2 kernels, which are in {place / 'default-cache'}; "
         "the same command does the rest"
     )
-    assert cache.contents(cache.Place(place / "default-cache"))[0] == 1
+    assert cache.contents(cache.CacheFolder(place / "default-cache"))[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,13 @@ def test_every_task_is_answered_once() -> None:
     tasks = [(n, 2) for n in range(7)]
     done = [x for x in pool.work(operator.mul, tasks, 3, _PATIENCE) if x is not None]
     assert sorted(x.task for x in done) == tasks
-    assert all(x.answer == x.task[0] * 2 and not x.failure for x in done)
+    assert all(x.result == x.task[0] * 2 and not x.failure for x in done)
 
 
 def test_a_task_that_raises_or_kills_its_process_fails_alone() -> None:
     tasks = [(1, 0), (Deadly(), 1), (6, 3)]
     done = [x for x in pool.work(operator.floordiv, tasks, 1, _PATIENCE) if x is not None]
-    assert [x.answer for x in done] == [None, None, 2]
+    assert [x.result for x in done] == [None, None, 2]
     assert "ZeroDivisionError" in done[0].failure
     assert done[1].failure == "its process ended with status 3"
 

@@ -189,7 +189,7 @@ def test_refused_source_keeps_source_and_log(place: Path) -> None:
     assert str(kept / "kernel.cu") in message
     assert "undeclared" in (kept / "kernel.cu").read_text()
     assert "undefined" in (kept / "nvrtc.log").read_text()
-    assert cache.contents(cache.Place(place / "cache")) == (0, 0)
+    assert cache.contents(cache.CacheFolder(place / "cache")) == (0, 0)
     assert leftovers(place / "cache") == []
 
 
@@ -312,7 +312,7 @@ def test_full_disk_falls_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(descriptors, "write_file", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
         assert tiny().path.is_relative_to(place / "tmp")
-    assert cache.contents(cache.Place(place / "cache")) == (0, 0)
+    assert cache.contents(cache.CacheFolder(place / "cache")) == (0, 0)
     assert leftovers(place / "cache") == []
 
 

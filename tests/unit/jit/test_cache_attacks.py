@@ -75,12 +75,12 @@ def _cache_everything(place: Path) -> None:
     _quietly_built(3)
     with pytest.raises(CompileError):
         jit.build("broken", {}, "sm_80")
-    for one in cache.places():
+    for one in cache.cache_folders():
         with contextlib.suppress(OSError), one.opened() as opened:
             opened.sweep()
             opened.evict(0, keep="")
     _quietly_built(4)
-    for one in cache.places():
+    for one in cache.cache_folders():
         with contextlib.suppress(OSError):
             cache.clear(one)
 
@@ -280,7 +280,7 @@ def test_what_others_put_beside_a_kernel_stays(place: Path, how: str) -> None:
     built = tiny()
     good, entry = built.path.read_bytes(), built.path.parent
     guests = _guests(entry)
-    one = cache.places()[0]
+    one = cache.cache_folders()[0]
     (usage,) = cache.entries(one)
     assert usage.nbytes == sum((entry / x).stat().st_size for x in (store.CUBIN, store.BUILD))
     if how == "evicted":
@@ -311,7 +311,7 @@ def test_what_others_put_beside_a_kernel_stays(place: Path, how: str) -> None:
 def test_a_build_json_of_any_depth_is_a_damaged_entry(place: Path) -> None:
     entry = tiny().path.parent
     (entry / store.BUILD).write_text("[" * 100_000)
-    one = cache.places()[0]
+    one = cache.cache_folders()[0]
     ((name, what),) = cache.verify(one)
     assert name == entry.name and "nests too deeply" in what
     assert not tiny().info.cached and tiny().info.cached
@@ -325,7 +325,7 @@ def test_a_file_of_another_user_in_the_way_is_left(place: Path) -> None:
     assert not again.info.cached and again.path.is_relative_to(place / "tmp")
     assert built.path.stat().st_uid == NOBODY
     assert [path.name for path in built.path.parent.iterdir()] == [store.CUBIN]
-    assert cache.clear(cache.places()[0]) == (0, 0) and built.path.exists()
+    assert cache.clear(cache.cache_folders()[0]) == (0, 0) and built.path.exists()
 
 
 def test_a_guest_in_the_folder_of_a_failure_stays(place: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_guest_in_the_folder_of_a_failure_stays(place: Path) -> None:
         (failed,) = (place / "cache" / store.FAILED).iterdir()
         assert (failed / store.SOURCE).exists()
         (failed / "notes.txt").write_text("precious")
-    cache.clear(cache.places()[0])
+    cache.clear(cache.cache_folders()[0])
     assert [path.name for path in failed.iterdir()] == ["notes.txt"]
 
 
@@ -348,7 +348,7 @@ def test_the_least_recently_used_go_first(place: Path, monkeypatch: pytest.Monke
         for file in entries[scale].iterdir():
             os.utime(file, (0, 1e9 - 2e6 * age))
     tiny(3)  # the oldest is used again
-    with cache.places()[0].opened() as opened:
+    with cache.cache_folders()[0].opened() as opened:
         names = [entry.name for entry in opened.usage()]
         assert names == [entries[scale].name for scale in (4, 1, 2, 3)]
         sizes = {entry.name: entry.nbytes for entry in opened.usage()}
@@ -405,7 +405,7 @@ def test_verify_and_clear(place: Path) -> None:
     good, bad = tiny(1).path.parent, tiny(2).path.parent
     _evil(bad)
     (bad / store.CUBIN).write_bytes(b"\x7fELF")
-    one = cache.places()[0]
+    one = cache.cache_folders()[0]
     assert {name for name, _ in cache.verify(one)} == {bad.name}
     count, nbytes = cache.contents(one)
     assert (count, nbytes) == cache.clear(one) and count == 2 and nbytes > 0

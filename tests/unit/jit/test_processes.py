@@ -118,7 +118,7 @@ def _kill(child: subprocess.Popen) -> None:
 def test_killed_in_the_middle_of_a_write(place: Path) -> None:
     _kill(_half_writer())
     assert len(leftovers(place / "cache")) == 2  # its folder and its lock
-    assert cache.contents(cache.Place(place / "cache")) == (0, 0)
+    assert cache.contents(cache.CacheFolder(place / "cache")) == (0, 0)
     assert not tiny().info.cached
     assert tiny().info.cached
     assert leftovers(place / "cache") == []

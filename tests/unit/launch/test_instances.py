@@ -43,7 +43,7 @@ class Loads:
             kernel.function, kernel.tiles = tiles, tiles
             kernel.num_slots, kernel.num_sms = 264, 132
             kernel.has_clusters = arch == "sm_90a" and tiles.name == "decode_sm80"
-            kernel._most = {size: 132 // size for size in (2, 4, 8)}
+            kernel._max_clusters = {size: 132 // size for size in (2, 4, 8)}
             return kernel
 
         def load_kernel(

@@ -58,7 +58,7 @@ def test_the_tables_lead_every_row_to_states_of_all_its_keys(cascade: Cascade) -
         assert item["split_tile"] == -1
         request = identity[item["q_start"], item["kv_start"]]
         served = cascade.served()[-1]
-        is_small = len(tile_rows) > 1 and item["qo_len"] * group <= served.most
+        is_small = len(tile_rows) > 1 and item["qo_len"] * group <= served.max_rows
         shape = cascade.shapes[int(is_small)]
         place = (item["first_state"] + item["split"]) * shape.tile_q
         taken[place : place + shape.tile_q] += 1
