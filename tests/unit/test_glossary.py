@@ -31,7 +31,6 @@ LATER = {
     "engine",
     "explanation",
     "flash_attn",
-    "integrations",
     "serving",
     "wrappers",
 }
