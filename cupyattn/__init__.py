@@ -31,6 +31,8 @@ Latent attention (MLA), planned and with lengths on the GPU; flash_mla has Flash
 Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
+Keys that several GPUs share:
+    get_share_seq_lens, get_share_slots, get_share_lists
 Why a kernel runs:
     explain
 Modules:
@@ -93,6 +95,9 @@ _EXPORTS = {
     "xqa_mla": "mla",
     "get_batch_indices_positions": "page",
     "get_seq_lens": "page",
+    "get_share_lists": "shares",
+    "get_share_seq_lens": "shares",
+    "get_share_slots": "shares",
     "packbits": "quantization",
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",
@@ -109,7 +114,7 @@ _EXPORTS = {
 _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
     *("flash_attn_interface", "flash_mla"),
-    *("paging", "quantization", "pod", "sparse", "errors", "typing"),
+    *("paging", "quantization", "pod", "shares", "sparse", "errors", "typing"),
     *("distributed", "integrations", "reference", "serving"),
 )
 
@@ -186,6 +191,9 @@ if TYPE_CHECKING:
     )
     from .quantization import packbits as packbits
     from .quantization import segment_packbits as segment_packbits
+    from .shares import get_share_lists as get_share_lists
+    from .shares import get_share_seq_lens as get_share_seq_lens
+    from .shares import get_share_slots as get_share_slots
     from .sparse import BlockSparseAttentionWrapper as BlockSparseAttentionWrapper
     from .sparse import VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper
     from .trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache

@@ -21,6 +21,7 @@ from .array.match import (
 )
 from .core import dtypes, parse
 from .core.dtypes import DType
+from .core.key_share import KeyShare
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .engine.call_cache import Argument, CallCache
@@ -188,6 +189,10 @@ def get_batch_indices_positions(
     nnz: int,
     batch_indices: Array | None = None,
     positions: Array | None = None,
+    *,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_kv_cache_interleave_size: int = 1,
 ) -> tuple[ArrayT, ArrayT]:
     """The request and the position of every new token: what `append_paged_kv_cache` takes.
 
@@ -196,6 +201,10 @@ def get_batch_indices_positions(
     seq_lens       int32 or int64 [B], keys of each request after the append
     nnz            number of rows, append_indptr[B] or more; rows beyond get -1 and 0
     batch_indices, positions  int32 [nnz] to write into (default: new arrays)
+    cp_world_size, cp_rank, cp_kv_cache_interleave_size  where that many ranks hold the keys of
+                   every request, runs of so many tokens in turn: seq_lens are whole lengths,
+                   positions those in this rank's keys, and tokens of other ranks get -1 and 0, so
+                   that an append leaves them out
 
     Returns (batch_indices, positions), int32 [nnz], in append_indptr's framework and device; on a
     GPU nothing waits for it. Raises ArgumentError for other shapes, dtypes and devices, outputs
@@ -204,12 +213,14 @@ def get_batch_indices_positions(
     get_batch_indices_positions.
     """
     arrays = append_indptr, seq_lens, batch_indices, positions
+    scalars = cp_world_size, cp_rank, cp_kv_cache_interleave_size
     if type(nnz) is int:
-        result = _positions_again(arrays, nnz)
+        result = _positions_again(arrays, scalars, nnz)
         if result is not None:
             return result
 
     # Validate.
+    share = KeyShare(cp_world_size, cp_rank, cp_kv_cache_interleave_size)
     dims = Dims(nnz=parse.require_int(nnz, "nnz", 0))
     index = _offsets_and_lengths(dims, append_indptr=append_indptr, seq_lens=seq_lens)
     outputs: dict[str, ArrayView] = {}
@@ -225,6 +236,7 @@ def get_batch_indices_positions(
     shape = (dims["nnz"],)
     if device.kind == "cpu":
         computed = paging.positions_of(array.as_numpy(vi), array.as_numpy(vl), dims["nnz"])
+        computed = _of_share(share, computed)
         b, p = (outputs.get(name) for name in ("batch_indices", "positions"))
         found_p = _as_int32(computed[1], p, vi, "seq_lens")
         return _as_int32(computed[0], b, vi, "append_indptr"), found_p
@@ -236,7 +248,7 @@ def get_batch_indices_positions(
     if dims["nnz"]:
         offsets, lengths = (int32_on_device(v, name) for name, v in index.items())
         array.acquire(vi, offsets, lengths, *outputs.values())
-        find = get_positions.prepare(vi.device.index)
+        find = get_positions.prepare(share, vi.device.index)
         find.enqueue(
             array.current_stream(vi),
             offsets.ptr,
@@ -248,7 +260,7 @@ def get_batch_indices_positions(
         )
         array.release(vi, offsets, lengths, *outputs.values())
         if _are_unconverted(index.values(), (offsets, lengths)):
-            _POSITIONS.insert(arrays, (), find, vi, dtypes.int32, shape, None)
+            _POSITIONS.insert(arrays, scalars, find, vi, dtypes.int32, shape, None)
     b, p = (
         x if name in outputs else array.deliver(x, vi)
         for name, x in (("batch_indices", b), ("positions", p))
@@ -295,6 +307,18 @@ def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: Array, page_size: int) -> 
         if _are_unconverted(index.values(), (offsets, lengths)):
             _SEQ_LENS.insert(arrays, options, find, vi, dtypes.int32, (dims["B"],), None)
     return array.deliver(out, vi)
+
+
+def _of_share(
+    share: KeyShare, tokens: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Requests and positions in a rank's keys; tokens of other ranks belong to no request."""
+    if share.is_whole:
+        return tokens
+    batch_indices, positions = tokens
+    own = share.index(positions)
+    is_own = (batch_indices >= 0) & (own >= 0)
+    return np.where(is_own, batch_indices, paging.NO_REQUEST), np.where(is_own, own, 0)
 
 
 def _append_to_copies(cache: Any, append: Callable[[Any], None]) -> Any:
@@ -365,9 +389,9 @@ def _append_again(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
     return True
 
 
-def _positions_again(arrays: tuple[Any, ...], nnz: int) -> Any:
+def _positions_again(arrays: tuple[Any, ...], scalars: tuple[Any, ...], nnz: int) -> Any:
     """(batch_indices, positions) if a call like this one passed the checks, else None."""
-    hit = _POSITIONS.lookup(arrays, ())
+    hit = _POSITIONS.lookup(arrays, scalars)
     if hit is None or nnz <= 0:
         return None
     cached, addresses = hit

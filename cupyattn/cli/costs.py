@@ -31,6 +31,7 @@ _COSTS = {
     "plan_batch": Cost(0.17, 27 * _KIB),
     "prefill_sm80": Cost(1.1, 127 * _KIB),
     "serving_metadata": Cost(1.2, 70 * _KIB),
+    "share_indices": Cost(0.05, 7 * _KIB),
     "store_kv": Cost(0.09, 16 * _KIB),
     "wide_sm80": Cost(0.5, 88 * _KIB),
 }

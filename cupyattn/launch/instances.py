@@ -32,6 +32,7 @@ from .ops import (
     get_seq_lens,
     merge_states,
     serving_metadata,
+    share_indices,
     store_kv,
 )
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
@@ -325,5 +326,6 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
         yield "get_batch_indices_positions", get_batch_indices_positions.CONFIG
         yield "get_seq_lens", get_seq_lens.CONFIG
         yield "serving_metadata", serving_metadata.CONFIG
+        yield from (("share_indices", config) for config in share_indices.CONFIGS)
     if "packbits" in chosen.operations:
         yield "packbits", PACKBITS_CONFIG

@@ -1,5 +1,7 @@
 // Finds the request and the position of every new token. New tokens are the last of their request.
-#include "cupyattn/params/page.cuh"
+// Where several GPUs share the keys, positions are those in the rank's own, and tokens of other
+// ranks belong to no request.
+#include "cupyattn/page/key_share.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -28,6 +30,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) cupyattn_get_batc
       request = static_cast<int32_t>(low);
       position = static_cast<int32_t>(token - end + params.seq_lens[low]);
     }
+  }
+  if (params.share.world > 1 && request >= 0 && position >= 0) {
+    const int64_t own = index_of_share(params.share, position);
+    // mutate: tokens-of-others-appended
+    if (own < 0) request = -1;
+    position = static_cast<int32_t>(max_of<int64_t>(own, 0));
   }
   params.batch_indices[token] = request;
   params.positions[token] = position;

@@ -114,6 +114,12 @@ PORTABLE = (
     Mutation("upper-half-of-a-vector", "stored[half]", "stored[0]", "copied rows"),
     Mutation("columns-of-zeros-lost", "target[i] = To{};", "", "copied rows"),
     Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
+    Mutation(
+        "share-counts-runs-of-others", "whole / period * run", "whole / period * period", "shares"
+    ),
+    Mutation("tokens-of-others-appended", "own < 0", "own < -1", "shares"),
+    Mutation("lists-by-the-first-table", "row / params.rows_of_table", "0", "shares"),
+    Mutation("lists-with-holes", "count + before", "at", "shares"),
     Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),
     # Metadata of serving steps.
     Mutation(

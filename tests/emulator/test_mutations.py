@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import gpu_cases, page_cases
+from helpers import gpu_cases, page_cases, share_cases
 from helpers.flash_cases import Case
 from helpers.logits_calls import Single
 from helpers.new_keys import random_new_keys
@@ -295,6 +295,12 @@ def _slots(**facts: object) -> None:
         test_page.write_stray_slots()
 
 
+def _shares(**facts: object) -> None:
+    for seed in range(24):
+        with gpu.plugged_in(**facts):
+            share_cases.Case(seed).run()
+
+
 def _expression(name: str, qo_len: int, kv_len: int) -> Callable:
     return lambda **facts: test_logits.check_single(Single(name, qo_len, kv_len), **facts)
 
@@ -392,6 +398,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
     "slots": _slots,
+    "shares": _shares,
     "descales": lambda **facts: test_flash_attn.run_of_requests(3, **facts),
     "copied rows": lambda **facts: test_flash_attn.check_copies(**facts),
     "wide values": _wide_values,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import page_cases, poison, slot_cases
+from helpers import page_cases, poison, share_cases, slot_cases
 from helpers.page_cases import STRAY, Append, random_case, spoil
 from helpers.share import one_of
 
@@ -104,6 +104,14 @@ def test_fewer_rows_than_tokens(emulated: gpu.EmulatedGpu) -> None:
     assert [p.values().tolist() for p in outs] == [[0, 0, 1], [3, 4, 102]]
     for p in outs:
         p.assert_intact("output")
+
+
+@pytest.mark.parametrize("first", one_of(3, range(0, 60, 20)))
+def test_shares_of_keys(emulated: gpu.EmulatedGpu, first: int) -> None:
+    for seed in range(first, first + 20):
+        emulated.forget()
+        emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
+        share_cases.Case(seed).run()
 
 
 @pytest.mark.parametrize("first", one_of(6, range(0, 120, 20)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import page_cases, poison
+from helpers import page_cases, poison, share_cases
 from helpers.on_gpu import capture
 from helpers.page_cases import DTYPES, STRAY, Append, AppendCase, random_case, spoil
 from helpers.poison import download, raw, upload
@@ -229,6 +229,38 @@ def test_fewer_rows_than_tokens(xp: ModuleType) -> None:
     assert [p.values().tolist() for p in outs] == [[0, 0, 1], [3, 4, 102]]
     for p in outs:
         p.assert_intact("output")
+
+
+@pytest.mark.parametrize("first", range(0, 120, 20))
+def test_shares_of_keys(torch: Any, first: int) -> None:
+    for seed in range(first, first + some(20)):
+        share_cases.Case(seed, (cupy, torch)[seed % 2]).run()
+
+
+def test_a_share_of_a_step_in_a_graph(torch: Any, xp: ModuleType) -> None:
+    """Lengths and lists of a rank follow the whole ones from replay to replay."""
+    lens = upload(ints(3, 700, 0), xp)
+    lists = upload(np.zeros((3, 600), np.int32), xp)
+    own_lens, own = upload(ints(0, 0, 0), xp), upload(np.zeros((3, 600), np.int32), xp)
+    counts = upload(ints(0, 0, 0), xp)
+
+    def step() -> None:
+        cupyattn.get_share_seq_lens(lens, 4, 2, 3, out=own_lens)
+        cupyattn.get_share_lists(lists, 4, 2, 3, lens=lens, out=own, counts=counts)
+
+    step()
+    torch.cuda.synchronize()
+    cupy.cuda.Device().synchronize()
+    replay = capture(torch, xp, step)
+    rng = np.random.default_rng(3)
+    for _ in range(4):
+        whole, indices = rng.integers(0, 700, 3), rng.integers(-9, 5000, (3, 600))
+        lens[...] = upload(whole.astype(np.int32), xp)
+        lists[...] = upload(indices.astype(np.int32), xp)
+        replay()
+        wanted = cupyattn.get_share_lists(indices, 4, 2, 3, lens=whole)
+        assert (download(own_lens) == cupyattn.get_share_seq_lens(whole, 4, 2, 3)).all()
+        assert (download(own) == wanted[0]).all() and (download(counts) == wanted[1]).all()
 
 
 # --- frameworks, streams, graphs ---

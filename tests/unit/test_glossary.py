@@ -31,6 +31,7 @@ LATER = {
     "engine",
     "explanation",
     "flash_attn",
+    "integrations",
     "serving",
     "wrappers",
 }

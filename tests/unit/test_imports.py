@@ -28,7 +28,7 @@ _RANKS = {
             ("choose",),
             ("launch/attention",),
             ("engine", "launch/instances"),
-            ("page", "quantization"),
+            ("page", "quantization", "shares"),
             ("slots",),
             ("wrappers",),
             (

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from ...core.expression import FLOAT, MAX_ARRAYS, MAX_AXES, MAX_NUMBERS
+from ...core.key_share import KeyShare
 from ...core.logits import LogitsExpression
 from ...core.spec import AttentionSpec
 
@@ -223,8 +224,15 @@ APPEND_PAGED_KV_CACHE = struct.Struct(
     f"<2Q {APPENDED_ROWS.size}s 2Q {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
 )
 
-GET_BATCH_INDICES_POSITIONS = struct.Struct("<4Q 2q")
+KEY_SHARE = struct.Struct("<3i 4x")  # world, rank, run
+GET_BATCH_INDICES_POSITIONS = struct.Struct(f"<4Q 2q {KEY_SHARE.size}s")
 GET_SEQ_LENS = struct.Struct("<3Q 2q")
+
+
+def share_numbers(share: KeyShare) -> bytes:
+    """KeyShareNumbers of kernels/cupyattn/params/page.cuh."""
+    return KEY_SHARE.pack(share.cp_world_size, share.cp_rank, share.cp_kv_cache_interleave_size)
+
 
 # kernels/cupyattn/params/merge_states.cuh: the addresses, then what arrays of one look share.
 MERGE_LOOK = struct.Struct("<3i 2f i I i f 4x q 12q 4q")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ... import jit
 from ...core.device import device_props
+from ...core.key_share import KeyShare
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue
 
@@ -17,6 +18,7 @@ class FindPositions(NamedTuple):
     """The search for the requests and positions of new tokens, of any arrays."""
 
     function: int
+    share: bytes
     device_index: int
 
     def enqueue(
@@ -41,13 +43,14 @@ class FindPositions(NamedTuple):
             positions,
             nnz,
             batch_size,
+            self.share,
         )
         launch = Launch(self.function, (-(-nnz // _THREADS), 1, 1), _THREADS, 0)
         enqueue(launch, arguments, self.device_index, stream)
 
 
-def prepare(device: int) -> FindPositions:
-    """The search on a device."""
+def prepare(share: KeyShare, device: int) -> FindPositions:
+    """The search on a device, for positions in a rank's keys."""
     arch = device_props(device).arch
     kernel = jit.load("get_batch_indices_positions", CONFIG, device, arch)
-    return FindPositions(kernel.function, device)
+    return FindPositions(kernel.function, params.share_numbers(share), device)

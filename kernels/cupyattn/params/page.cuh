@@ -1,5 +1,5 @@
-// The arguments of the page kernels: append_paged_kv_cache, store_kv, get_batch_indices_positions
-// and get_seq_lens. launch/driver/params.py mirrors them.
+// The arguments of the page kernels: append_paged_kv_cache, store_kv, get_batch_indices_positions,
+// get_seq_lens and share_indices. launch/driver/params.py mirrors them.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -66,6 +66,14 @@ struct StoreKvParams {
   int32_t unused;
 };
 
+// How keys go round ranks: token t lies on rank t / run % world. See core/key_share.py.
+struct KeyShareNumbers {
+  int32_t world;
+  int32_t rank;
+  int32_t run;
+  int32_t unused;
+};
+
 struct GetBatchIndicesPositionsParams {
   const int32_t* append_indptr;  // [batch_size + 1], never falling
   const int32_t* seq_lens;       // [batch_size], the new tokens included
@@ -73,6 +81,7 @@ struct GetBatchIndicesPositionsParams {
   int32_t* positions;            // [nnz]
   int64_t nnz;
   int64_t batch_size;
+  KeyShareNumbers share;
 };
 
 struct GetSeqLensParams {
@@ -83,8 +92,32 @@ struct GetSeqLensParams {
   int64_t page_size;
 };
 
+// What share_indices makes of numbers that count all ranks' tokens.
+enum class ShareForm {
+  kLengths,  // how many of so many tokens the rank holds
+  kIndices,  // which of the rank's keys this is, -1 for others'
+  kLists,    // the same of rows of indices, the rank's own first
+};
+
+struct ShareIndicesParams {
+  IndexArray given;   // [num_rows, num_columns], or as many numbers
+  IndexArray lens;    // [num_rows] of lists: indices that count; may be nullptr
+  IndexArray tables;  // [num_rows / rows_of_table, table_width] the rank's pages; may be nullptr
+  int32_t* out;       // as many as given
+  int32_t* counts;    // [num_rows] of lists: the rank's own
+  int64_t num_rows;
+  int64_t num_columns;
+  int64_t lens_stride;
+  int64_t table_stride;
+  int64_t rows_of_table;
+  int32_t table_width;
+  int32_t page_size;
+  KeyShareNumbers share;
+};
+
 static_assert(sizeof(AppendPagedKvCacheParams) == 208 && sizeof(StoreKvParams) == 224 &&
-                  sizeof(GetBatchIndicesPositionsParams) == 48 && sizeof(GetSeqLensParams) == 40,
+                  sizeof(GetBatchIndicesPositionsParams) == 64 && sizeof(GetSeqLensParams) == 40 &&
+                  sizeof(ShareIndicesParams) == 128,
               "the structs and their mirrors in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -34,7 +34,7 @@ def fields(header: str, name: str) -> list[tuple[str, str]]:
         if kind == "AppendedRows":
             inner = fields(header, kind)
             found += [(code, f"{part}.{x}") for part in "kv" for code, x in inner]
-        elif kind == "PageTable":
+        elif kind in ("PageTable", "KeyShareNumbers"):
             found += fields(header, kind)
         else:
             found.append(("Q" if kind.endswith("*") else _FORMATS[kind], field))
@@ -149,6 +149,9 @@ def test_every_config_is_listed(gpu: Gpu, make: Callable, monkeypatch: pytest.Mo
     indptr, lengths = make(3, dtype="int32"), make(2, dtype="int32")
     cupyattn.get_batch_indices_positions(indptr, lengths, 5)
     cupyattn.get_seq_lens(indptr, lengths, 4)
+    cupyattn.get_share_seq_lens(lengths, 2, 0)
+    cupyattn.get_share_slots(lengths, 2, 0)
+    cupyattn.get_share_lists(make(2, 3, dtype="int32"), 2, 0)
     # The functions of flash_attn and the backends of serving launch these.
     others = "append_new_kv", "copy_rows", "serving_metadata"
     assert set(asked) == {x for x in precompile.page_instances() if x[0] not in others}
@@ -206,6 +209,7 @@ def test_batch_indices_and_positions(gpu: Gpu, make: Callable) -> None:
     assert (launch.kernel, launch.grid) == ("get_batch_indices_positions", (4, 1, 1))
     expected = {"append_indptr": indptr, "seq_lens": lengths, "batch_indices": b, "positions": p}
     expected = {name: pointer(x) for name, x in expected.items()} | {"nnz": 1000, "batch_size": 3}
+    expected |= {"world": 1, "rank": 0, "run": 1, "unused": 0}
     got = unpack(launch.params, "page.cuh", "GetBatchIndicesPositionsParams")
     assert got == expected
 
