@@ -687,7 +687,7 @@ def _expressed(
     gate = options["output_gate"]
     for index in range(shape[0]):
         own = logits.of_request(expression, arrays, index, shape[0])
-        given = single.Given(
+        given = single.RawOptions(
             causal=options["causal"],
             window_left=left,
             window_right=right,

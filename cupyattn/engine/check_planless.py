@@ -22,7 +22,7 @@ from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
 from .kv_cache import Keys, view_ragged
 from .output_gate import view_gate
-from .spec import Given, require_group
+from .spec import RawOptions, require_group
 from .views import (
     Names,
     Scales,
@@ -342,7 +342,7 @@ def _scales(arrays: Arrays, options: Options, dims: Dims, keys: Keys, owners: in
     )
 
 
-def _geometry(vq: ArrayView, keys: Keys, dims: Dims, given: Given) -> Geometry:
+def _geometry(vq: ArrayView, keys: Keys, dims: Dims, given: RawOptions) -> Geometry:
     return find_geometry(
         PlanOptions(
             vq.device,
@@ -379,7 +379,7 @@ def _given(
     sm_scale: float,
     value_pages: int,
     slopes: ArrayView | None,
-) -> Given:
+) -> RawOptions:
     o_dtype, soft_cap = options.o_dtype, options.logits_soft_cap
     if o_dtype is None:
         o_dtype = vq.dtype if vout is None else vout.dtype
@@ -388,7 +388,7 @@ def _given(
     if slopes is not None and vq.device.kind == "cuda":
         expression = _slope_logits(options, slopes)
         encoding, soft_cap = ("ALIBI", soft_cap) if expression is None else ("NONE", None)
-    return Given(
+    return RawOptions(
         kv_layout=kv_layout,
         causal=options.causal,
         pos_encoding_mode=encoding,

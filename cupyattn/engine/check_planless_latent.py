@@ -28,7 +28,7 @@ from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
 from .latent_rows import Dims, Parts
 from .run_planless import run_cached as run_cached
-from .spec import Given
+from .spec import RawOptions
 from .views import (
     Names,
     as_table,
@@ -257,7 +257,7 @@ def _geometry(options: Options, vq: ArrayView, vk: ArrayView, vout: ArrayView | 
         raise ArgumentError(
             f"{names.q}, {names.k}: {heads} heads and pages of {page_size} tokens; wanted some"
         )
-    given = Given(
+    given = RawOptions(
         causal=options.causal and not options.is_list,
         sm_scale=options.sm_scale,
         o_dtype=dtypes.parse(o_dtype, "o_dtype"),

@@ -13,7 +13,7 @@ from ..core.problem import OutputGate
 from ..core.spec import AttentionSpec
 from ..errors import PlanError, UnsupportedError
 from ..launch.attention.batch import BatchLauncher
-from .spec import Given, make_spec
+from .spec import RawOptions, make_spec
 
 _MAX_GEOMETRIES = 4096
 _UNKNOWN: tuple[None, list[int]] = None, []
@@ -38,13 +38,13 @@ class PlanOptions(NamedTuple):
     q_data_type: object
     kv_data_type: object
     mask_form: str | None
-    given: Given
+    raw_options: RawOptions
 
     def changed(self, **changes: Any) -> PlanOptions:
-        """With those changed that are not None, here or in `given`."""
+        """With those changed that are not None, here or in raw_options."""
         new = {name: x for name, x in changes.items() if x is not None}
         own = {name: new.pop(name) for name in self._fields if name in new}
-        return self._replace(**own, given=self.given._replace(**new))
+        return self._replace(**own, raw_options=self.raw_options._replace(**new))
 
 
 class Variant(NamedTuple):
@@ -66,7 +66,7 @@ class Geometry:
     default_variant  for arrays on 16-byte boundaries without scales by head
     """
 
-    given: PlanOptions
+    options: PlanOptions
     spec: AttentionSpec
     kv_axis: int
     launchers: dict[Variant, BatchLauncher] = field(default_factory=dict)
@@ -76,19 +76,19 @@ class Geometry:
         self.default_variant = Variant(True, self.spec.sm_scale <= 0.0)
 
     def launcher(self, variant: Variant) -> BatchLauncher:
-        found = self.launchers.get(variant)
-        if found is None:
+        launcher = self.launchers.get(variant)
+        if launcher is None:
             aligned, prescale_logits, has_mask, key_scales, output_gate = variant
-            spec, index = self.spec, self.given.device.index
-            if self.given.device.kind == "cpu":
+            spec, index = self.spec, self.options.device.index
+            if self.options.device.kind == "cpu":
                 spec, index = spec.as_on_gpu(), NO_GPU.index
             if has_mask:
                 spec = spec.with_row_mask()
             problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
             problem = replace(problem, key_scales=key_scales, output_gate=output_gate)
-            found = BatchLauncher(spec, problem, index)
-            self.launchers[variant] = found
-        return found
+            launcher = BatchLauncher(spec, problem, index)
+            self.launchers[variant] = launcher
+        return launcher
 
 
 # By the options, one after another, with the places of those to which a bool would be equal.
@@ -102,32 +102,32 @@ def forget() -> None:
 
 def find_geometry(options: PlanOptions) -> Geometry:
     """The geometry of these options, checked when they are first seen."""
-    found = find_known(options)
-    if found is None:
-        found = _make(options)
-        if options.given.is_constant:
+    geometry = find_known(options)
+    if geometry is None:
+        geometry = _make(options)
+        if options.raw_options.is_constant:
             if len(_geometries) >= _MAX_GEOMETRIES:
                 _geometries.clear()
-            key = *options, *options.given
-            _geometries[key] = found, zeros_and_ones(key)
-    return found
+            key = *options, *options.raw_options
+            _geometries[key] = geometry, zeros_and_ones(key)
+    return geometry
 
 
 def find_known(options: PlanOptions) -> Geometry | None:
     """The geometry of these options if they have been seen."""
-    key = *options, *options.given
+    key = *options, *options.raw_options
     try:
-        found, places = _geometries.get(key, _UNKNOWN)
+        geometry, zeros_or_ones = _geometries.get(key, _UNKNOWN)
     except TypeError:  # an option without a hash
         return None
-    for place in places:
-        if type(key[place]) in BOOLS:
+    for index in zeros_or_ones:
+        if type(key[index]) in BOOLS:
             return None
-    return found
+    return geometry
 
 
 def _make(options: PlanOptions) -> Geometry:
-    parse.kv_layout(options.given.kv_layout)
+    parse.kv_layout(options.raw_options.kv_layout)
     heads = count(options.num_qo_heads, "num_qo_heads")
     kv_heads = count(options.num_kv_heads, "num_kv_heads")
     dim_qk = count(options.head_dim_qk, "head_dim_qk")
@@ -135,7 +135,7 @@ def _make(options: PlanOptions) -> Geometry:
     q, kv = options.q_data_type, options.kv_data_type
     dtype_q = dtypes.float16 if q is None else dtypes.parse(q, "q_data_type")
     spec = make_spec(
-        options.given,
+        options.raw_options,
         (heads, kv_heads, dim_qk, dim_vo),
         dtype_q,
         dtype_q if kv is None else dtypes.parse(kv, "kv_data_type"),
@@ -192,9 +192,9 @@ def refuse(what: str, **arguments: Any) -> None:
 
 def require_frozen(before: PlanOptions, now: PlanOptions) -> None:
     """PlanError naming what differs between the plans of a wrapper in graph mode."""
-    names = (*PlanOptions._fields[:-1], *Given._fields)
+    names = (*PlanOptions._fields[:-1], *RawOptions._fields)
     for name, old, new in zip(
-        names, (*before[:-1], *before.given), (*now[:-1], *now.given), strict=True
+        names, (*before[:-1], *before.raw_options), (*now[:-1], *now.raw_options), strict=True
     ):
         if old != new:
             name = "custom_mask" if name == "mask_form" else name

@@ -306,8 +306,8 @@ def _remember_on_host(
 
 def _is_plain(wrapper: BatchWrapper, plan: Plan, scalars: tuple[Any, ...]) -> bool:
     """Whether nothing but tables and scalars decides such plans."""
-    spec, given = plan.geometry.spec, plan.geometry.given.given
-    is_plain = plan.mask is NO_MASK and spec.logits is None and given.is_constant
+    spec, raw_options = plan.geometry.spec, plan.geometry.options.raw_options
+    is_plain = plan.mask is NO_MASK and spec.logits is None and raw_options.is_constant
     # Offsets that count elements need all checks.
     if not is_plain or wrapper._is_debugging() or getattr(wrapper, "_in_elements", False):
         return False

@@ -34,7 +34,7 @@ from ..launch.driver import params, scratch
 from . import cpu, logits, output_gate
 from .call_cache import Argument, CallCache, Found, after_launch
 from .kv_cache import match_keys
-from .spec import Given, make_spec, require_group
+from .spec import RawOptions, make_spec, require_group
 from .workspace import clear_of, require_apart
 
 
@@ -60,7 +60,7 @@ class Arrays(NamedTuple):
     output_gate: Any = None
 
 
-make_arrays, make_options = maker(Arrays), maker(Given)
+make_arrays, make_options = maker(Arrays), maker(RawOptions)
 _OPTIONAL = Arrays._fields[Arrays._fields.index("sinks") :]
 
 
@@ -150,7 +150,7 @@ _OF_SINKS = functools.partial(params.OPTIONAL.pack, 0, 0)  # no LSE, no mask
 
 def run(
     arrays: Arrays,
-    options: Given,
+    options: RawOptions,
     read: tuple[ArrayView, ...] = (),
     *,
     return_lse: bool,
@@ -223,14 +223,14 @@ def _is_contiguous_tensor(x: Any) -> bool:
 
 def run_unmasked(q: Any, k: Any, v: Any, kv_layout: str, sm_scale: float) -> tuple[Any, Any]:
     """(out, lse) of rows that see all keys."""
-    options = Given(kv_layout=kv_layout, sm_scale=sm_scale)
+    options = RawOptions(kv_layout=kv_layout, sm_scale=sm_scale)
     return run(Arrays(q, k, v), options, return_lse=True, is_decode=False)
 
 
 def _run_cached(
     calls: CallCache[_Checked],
     arrays: tuple[Any, ...],
-    options: Given,
+    options: RawOptions,
     is_decode: bool,
     workspace: ArrayView | None,
 ) -> Any:
@@ -340,14 +340,14 @@ def _step_of_heads(shape: list[int], strides: tuple[int, ...]) -> int | None:
 # --- steps of several requests ---
 
 
-def step_options(window_left: int, scale: float | None, soft_cap: float | None) -> Given:
+def step_options(window_left: int, scale: float | None, soft_cap: float | None) -> RawOptions:
     """The options of a step, which is a decode whose keys have heads before tokens."""
     return make_options(
         kv_layout="HND", window_left=window_left, sm_scale=scale, logits_soft_cap=soft_cap
     )
 
 
-def find_step(q: Any, k: Any, v: Any, options: Given) -> Any:
+def find_step(q: Any, k: Any, v: Any, options: RawOptions) -> Any:
     """A row of each of several requests over equally many keys, of heads that are equally far
     apart, is one row of all these heads.
 
@@ -358,7 +358,9 @@ def find_step(q: Any, k: Any, v: Any, options: Given) -> Any:
 
 
 @after_launch
-def keep_step(arrays: tuple[Any, Any, Any], flat: tuple[Any, Any, Any], options: Given) -> None:
+def keep_step(
+    arrays: tuple[Any, Any, Any], flat: tuple[Any, Any, Any], options: RawOptions
+) -> None:
     """Let `find_step` find a call that was answered by `run` as one row: of `flat`, which are q, k
     and v of `arrays` in place."""
     answer = _GROWING.lookup((*flat, None), options)
@@ -377,7 +379,7 @@ def keep_step(arrays: tuple[Any, Any, Any], flat: tuple[Any, Any, Any], options:
 def _insert(
     calls: CallCache[_Checked],
     arrays: tuple[Any, ...],
-    options: Given,
+    options: RawOptions,
     call: _Call,
     strides: bytes,
 ) -> None:
@@ -398,7 +400,7 @@ def _insert(
         found.prepared = call.kv_len, call.kv_len, strides
 
 
-def _check_call(arrays: Arrays, options: Given, is_decode: bool) -> _Call:
+def _check_call(arrays: Arrays, options: RawOptions, is_decode: bool) -> _Call:
     """The call, checked but for its optional arrays. Raises ArgumentError, UnsupportedError."""
     view, out, lse = array.view, arrays.out, arrays.lse
     vq, vk, vv = view(arrays.q, "q"), view(arrays.k, "k"), view(arrays.v, "v")
@@ -419,7 +421,7 @@ def _find_entry(
     vk: ArrayView,
     vv: ArrayView,
     vout: ArrayView | None,
-    given: Given,
+    given: RawOptions,
     has_mask: bool,
     has_scales: bool,
     is_decode: bool,
@@ -467,7 +469,7 @@ def _make_entry(
     vk: ArrayView,
     vv: ArrayView,
     vout: ArrayView | None,
-    given: Given,
+    given: RawOptions,
     pointers: int,
     has_mask: bool,
     has_scales: bool,

@@ -15,7 +15,7 @@ from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 
 
-class Given(NamedTuple):
+class RawOptions(NamedTuple):
     """The scalar options of a call as given: part of the keys of caches. None is the default."""
 
     kv_layout: str = "NHD"
@@ -44,7 +44,7 @@ class Given(NamedTuple):
 
 
 def make_spec(
-    given: Given,
+    options: RawOptions,
     heads_and_dims: tuple[int, int, int, int],
     dtype_q: DType,
     dtype_kv: DType,
@@ -63,17 +63,17 @@ def make_spec(
     require_group(num_qo_heads, num_kv_heads, "num_qo_heads, num_kv_heads")
     # Multi-item scoring, whose mask is intervals of keys, is always causal; ranges say themselves
     # which keys ahead a row sees.
-    causal = parse.flag(given.causal, "causal") and mask_form is None
+    causal = parse.flag(options.causal, "causal") and mask_form is None
     causal = causal or mask_form == "runs"
     default_scale = 1.0 / math.sqrt(head_dim_qk) if head_dim_qk else 1.0
-    sm_scale = parse.finite(given.sm_scale, "sm_scale", default_scale)
-    sm_scale *= parse.finite(given.q_scale, "q_scale", 1.0)
-    sm_scale *= parse.finite(given.k_scale, "k_scale", 1.0)
-    pos_encoding = parse.pos_encoding_mode(given.pos_encoding_mode)
-    soft_cap, logits = parse.soft_cap(given.logits_soft_cap), given.logits
+    sm_scale = parse.finite(options.sm_scale, "sm_scale", default_scale)
+    sm_scale *= parse.finite(options.q_scale, "q_scale", 1.0)
+    sm_scale *= parse.finite(options.k_scale, "k_scale", 1.0)
+    pos_encoding = parse.pos_encoding_mode(options.pos_encoding_mode)
+    soft_cap, logits = parse.soft_cap(options.logits_soft_cap), options.logits
     windows = (
-        parse.window(given.window_left, "window_left"),
-        parse.window(given.window_right, "window_right"),
+        parse.window(options.window_left, "window_left"),
+        parse.window(options.window_right, "window_right"),
     )
     if logits is not None:
         soft_cap, factor, logits = resolve_logits(logits, pos_encoding, soft_cap, mask_form)
@@ -90,8 +90,8 @@ def make_spec(
         head_dim_vo=head_dim_vo,
         dtype_q=dtype_q,
         dtype_kv=dtype_kv,
-        dtype_o=dtype_q if given.o_dtype is None else dtypes.parse(given.o_dtype, o_name),
-        kv_layout=parse.kv_layout(given.kv_layout),
+        dtype_o=dtype_q if options.o_dtype is None else dtypes.parse(options.o_dtype, o_name),
+        kv_layout=parse.kv_layout(options.kv_layout),
         page_size=page_size,
         mask_form="runs" if mask_form == "ranges" else mask_form,
         causal=causal,
@@ -100,12 +100,12 @@ def make_spec(
         pos_encoding=pos_encoding,
         logits_soft_cap=soft_cap,
         sm_scale=parse.finite(sm_scale, "sm_scale", 1.0),
-        output_scale=parse.finite(given.v_scale, "v_scale", 1.0),
-        rope_scale=parse.positive(given.rope_scale, "rope_scale", 1.0),
-        rope_theta=parse.positive(given.rope_theta, "rope_theta", 1e4),
-        value_pages=given.value_pages,
-        latent=given.latent,
-        sparse=given.sparse,
+        output_scale=parse.finite(options.v_scale, "v_scale", 1.0),
+        rope_scale=parse.positive(options.rope_scale, "rope_scale", 1.0),
+        rope_theta=parse.positive(options.rope_theta, "rope_theta", 1e4),
+        value_pages=options.value_pages,
+        latent=options.latent,
+        sparse=options.sparse,
         logits=logits,
     )
     spec.problem().check_dtypes()

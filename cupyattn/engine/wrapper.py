@@ -28,7 +28,7 @@ from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
 from .requests import Batch, require_row_limit
 from .row_mask import NO_BITS, MaskBits
-from .spec import Given
+from .spec import RawOptions
 from .staging import DeviceBuffer, Staging, Upload
 from .threads import Turns
 from .workspace import (
@@ -44,7 +44,7 @@ from .workspace import (
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # What workspace_size() says at least: an array without elements is no buffer everywhere.
-_LEAST_BYTES = 16
+_MIN_BYTES = 16
 _NO_WORDS = np.zeros(0, np.int32)
 
 
@@ -120,11 +120,11 @@ def planning(plan: _F) -> _F:
             asked = locked, _copied(args), _copied(kwargs)
             wrapper._may_follow = False  # of a plan() inside this one, this one is enough
             try:
-                answer = plan(wrapper, *args, **kwargs)
+                result = plan(wrapper, *args, **kwargs)
             finally:
                 wrapper._may_follow = True
             wrapper._host_plan = asked
-            return answer
+            return result
 
     return locked  # type: ignore[return-value]
 
@@ -187,7 +187,7 @@ class BatchWrapper(Untraced):
         self._variant_words: dict[Variant, DeviceBuffer] = {}
         self._staging: Staging | None = None
         self._is_probe, self._measured, self._facts = False, (0, 0), -1
-        self._given_buffers = buffers if self._is_graph else {}
+        self._caller_buffers = buffers if self._is_graph else {}
         workspace, self._device = read_workspace(float_workspace_buffer)
         # A workspace of the wrapper's own becomes larger as plans need it.
         self._owns_workspace = workspace is None
@@ -199,13 +199,13 @@ class BatchWrapper(Untraced):
         self._host_plan: tuple[Any, Any, Any] | None = None
         if workspace is not None:
             self._open(workspace)
-        elif self._given_buffers:
-            self._require_workspace(self._given_buffers.values())
+        elif self._caller_buffers:
+            self._require_workspace(self._caller_buffers.values())
 
     def _open(self, workspace: ArrayView, may_follow: bool = False) -> None:
         """Settle where the wrapper works. may_follow: until a run's arrays say it better."""
         self._workspace = workspace
-        self._buffers = GraphBuffers(workspace, self._given_buffers)
+        self._buffers = GraphBuffers(workspace, self._caller_buffers)
         is_on_gpu = workspace.device.kind == "cuda"
         self._current_stream = array.stream_reader(workspace) if is_on_gpu else int
         self._words = DeviceBuffer(workspace)
@@ -358,15 +358,22 @@ class BatchWrapper(Untraced):
         page_size: int,
         data_types: tuple[Any, Any],
         mask_form: str | None = None,
-        **given: Any,
+        **plan_options: Any,
     ) -> PlanOptions:
         """PlanOptions of a plan(): heads of q and k, head dims of k and v, dtypes of q and k."""
-        asked = *heads_and_dims, page_size, *data_types, mask_form, *given, *given.values()
+        asked = (
+            *heads_and_dims,
+            page_size,
+            *data_types,
+            mask_form,
+            *plan_options,
+            *plan_options.values(),
+        )
         types, known = tuple(map(type, asked)), self._known
         # With types that are the same too, True is not 1, and no array is compared.
         if known is not None and types == known.types and asked == known.asked:
             return known.options
-        scalars = Given(kv_layout=self._kv_layout, **given)
+        raw_options = RawOptions(kv_layout=self._kv_layout, **plan_options)
         num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo = heads_and_dims
         q_data_type, kv_data_type = data_types
         options = PlanOptions(
@@ -379,7 +386,7 @@ class BatchWrapper(Untraced):
             q_data_type,
             kv_data_type,
             mask_form,
-            scalars,
+            raw_options,
         )
         if not any(hasattr(x, "__dlpack__") for x in asked):
             self._known = _Known(asked, types, options, find_geometry(options))
@@ -396,13 +403,13 @@ class BatchWrapper(Untraced):
         plan = self._require_plan()
         if self._turns.is_shared:
             self._turns.check(plan.owner)
-        before = plan.geometry.given
-        given = before.changed(**changes)
-        if find_known(given) is plan.geometry:
+        before = plan.geometry.options
+        options = before.changed(**changes)
+        if find_known(options) is plan.geometry:
             return
-        geometry = find_geometry(given)
+        geometry = find_geometry(options)
         if self._is_graph:
-            batch_geometry.require_frozen(before, given)
+            batch_geometry.require_frozen(before, options)
         self._current = replace(plan, geometry=geometry, prepared={})
 
     def _require_plan(self) -> Plan:
@@ -412,7 +419,7 @@ class BatchWrapper(Untraced):
 
     def _install(
         self,
-        given: PlanOptions,
+        options: PlanOptions,
         batch: Batch,
         mask: Mask,
         split: tuple[int, bool],
@@ -420,13 +427,13 @@ class BatchWrapper(Untraced):
     ) -> None:
         """Make a batch the current plan; nothing changes if anything is wrong with it.
 
-        arrays: what the expressions of `given` read.
+        arrays: what the expressions of `options` read.
         """
         if self._is_probe:
-            self._measured = self._sizes(given, batch, mask, split)
+            self._measured = self._sizes(options, batch, mask, split)
             return
         # --- 1. Validate ---
-        geometry = self._geometry(given)
+        geometry = self._geometry(options)
         require_row_limit(batch, geometry.spec.group_size)
         if mask is not NO_MASK:
             mask.check(batch, self._workspace)
@@ -436,7 +443,7 @@ class BatchWrapper(Untraced):
             same_device(self._workspace, **read)
             require_apart(self._workspace, **read)
             batch = logits.with_places(geometry.spec, batch)
-        capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
+        capacity = self._freeze(options, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if arrays and geometry.spec.logits is not None:
             plan.logits = plan.views = arrays
@@ -449,36 +456,36 @@ class BatchWrapper(Untraced):
         # --- 2. Schedule on the host ---
         self._take(plan)
         if capacity is not None and self._frozen is None:
-            self._frozen = given, capacity, split
+            self._frozen = options, capacity, split
             self._frozen_logits = plan.packed_logits
             self._rooms = {variant: self._room(variant) for variant in plan.prepared}
 
     def _take(self, plan: Plan) -> None:
         """Schedule a plan, and make it the current one."""
-        made = self._schedule(plan)
+        schedules = self._schedule(plan)
         if self._workspace.device.kind == "cpu":
             self._keep_on_cpu(plan)
             plan.prepared = {
                 variant: Prepared(launcher, schedule)
-                for variant, (launcher, schedule) in made.items()
+                for variant, (launcher, schedule) in schedules.items()
             }
         elif plan.mask is NO_MASK and not self._is_graph and plan.batch.page_ids_device is None:
-            self._upload_plain(plan, made)
+            self._upload_plain(plan, schedules)
         else:
-            self._upload(plan, made)
+            self._upload(plan, schedules)
         plan.owner = self._turns.begin()
         self._current = plan
 
     def _freeze(
-        self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
+        self, options: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
     ) -> Capacity:
         """What all plans of a wrapper in graph mode share; PlanError where this one does not."""
         self._check_buffers(batch, mask)
         if self._frozen is None:
-            return self._capacity(batch, given.page_size)
+            return self._capacity(batch, options.page_size)
         before, capacity, split_before = self._frozen
-        if given is not before:
-            batch_geometry.require_frozen(before, given)
+        if options is not before:
+            batch_geometry.require_frozen(before, options)
         if split != split_before:
             raise PlanError(
                 "fixed_split_size, disable_split_kv: they differ from those of the first plan of "
@@ -525,12 +532,12 @@ class BatchWrapper(Untraced):
         # An eager run without rows launches nothing, but a graph is replayed.
         if plan.batch.num_rows == 0 and plan.capacity is None:
             return {}
-        made = {}
+        schedules = {}
         for variant in self._variants(plan.geometry):
-            made[variant] = _, schedule = self._schedule_variant(plan, variant)
+            schedules[variant] = _, schedule = self._schedule_variant(plan, variant)
             if schedule.workspace_bytes:
                 require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
-        return made
+        return schedules
 
     def _schedule_variant(
         self, plan: Plan, variant: Variant
@@ -572,7 +579,9 @@ class BatchWrapper(Untraced):
             self._outgrown.append(self._workspace)
             self._workspace = enlarge(self._workspace, need)
 
-    def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
+    def _upload(
+        self, plan: Plan, schedules: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
+    ) -> None:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""
         batch, buffers = plan.batch, self._buffers
         on_device, target = batch.page_ids_device, buffers.kv_indices
@@ -580,10 +589,10 @@ class BatchWrapper(Untraced):
             same_device(self._workspace, kv_indices=on_device)
         stream = self._current_stream()
         self._refuse_capture(stream)
-        upload = self._parts_to_upload(plan, made)
+        upload = self._parts_to_upload(plan, schedules)
         base = self._reserve(upload.num_own_words, batch)
         addresses = self._send_parts(upload, base, stream)
-        self._keep_prepared(plan, made, base)
+        self._keep_prepared(plan, schedules, base)
         views = list(plan.logits)
         if on_device is not None:
             held = int32_on_device(on_device, "kv_indices")
@@ -609,12 +618,12 @@ class BatchWrapper(Untraced):
         self._keep_views(plan, tuple(views))
 
     def _parts_to_upload(
-        self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
+        self, plan: Plan, schedules: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
     ) -> Upload:
         """What a plan copies from the host: the words of the variant that comes first, its page
         table and mask into memory of the wrapper's own, unless a graph has buffers for them."""
         upload, target, batch = Upload(), self._buffers.kv_indices, plan.batch
-        for variant, (_, schedule) in made.items():
+        for variant, (_, schedule) in schedules.items():
             if not upload.own:
                 upload.own["words"] = schedule.words
             else:
@@ -632,29 +641,29 @@ class BatchWrapper(Untraced):
         return upload
 
     def _upload_plain(
-        self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
+        self, plan: Plan, schedules: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
     ) -> None:
         """The same where all there is are a schedule, if there are rows, and a page table of the
         host's, if keys are in pages: in half of the time."""
         stream = self._current_stream()
         self._refuse_capture(stream)
         words, ids = _NO_WORDS, plan.batch.page_ids
-        for _, schedule in made.values():
+        for _, schedule in schedules.values():
             words = schedule.words
         if ids is not None:
             ids = ids[: plan.batch.num_page_ids]
         base = self._send(words, ids, stream)
-        self._keep_prepared(plan, made, base)
+        self._keep_prepared(plan, schedules, base)
         if ids is not None and ids.size:
             plan.page_ids = base + 4 * (-(-words.size // 4) * 4)
         self._keep_views(plan, plan.logits)
 
     def _keep_prepared(
-        self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]], base: int
+        self, plan: Plan, schedules: dict[Variant, tuple[BatchLauncher, BatchSchedule]], base: int
     ) -> None:
         """base: of the words of the variant that comes first."""
         words = base
-        for variant, (launcher, schedule) in made.items():
+        for variant, (launcher, schedule) in schedules.items():
             if plan.prepared:
                 words = self._variant_words[variant].address
             rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
@@ -714,15 +723,15 @@ class BatchWrapper(Untraced):
 
     def _prepare(self, plan: Plan, variant: Variant) -> Prepared:
         """The plan for a variant, scheduled now if plan() did not do so."""
-        found = plan.prepared.get(variant)
-        if found is not None:
-            return found
+        prepared = plan.prepared.get(variant)
+        if prepared is not None:
+            return prepared
         if self._workspace.device.kind == "cpu":
             launcher, schedule = self._schedule_variant(plan, variant)
             require_workspace(self._workspace, schedule.workspace_bytes, "this run")
             self._preferred = plan.geometry, variant
-            found = plan.prepared[variant] = Prepared(launcher, schedule)
-            return found
+            prepared = plan.prepared[variant] = Prepared(launcher, schedule)
+            return prepared
         stream = self._current_stream()
         refuse_capture(
             stream,
@@ -740,8 +749,8 @@ class BatchWrapper(Untraced):
         self._preferred = plan.geometry, variant
         rotated = self._reserve_rotated(schedule)
         owner = words.view, self._rotated.view
-        found = plan.prepared[variant] = Prepared(launcher, schedule, address, owner, rotated)
-        return found
+        prepared = plan.prepared[variant] = Prepared(launcher, schedule, address, owner, rotated)
+        return prepared
 
     def _reserve_rotated(self, schedule: BatchSchedule) -> int:
         """The address of memory for the keys that a schedule rotates ahead, 0 for none."""
@@ -749,12 +758,12 @@ class BatchWrapper(Untraced):
         return self._rotated.reserve(num_words, exactly=True) if num_words else 0
 
     def _sizes(
-        self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
+        self, options: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
     ) -> tuple[int, int]:
         """(float bytes, int bytes) that planning this would take; nothing changes."""
-        geometry = self._geometry(given)
+        geometry = self._geometry(options)
         require_row_limit(batch, geometry.spec.group_size)
-        capacity = self._capacity(batch, given.page_size) if self._is_graph else None
+        capacity = self._capacity(batch, options.page_size) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if batch.num_rows == 0 and capacity is None:
             return 0, 0
@@ -764,7 +773,7 @@ class BatchWrapper(Untraced):
         if batch.page_ids is not None and self._buffers.kv_indices is None:
             parts.append(batch.num_page_ids)
         own_bytes = schedule.rotated_bytes + sum(-(-size // 4) * 16 for size in parts)
-        return max(_LEAST_BYTES, schedule.workspace_bytes), own_bytes
+        return max(_MIN_BYTES, schedule.workspace_bytes), own_bytes
 
     def _is_debugging(self) -> bool:
         """CUPYATTN_DEBUG=1: ids of pages on the GPU are read and checked too."""

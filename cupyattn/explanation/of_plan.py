@@ -111,7 +111,7 @@ def _of_plan(wrapper: BatchWrapper, notes: tuple[str, ...]) -> Explanation:
 def _notes(plan: Plan, schedule: BatchSchedule) -> list[str]:
     """What else decided about a wrapper's plan."""
     result = []
-    if plan.geometry.given.device.kind == "cpu":
+    if plan.geometry.options.device.kind == "cpu":
         checked = f"this is the plan of an {_name(NO_GPU)}, by which it is checked"
         result.append(f"the arrays are on the CPU, where the reference answers; {checked}")
     asked, spec = plan.geometry.spec.dtype_q, plan.geometry.spec.as_on_gpu()

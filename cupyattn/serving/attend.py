@@ -60,7 +60,7 @@ class Pass:
 
 class Cache(NamedTuple):
     """Keys and values of a layer as pages; of latent attention rows of both parts, or of the latent
-    one beside rope, and no values."""
+    part with rope apart, and no values."""
 
     k: Any
     v: Any
@@ -84,14 +84,14 @@ class Workspace:
         if not self.max_rows:
             return None
         rows, heads, _ = q.shape
-        found = self._states.get((heads, dim_v))
-        if found is None:
+        states = self._states.get((heads, dim_v))
+        if states is None:
             vq = array.view(q, "q")
             shape = self.max_rows, heads
             shapes = (*shape, dim_v), shape, (*shape, dim_v), shape
-            found = tuple(array.empty(each, dtypes.float32, vq) for each in shapes)
-            self._states[heads, dim_v] = found
-        return tuple(x[:rows] for x in found)
+            states = tuple(array.empty(each, dtypes.float32, vq) for each in shapes)
+            self._states[heads, dim_v] = states
+        return tuple(x[:rows] for x in states)
 
 
 class LayerOptions(NamedTuple):
@@ -137,12 +137,12 @@ class Call:
     """A pass over a layer, as a call without a plan takes it: arrays by their roles there, and the
     options. scale_k, scale_v and options_of_fp8 are of fp8 caches alone.
 
-    arrays, answer  of its layout of keys: the call's arrays by their roles, and what answers it.
+    arrays, function  of its layout of keys: the call's arrays by their roles, and what runs it.
                     All that a layout lacks is left out: each name takes time
     """
 
     arrays: Callable[..., Arrays]
-    answer: Callable[[Arrays, Any], Any]
+    function: Callable[[Arrays, Any], Any]
     page_size: int
     block_tables: Any
     kv_lens: Any
@@ -174,14 +174,14 @@ class Call:
         options = self.options_of_fp8 if is_fp8 else self.options
         if return_lse or o_dtype is not None:
             options = self._options(options, is_fp8, return_lse, o_dtype)
-        return self.answer(arrays, options)
+        return self.function(arrays, options)
 
     def _options(self, options: Any, is_fp8: bool, return_lse: bool, o_dtype: DType | None) -> Any:
         key = is_fp8, return_lse, o_dtype
-        found = self._asked.get(key)
-        if found is None:
-            found = self._asked[key] = options._replace(return_lse=return_lse, o_dtype=o_dtype)
-        return found
+        cached = self._asked.get(key)
+        if cached is None:
+            cached = self._asked[key] = options._replace(return_lse=return_lse, o_dtype=o_dtype)
+        return cached
 
 
 def _arrays(
@@ -218,7 +218,7 @@ def bounds_of(config: BackendConfig, over: AttentionMetadata) -> dict[str, Any]:
 
 
 def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
-    """The calls that answer for a layer: one, or two over the prefix and the drafts.
+    """The calls of a layer: one, or two over the prefix and the drafts.
 
     Raises ArgumentError, UnsupportedError for a layer that the engine was not configured for.
     """
@@ -251,7 +251,7 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     )
     return Call(
         arrays=_arrays,
-        answer=run,
+        function=run,
         page_size=over.page_size,
         block_tables=over.page_table,
         kv_lens=over.cache_seqlens,
@@ -343,10 +343,10 @@ def _require_reach(config: BackendConfig, left: int) -> None:
 
 
 def _window(layer: LayerSpec) -> tuple[int, int]:
-    given = layer.window_size
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise ArgumentError(f"window_size: got {parse.shown(given)}; wanted (left, right)")
-    left, right = (-1 if x is None else parse.window(x, "window_size") for x in given)
+    sides = layer.window_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise ArgumentError(f"window_size: got {parse.shown(sides)}; wanted (left, right)")
+    left, right = (-1 if x is None else parse.window(x, "window_size") for x in sides)
     return left, right
 
 
@@ -366,25 +366,25 @@ def attend(
     """
     memory = workspace.memory
     if len(calls) == 1:
-        answer = calls[0].run(q, q_rope, caches[0], out, None, return_lse, memory)
-        made, lse = answer if return_lse else (answer, None)
+        result = calls[0].run(q, q_rope, caches[0], out, None, return_lse, memory)
+        output, lse = result if return_lse else (result, None)
     else:
-        found = []
+        partial = []
         states = workspace.states(q, caches[0].dim_v)
         for index, (call, cache) in enumerate(zip(calls, caches, strict=True)):
             v = s = None
             if states is not None:
                 v, s = states[2 * index : 2 * index + 2]
-            # States are merged in float32, so that the answer is rounded once.
-            found.append(call.run(q, q_rope, cache, v, s, True, memory, dtypes.float32))
-        (v_a, s_a), (v_b, s_b) = found
+            # States are merged in float32, so that the output is rounded once.
+            partial.append(call.run(q, q_rope, cache, v, s, True, memory, dtypes.float32))
+        (v_a, s_a), (v_b, s_b) = partial
         if out is None:
             vq = array.view(q, "q")
             out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype, vq)
-        made, lse = merge.run(
+        output, lse = merge.run(
             merge.PAIR, merge.make_arrays(v_a=v_a, v_b=v_b, s_a=s_a, s_b=s_b, out=out), False
         )
     if not return_lse:
-        return made
+        return output
     lse = array.scaled(lse, _LN_2)
-    return made, lse.swapaxes(0, 1) if lse_layout == "ht" else lse
+    return output, lse.swapaxes(0, 1) if lse_layout == "ht" else lse

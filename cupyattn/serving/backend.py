@@ -47,7 +47,7 @@ class AttentionBackend:
 
     `init_forward_metadata` enqueues one launch; metadata holds until the next one. In a captured
     graph `init_graph_state`, `init_forward_metadata_capture` and `init_forward_metadata_replay`
-    take its place: replays write the same memory. Nothing is read from the device anywhere. All
+    are used instead: replays write the same memory. Nothing is read from the device anywhere. All
     calls work on the current stream of the arrays' framework, and order each other by it.
     """
 
@@ -224,10 +224,10 @@ class AttentionBackend:
         batch: what is written there; default: until the first replay it is of requests of one key.
         """
         store = self._graph_store(mode, bs)
-        rows, most = store.form.rows, bs * store.form.max_rows
-        if (rows and num_tokens != most) or num_tokens > most:
+        rows, max_tokens = store.form.rows, bs * store.form.max_rows
+        if (rows and num_tokens != max_tokens) or num_tokens > max_tokens:
             raise ArgumentError(
-                f"num_tokens: got {num_tokens}; {bs} requests of {mode.name} have {most}"
+                f"num_tokens: got {num_tokens}; {bs} requests of {mode.name} have {max_tokens}"
             )
         if batch is not None:
             return self.init_forward_metadata_replay(bs, batch)
@@ -287,7 +287,7 @@ class AttentionBackend:
         if k_rope is not None:
             self.pool.set_mla_kv_buffer(layer, loc, k, k_rope)
         elif v is None and not self.config.use_mla:
-            raise ArgumentError("v: got None; wanted values beside the keys, or use_mla configured")
+            raise ArgumentError("v: got None; wanted values with the keys, or use_mla configured")
         else:
             self.pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
 
@@ -337,8 +337,8 @@ class AttentionBackend:
         if config.use_mla:
             check_queries(q, q_rope, heads)
         elif len(shape) != 3 or shape[1] != heads[0] or shape[2] != heads[2]:
-            given = list(array.view(q, "q").shape)
-            raise ArgumentError(f"q: shape is {given}; wanted [tokens, {heads[0]}, {heads[2]}]")
+            actual = list(array.view(q, "q").shape)
+            raise ArgumentError(f"q: shape is {actual}; wanted [tokens, {heads[0]}, {heads[2]}]")
         elif q_rope is not None:
             raise ArgumentError("q_rope: given without use_mla; pass None, or configure use_mla")
         known = meta.calls.get(id(layer))
@@ -394,7 +394,7 @@ class AttentionBackend:
         if cu_seqlens_k is None:
             cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
         parse.choice(lse_layout, LSE_LAYOUTS, "lse_layout")
-        answer = flash_attn_varlen_func(
+        result = flash_attn_varlen_func(
             q,
             k,
             v,
@@ -411,13 +411,13 @@ class AttentionBackend:
             return_softmax_lse=return_lse,
         )
         if not return_lse or lse_layout == "ht":
-            return answer
-        return answer[0], answer[1].swapaxes(0, 1)
+            return result
+        return result[0], result[1].swapaxes(0, 1)
 
     def _nothing(
         self, vq: ArrayView, dim_v: int, out: Any, return_lse: bool, lse_layout: str
     ) -> Any:
-        """The answer of no requests: rows of none are left alone."""
+        """The output of no requests: rows of none are left alone."""
         rows, heads, _ = vq.shape
         if out is None:
             out = array.from_numpy(np.zeros((rows, heads, dim_v), vq.dtype.numpy), vq)
@@ -430,9 +430,9 @@ class AttentionBackend:
         """A layer as pages of a size, seen anew where the pool has other arrays."""
         use_mla = self.config.use_mla
         k, v = latent_buffers(self.pool, layer_id) if use_mla else self.pool.get_kv_buffer(layer_id)
-        found = self._pages.get((layer_id, page_size))
-        if found is not None and found[0] is k and found[1] is v:
-            return found[2]
+        cached = self._pages.get((layer_id, page_size))
+        if cached is not None and cached[0] is k and cached[1] is v:
+            return cached[2]
         dtype = array.view(k, "k_cache").dtype
         require_kv_dtype(dtype, self.config.kv_dtype)
         if use_mla:

@@ -139,19 +139,19 @@ class FlashAttentionMetadata:
             return None
         count = _host(local.cache_seqlens).size
         q_lens = np.ones(count, np.int64) if local.qo_lens is None else _host(local.qo_lens)
-        k_lens, places = _host(local.cache_seqlens), _host(local.kv_offsets)
+        k_lens, offsets = _host(local.cache_seqlens), _host(local.kv_offsets)
         used = np.flatnonzero(q_lens > 0)
         q_lens, k_lens = q_lens[used], k_lens[used]
         return LocalAttentionMetadata(
             self._made(_cumulative(q_lens)),
             self._made(k_lens),
-            self._made(self._local_table(local, used, count, places)),
+            self._made(self._local_table(local, used, count, offsets)),
             int(q_lens.max(initial=0)),
             int(k_lens.max(initial=0)),
         )
 
     def _local_table(
-        self, local: AttentionMetadata, used: np.ndarray, count: int, places: np.ndarray
+        self, local: AttentionMetadata, used: np.ndarray, count: int, offsets: np.ndarray
     ) -> np.ndarray:
         """Entries of each part's chunk; those past a request's last one repeat it."""
         meta, size = self.neutral, local.page_size
@@ -167,7 +167,7 @@ class FlashAttentionMetadata:
         else:
             begin = self._rows() * self._tables.req_to_token.strides[0]
         last = begin + np.maximum(-(-lens // size) - 1, 0)
-        at = np.minimum(places[used][:, None] + np.arange(width), last[requests][:, None])
+        at = np.minimum(offsets[used][:, None] + np.arange(width), last[requests][:, None])
         return entries[at]
 
     # --- drafts that branch ---

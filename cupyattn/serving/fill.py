@@ -18,8 +18,8 @@ EARLY = 256
 
 
 @dataclass(slots=True)
-class Given:
-    """Arrays of a step, and of the backend; None for what is not given."""
+class StepInputs:
+    """Arrays of a step, and of the backend; None for what there is not."""
 
     seq_lens: np.ndarray
     req_pool_indices: np.ndarray
@@ -33,55 +33,55 @@ class Given:
     num_real: int
 
 
-def fill(outputs: dict[str, np.ndarray], given: Given, sizes: Sizes, tree_form: int) -> None:
+def fill(outputs: dict[str, np.ndarray], inputs: StepInputs, sizes: Sizes, tree_form: int) -> None:
     """Write `outputs`, flat int32 arrays by the names of launch.ops.serving_metadata.Outputs."""
-    _check(given, sizes)
-    fills = _Fill(outputs, given, sizes, tree_form)
+    _check(inputs, sizes)
+    fills = _Fill(outputs, inputs, sizes, tree_form)
     for index in range(sizes.num_requests):
         fills.request(index)
 
 
-def _check(given: Given, sizes: Sizes) -> None:
-    rows = given.req_pool_indices
+def _check(inputs: StepInputs, sizes: Sizes) -> None:
+    rows = inputs.req_pool_indices
     if ((rows < 0) | (rows >= sizes.num_pool_rows)).any():
         raise ArgumentError(
             f"req_pool_indices: {rows.tolist()[:8]}; wanted rows of req_to_token, which has "
             f"{sizes.num_pool_rows}"
         )
-    first = 0 if given.encoder_lens is None else given.encoder_lens.astype(np.int64)
-    most = given.seq_lens.astype(np.int64) + first
+    first = 0 if inputs.encoder_lens is None else inputs.encoder_lens.astype(np.int64)
+    ends = inputs.seq_lens.astype(np.int64) + first
     extra = max(0, sizes.len_delta + sizes.num_steps - 1)
-    if (given.seq_lens < 0).any() or (most + extra > sizes.room).any():
+    if (inputs.seq_lens < 0).any() or (ends + extra > sizes.room).any():
         raise ArgumentError(
-            f"seq_lens: {given.seq_lens.tolist()[:8]} with {extra} drafts do not fit the "
+            f"seq_lens: {inputs.seq_lens.tolist()[:8]} with {extra} drafts do not fit the "
             f"{sizes.room} columns of req_to_token"
         )
-    if given.extend_seq_lens is not None and (given.extend_seq_lens < 0).any():
+    if inputs.extend_seq_lens is not None and (inputs.extend_seq_lens < 0).any():
         raise ArgumentError(
-            f"extend_seq_lens: {given.extend_seq_lens.tolist()[:8]}; wanted 0 or more"
+            f"extend_seq_lens: {inputs.extend_seq_lens.tolist()[:8]}; wanted 0 or more"
         )
-    if given.encoder_lens is not None and (given.encoder_lens < 0).any():
-        raise ArgumentError(f"encoder_lens: {given.encoder_lens.tolist()[:8]}; wanted 0 or more")
+    if inputs.encoder_lens is not None and (inputs.encoder_lens < 0).any():
+        raise ArgumentError(f"encoder_lens: {inputs.encoder_lens.tolist()[:8]}; wanted 0 or more")
 
 
 class _Fill:
     def __init__(
-        self, outputs: dict[str, np.ndarray], given: Given, sizes: Sizes, tree_form: int
+        self, outputs: dict[str, np.ndarray], inputs: StepInputs, sizes: Sizes, tree_form: int
     ) -> None:
-        self.out, self.given, self.sizes, self.tree_form = outputs, given, sizes, tree_form
+        self.out, self.inputs, self.sizes, self.tree_form = outputs, inputs, sizes, tree_form
         self.rows_before = self.keys_before = 0
 
     def request(self, index: int) -> None:
-        given, s = self.given, self.sizes
+        inputs, s = self.inputs, self.sizes
         self.index = index
-        row = int(given.req_pool_indices[index])
-        self.seq_len = int(given.seq_lens[index])
-        self.first = 0 if given.encoder_lens is None else int(given.encoder_lens[index])
-        self.columns = given.req_to_token[row, self.first :]
+        row = int(inputs.req_pool_indices[index])
+        self.seq_len = int(inputs.seq_lens[index])
+        self.first = 0 if inputs.encoder_lens is None else int(inputs.encoder_lens[index])
+        self.columns = inputs.req_to_token[row, self.first :]
         self.pool_row = row * s.pool_stride
         self.q_len = s.rows
-        if given.extend_seq_lens is not None:
-            self.q_len = int(given.extend_seq_lens[index])
+        if inputs.extend_seq_lens is not None:
+            self.q_len = int(inputs.extend_seq_lens[index])
         self._lengths()
         self._chunks()
         self._pages()
@@ -93,9 +93,9 @@ class _Fill:
         self.rows_before += self.q_len
         self.keys_before += self.seq_len
 
-    def _put(self, name: str, place: int, value: int) -> None:
+    def _put(self, name: str, index: int, value: int) -> None:
         if name in self.out:
-            self.out[name][place] = value
+            self.out[name][index] = value
 
     def _kv_len(self, step: int) -> int:
         return min(self.seq_len + self.sizes.len_delta + step, self.sizes.room - self.first)
@@ -125,11 +125,11 @@ class _Fill:
                 begin = (position // s.chunk_size + i) * s.chunk_size
                 low, high = min(max(begin, position), end), min(begin + s.chunk_size, end)
                 key = min(max(begin, 0), end)
-                place = (step * s.num_requests + self.index) * s.num_chunks + i
-                self._put("chunk_qo_lens", place, max(high - low, 0))
-                self._put("chunk_qo_offsets", place, self.rows_before + low - position)
-                self._put("chunk_kv_lens", place, max(high - key, 0))
-                self._put("chunk_kv_offsets", place, base + key // s.chunk_page)
+                index = (step * s.num_requests + self.index) * s.num_chunks + i
+                self._put("chunk_qo_lens", index, max(high - low, 0))
+                self._put("chunk_qo_offsets", index, self.rows_before + low - position)
+                self._put("chunk_kv_lens", index, max(high - key, 0))
+                self._put("chunk_kv_offsets", index, base + key // s.chunk_page)
 
     def _pages(self) -> None:
         s = self.sizes
@@ -152,7 +152,7 @@ class _Fill:
         self.out["swa_table"][at + begin : at + count] = self._mapped(slots[begin:]) // s.page_size
 
     def _mapped(self, slots: Any) -> np.ndarray:
-        table = self.given.full_to_swa
+        table = self.inputs.full_to_swa
         slots = np.asarray(slots, np.int64)
         if table is None:
             return slots
@@ -165,9 +165,9 @@ class _Fill:
         s, rows = self.sizes, self.sizes.rows
         if self.tree_form == BEAMS:
             return [[row] for row in range(rows)]
-        tree = self.given.tree_mask
+        tree = self.inputs.tree_mask
         assert tree is not None
-        if self.index >= self.given.num_real:
+        if self.index >= self.inputs.num_real:
             return [list(range(rows)) for _ in range(rows)]
         if self.tree_form == WORDS:
             words = tree.view(np.uint64).reshape(-1, rows)[self.index]
@@ -184,37 +184,37 @@ class _Fill:
         return [[token for token in range(s.rows) if row[token]] for row in bits]
 
     def _beam_slot(self, row: int, step: int) -> int:
-        s, given = self.sizes, self.given
-        assert given.out_cache_loc is not None
-        if self.index >= given.num_real:
+        s, inputs = self.sizes, self.inputs
+        assert inputs.out_cache_loc is not None
+        if self.index >= inputs.num_real:
             return 0
         own = self.index * s.rows
-        if given.beam_rows is not None:
-            beam = int(given.beam_rows[(own + row) * s.draft_steps + step])
+        if inputs.beam_rows is not None:
+            beam = int(inputs.beam_rows[(own + row) * s.draft_steps + step])
             if not 0 <= beam < s.rows:
                 raise ArgumentError(f"beam_rows: has beam {beam}; wanted 0 to {s.rows - 1}")
             row = beam
-        return int(given.out_cache_loc[(own + row) * s.draft_steps + step])
+        return int(inputs.out_cache_loc[(own + row) * s.draft_steps + step])
 
     def _drafts(self, seen: list[list[int]]) -> None:
         s, out = self.sizes, self.out
         words = -(-s.rows // 32)
         for row, tokens in enumerate(seen):
-            place = self.index * s.rows + row
+            index = self.index * s.rows + row
             if "tree_bits" in out:
                 value = sum(1 << token for token in tokens)
                 for word in range(words):
                     bits = np.uint32(value >> 32 * word & 0xFFFFFFFF)
-                    out["tree_bits"].view(np.uint32)[place * words + word] = bits
+                    out["tree_bits"].view(np.uint32)[index * words + word] = bits
             if "draft_table" not in out:
                 continue
-            table = out["draft_table"][place * s.draft_width : (place + 1) * s.draft_width]
+            table = out["draft_table"][index * s.draft_width : (index + 1) * s.draft_width]
             if self.tree_form == BEAMS:
                 table[:] = [self._beam_slot(row, step) for step in range(s.draft_width)]
                 continue
             hidden = [token for token in range(s.rows) if token not in tokens]
             table[:] = [self._tree_slot(token) for token in (*tokens, *hidden)]
-            out["draft_lens"][place] = len(tokens)
+            out["draft_lens"][index] = len(tokens)
 
     def _tree_slot(self, token: int) -> int:
         at = self.seq_len + token
@@ -239,7 +239,7 @@ class _Fill:
                 if chunk > 0:
                     low = max(position, 0) // chunk * chunk
                 slots = [*self.columns[: self.seq_len], *path][low : low + width]
-                place = (step * s.num_requests + self.index) * s.rows + row
-                self._put(f"{name}_lens", place, len(slots))
-                at = place * width
+                index = (step * s.num_requests + self.index) * s.rows + row
+                self._put(f"{name}_lens", index, len(slots))
+                at = index * width
                 self.out[f"{name}_slots"][at : at + len(slots)] = self._mapped(slots)

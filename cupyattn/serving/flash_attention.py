@@ -115,8 +115,10 @@ class FlashAttentionBackend:
         """Memory for graphs of up to max_bs requests and max_num_tokens query tokens."""
         config = self.config
         rows = max(config.num_draft_tokens, config.num_draft_steps + 1, config.topk)
-        most = max(max_num_tokens, max_bs * rows) if config.num_draft_tokens else max_num_tokens
-        self.core.init_graph_state(max_bs, max(most, max_bs))
+        max_tokens = (
+            max(max_num_tokens, max_bs * rows) if config.num_draft_tokens else max_num_tokens
+        )
+        self.core.init_graph_state(max_bs, max(max_tokens, max_bs))
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -194,8 +196,8 @@ class FlashAttentionBackend:
         if mode is ForwardMode.DRAFT_EXTEND:
             batch.extend_seq_lens = spec_info.accept_length[:bs]
             on_host = getattr(spec_info, "accept_length_cpu", None)
-            most = max(on_host) + 1 if on_host is not None and len(on_host) else 1
-            batch.extend_seq_lens_host = np.full(bs, most)
+            max_rows = max(on_host) + 1 if on_host is not None and len(on_host) else 1
+            batch.extend_seq_lens_host = np.full(bs, max_rows)
         return batch
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -221,13 +223,13 @@ class FlashAttentionBackend:
     def _draft(self, spec_info: Any, mode: ForwardMode) -> DraftInfo | None:
         if mode not in (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY):
             return None
-        made = DraftInfo(step=self.speculative_step_id)
+        draft = DraftInfo(step=self.speculative_step_id)
         if mode is ForwardMode.TARGET_VERIFY and self.config.has_beams:
-            made.tree_mask = getattr(spec_info, "custom_mask", None)
+            draft.tree_mask = getattr(spec_info, "custom_mask", None)
             positions = getattr(spec_info, "positions", None)
             if positions is not None:
-                made.num_real = positions.shape[0] // self.config.num_draft_tokens
-        return made
+                draft.num_real = positions.shape[0] // self.config.num_draft_tokens
+        return draft
 
     # --- layers ---
 
@@ -262,11 +264,11 @@ class FlashAttentionBackend:
         q [tokens, heads * head_dim] or [tokens, heads, head_dim]; returns [tokens, heads *
         v_head_dim]. sinks [heads] of any float dtype: natural, unscaled logits.
 
-        Of an MLA model q is absorbed, latent columns first, with or without q_rope beside them; k
+        Of an MLA model q is absorbed, latent columns first, with q_rope apart or not; k
         and k_rope are what the pool's set_mla_kv_buffer takes. Where the batch says so by
         attn_attend_prefix_cache, q, k and v are unabsorbed: over themselves, or over the chunk of
-        the prefix that prefix_chunk_idx names. Then the answer is [tokens, heads, v_head_dim], and
-        with mha_return_lse (answer, lse [tokens, heads]).
+        the prefix that prefix_chunk_idx names. Then the result is [tokens, heads, v_head_dim], and
+        with mha_return_lse (out, lse [tokens, heads]).
         """
         pool = getattr(forward_batch, "token_to_kv_pool", None) or self.core.pool
         use_mla, self.core.pool = self.config.use_mla, pool
@@ -334,9 +336,9 @@ class FlashAttentionBackend:
             *(layer.scaling, cap, window, layer.is_cross_attention, layer.k_scale, layer.v_scale),
             *(get(layer, "use_irope", False), sinks, pool),
         )
-        found = self._layers.get(layer.layer_id)
-        if found is not None and all(a is b for a, b in zip(found[0], facts, strict=True)):
-            return found[1]
+        cached = self._layers.get(layer.layer_id)
+        if cached is not None and all(a is b for a, b in zip(cached[0], facts, strict=True)):
+            return cached[1]
         is_local = bool(get(layer, "use_irope", False)) and self.attention_chunk_size is not None
         has_window = window is not None and window > -1 and not layer.is_cross_attention
         spec = LayerSpec(

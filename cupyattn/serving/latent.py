@@ -33,7 +33,7 @@ _NAMES = NAMES.but(
 
 
 def latent_calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
-    """The calls that answer for a layer: one, or two over the prefix and the drafts.
+    """The calls of a layer: one, or two over the prefix and the drafts.
 
     Raises ArgumentError, UnsupportedError for what a latent layer cannot be.
     """
@@ -81,7 +81,7 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     )
     return Call(
         arrays=_arrays,
-        answer=run,
+        function=run,
         page_size=over.page_size,
         block_tables=over.page_table,
         kv_lens=over.cache_seqlens,
@@ -143,5 +143,5 @@ def check_queries(q: Any, q_rope: Any, heads: tuple[int, ...]) -> None:
             continue
         shape: Any = getattr(x, "shape", ())
         if len(shape) != 3 or shape[1] != heads[0] or shape[2] != columns:
-            given = list(array.view(x, name).shape)
-            raise ArgumentError(f"{name}: shape is {given}; wanted [tokens, {heads[0]}, {columns}]")
+            shape = list(array.view(x, name).shape)
+            raise ArgumentError(f"{name}: shape is {shape}; wanted [tokens, {heads[0]}, {columns}]")

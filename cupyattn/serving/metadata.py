@@ -21,7 +21,7 @@ class AttentionMetadata:
     q_len           rows of each request; 0: by cu_seqlens_q, or by qo_offsets and qo_lens
     cu_seqlens_q    int32 [n + 1]
     qo_offsets, qo_lens   int32 [n]: rows of requests that share them
-    max_seqlen_q, max_seqlen_k   bounds that the host knows; they choose kernels, never answers
+    max_seqlen_q, max_seqlen_k   bounds that the host knows; they affect speed only
     tree_mask       uint32 [rows, words]: bits of what each row sees of the last q_len keys
     uses_swa_pool   the table is of the second pool
     """

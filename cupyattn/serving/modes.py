@@ -61,7 +61,7 @@ class BackendConfig:
     topk                 drafted tokens of a step, beams of a request
     num_draft_steps      steps of a multi-step draft
     num_draft_tokens     tokens of a verification; 0: there is none
-    deterministic        keys are not split, so answers don't depend on the other requests
+    deterministic        keys are not split, so outputs don't depend on the other requests
     is_hybrid            layers with a window or chunks may keep their keys in a second pool
     has_encoder          requests begin with encoder tokens, which cross attention reads
     tree_form            how trees are verified: "mask", one pass over all keys, or "expand", two
@@ -130,9 +130,9 @@ class BackendConfig:
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.q_dtype)
         for name in ("q_dtype", "kv_dtype"):
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, dtypes.parse(given, name).name)
+            dtype = getattr(self, name)
+            if dtype is not None:
+                object.__setattr__(self, name, dtypes.parse(dtype, name).name)
 
     def _require_supported_layers(self) -> None:
         for name in ("attention_chunk_size", "sliding_window_size", "is_hybrid", "has_encoder"):
@@ -143,7 +143,7 @@ class BackendConfig:
                 )
         if self.is_hybrid and self.has_encoder:
             raise UnsupportedError(
-                "is_hybrid, has_encoder: a second pool has no place for encoder tokens; pass one "
+                "is_hybrid, has_encoder: a second pool cannot hold encoder tokens; pass one "
                 "of the two"
             )
         if self.is_hybrid and self.attention_chunk_size is not None:

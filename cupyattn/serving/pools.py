@@ -224,7 +224,7 @@ class MLATokenToKVPool:
 
 
 def layer_index(layer_id: int, first: int, count: int) -> int:
-    """The place of a layer in a pool of `count` layers from `first` on."""
+    """The index of a layer in a pool of `count` layers from `first` on."""
     index = layer_id - first
     if not 0 <= index < count:
         raise ArgumentError(

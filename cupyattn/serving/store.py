@@ -23,7 +23,7 @@ from ..engine.index_arrays import progression
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.ops import serving_metadata as launcher
 from ..launch.ops.serving_metadata import BEAMS, FLAT, NO_TREE, Outputs, Sizes
-from .fill import Given, fill
+from .fill import StepInputs, fill
 from .metadata import AttentionMetadata, ForwardMetadata
 from .modes import BackendConfig, BatchInfo, ForwardMode
 from .step_arrays import view_flat, view_index, view_tree
@@ -70,12 +70,12 @@ def form_of(
         rows = 0
     if mode is ForwardMode.IDLE:
         mode = ForwardMode.DECODE
-    most, num_chunks = rows or max(1, max_rows), 0
+    row_limit, num_chunks = rows or max(1, max_rows), 0
     if not rows:
-        most = 1 << (most - 1).bit_length()
+        row_limit = 1 << (row_limit - 1).bit_length()
     if config.attention_chunk_size is not None and branches is None:
-        num_chunks = -(-(most - 1) // config.attention_chunk_size) + 1
-    return StepForm(mode, rows, most, num_steps, first_step, delta, branches, num_chunks)
+        num_chunks = -(-(row_limit - 1) // config.attention_chunk_size) + 1
+    return StepForm(mode, rows, row_limit, num_steps, first_step, delta, branches, num_chunks)
 
 
 class Tables(NamedTuple):
@@ -126,7 +126,7 @@ def view_tables(config: BackendConfig, req_to_token: Any, full_to_swa: Any) -> T
 class _Checked:
     """What steps of one signature share, whatever their number of requests.
 
-    per_request   (place of an array, its entries along the first axis for each request)
+    per_request   (index of an array, its entries along the first axis for each request)
     tree_unit, loc_unit   elements behind the first axis of the mask, and of out_cache_loc
     beams_unit            slots of one request in out_cache_loc
     launches      by the number of requests
@@ -220,7 +220,7 @@ class Store:
             if width:
                 counts[f"{name}_slots"] = form.num_steps * rows * width
                 counts[f"{name}_lens"] = form.num_steps * rows
-        made = {}
+        arrays = {}
         for name, count in counts.items():
             values = np.zeros(count, np.int32)
             if name in ("kv_lens", "draft_lens", "window_lens", "chunk_lens"):
@@ -229,8 +229,8 @@ class Store:
                 values += np.arange(count, dtype=np.int32) * form.max_rows
             if name == "tree_bits":
                 values -= 1
-            made[name] = array.from_numpy(values, self.tables.req_to_token)
-        return made
+            arrays[name] = array.from_numpy(values, self.tables.req_to_token)
+        return arrays
 
     @property
     def _draft_steps(self) -> int:
@@ -238,9 +238,9 @@ class Store:
 
     def sizes(self, bs: int) -> Sizes:
         """The constants of a launch over bs requests."""
-        found = self._sizes.get(bs)
-        if found is not None:
-            return found
+        sizes = self._sizes.get(bs)
+        if sizes is not None:
+            return sizes
         form, config, v = self.form, self.config, self.tables.req_to_token
         table = self.tables.full_to_swa
         chunk = config.attention_chunk_size or 0
@@ -248,7 +248,7 @@ class Store:
         on_slots = not config.is_hybrid and (self._reads_slots or chunk % config.page_size != 0)
         is_beams = form.branches == "beams"
         widths = self._widths()
-        found = self._sizes[bs] = Sizes(
+        sizes = self._sizes[bs] = Sizes(
             pool_stride=v.strides[0],
             num_pool_rows=v.shape[0],
             room=self._room,
@@ -275,7 +275,7 @@ class Store:
             window_width=widths[0],
             chunk_width=widths[1],
         )
-        return found
+        return sizes
 
     # --- what a step writes ---
 
@@ -284,10 +284,10 @@ class Store:
         if bs == 0:
             return
         form = self.form
-        given: tuple[Any, ...] = batch.seq_lens, batch.req_pool_indices
+        arrays: tuple[Any, ...] = batch.seq_lens, batch.req_pool_indices
         num_real = bs
         if form.branches is not None or not form.rows or self.config.has_encoder:
-            given += (
+            arrays += (
                 None if form.rows else batch.extend_seq_lens,
                 batch.encoder_lens if self.config.has_encoder else None,
             )
@@ -298,24 +298,24 @@ class Store:
             if draft.num_real is not None:
                 num_real = min(bs, draft.num_real)
             if form.branches == "tree":
-                given += None, draft.tree_mask
+                arrays += None, draft.tree_mask
             else:
-                given += batch.out_cache_loc, None, draft.beam_rows
-        if not self._write_cached(given, bs, num_real):
-            self._write(given, bs, num_real)
+                arrays += batch.out_cache_loc, None, draft.beam_rows
+        if not self._write_cached(arrays, bs, num_real):
+            self._write(arrays, bs, num_real)
 
-    def _write_cached(self, given: tuple[Any, ...], bs: int, num_real: int) -> bool:
-        answer = _CALLS.lookup(given, self._key)
-        if answer is None:
+    def _write_cached(self, arrays: tuple[Any, ...], bs: int, num_real: int) -> bool:
+        hit = _CALLS.lookup(arrays, self._key)
+        if hit is None:
             return False
-        found, at = answer
-        call, lengths = found.call, found.lengths
+        cached, addresses = hit
+        call, lengths = cached.call, cached.lengths
         checked = call.checked
-        prepared = found.prepared
+        prepared = cached.prepared
         if prepared is None:
-            if any(lengths[place] != bs * unit for place, unit in checked.per_request):
+            if any(lengths[index] != bs * unit for index, unit in checked.per_request):
                 return False
-            prepared = found.prepared = self._launch_for(checked, bs)
+            prepared = cached.prepared = self._launch_for(checked, bs)
         tree_size = 0
         if checked.beams_unit:
             count, rest = divmod(lengths[_LOC] * checked.loc_unit, checked.beams_unit)
@@ -324,17 +324,17 @@ class Store:
             num_real = min(num_real, count)
         elif checked.tree_unit:
             tree_size = lengths[_TREE] * checked.tree_unit
-        prepared.enqueue(call.current_stream(), at, tree_size, num_real)
+        prepared.enqueue(call.current_stream(), addresses, tree_size, num_real)
         return True
 
     def _launch_for(self, checked: _Checked, bs: int) -> launcher.Prepared:
         """The launch over bs requests."""
-        found = checked.launches.get(bs)
-        if found is None:
+        prepared = checked.launches.get(bs)
+        if prepared is None:
             v, table = self.tables
             over = (0, 0) if table is None else (table.ptr, int(table.dtype is dtypes.int64))
             addresses = {name: array.view(x, name).ptr for name, x in self._arrays.items()}
-            found = checked.launches[bs] = launcher.prepare(
+            prepared = checked.launches[bs] = launcher.prepare(
                 Outputs(**addresses),
                 self.sizes(bs)._replace(tree_form=checked.tree_form),
                 self._columns(),
@@ -342,12 +342,12 @@ class Store:
                 checked.is_wide,
                 (*over, v.ptr),
             )
-        return found
+        return prepared
 
-    def _write(self, given: tuple[Any, ...], bs: int, num_real: int) -> None:
+    def _write(self, arrays: tuple[Any, ...], bs: int, num_real: int) -> None:
         # --- 1. Validate ---
-        signature, given = given, (*given, *[None] * (len(_ARGUMENTS) - len(given)))
-        views, tree_form = self._views(given, bs)
+        signature, arrays = arrays, (*arrays, *[None] * (len(_ARGUMENTS) - len(arrays)))
+        views, tree_form = self._views(arrays, bs)
         v = self.tables.req_to_token
         named = dict(zip(_ARGUMENTS, views, strict=True))
         array.same_device(req_to_token=v, **named)
@@ -361,7 +361,7 @@ class Store:
                 name: None if x is None else array.as_numpy(x) for name, x in named.items()
             }
             table = self.tables.full_to_swa
-            own = Given(
+            own = StepInputs(
                 **numbers,
                 full_to_swa=None if table is None else array.as_numpy(table),
                 req_to_token=array.as_numpy(v),
@@ -374,30 +374,30 @@ class Store:
             return
         # --- 3. Launch on the caller's stream ---
         used = [x for x in views if x is not None]
-        checked = self._checked(given, views, tree_form, bs)
+        checked = self._checked(arrays, views, tree_form, bs)
         prepared = self._launch_for(checked, bs)
-        at = [0 if x is None else x.ptr for x in views]
+        addresses = [0 if x is None else x.ptr for x in views]
         like = views[_SEQ_LENS]
         assert like is not None
         array.acquire(like, *used)
         size = 0 if tree is None else tree.shape[0] * checked.tree_unit
-        prepared.enqueue(array.current_stream(like), at, size, num_real)
+        prepared.enqueue(array.current_stream(like), addresses, size, num_real)
         array.release(like, *used)
         _CALLS.insert(signature, self._key, checked, like, dtypes.int32, None, None)
 
     def _checked(
-        self, given: tuple[Any, ...], views: list[ArrayView | None], tree_form: int, bs: int
+        self, arrays: tuple[Any, ...], views: list[ArrayView | None], tree_form: int, bs: int
     ) -> _Checked:
         """What later steps with arrays like these share."""
-        tree, loc = given[_TREE], given[_LOC]
+        tree, loc = arrays[_TREE], arrays[_LOC]
         units = [
-            (place, 1)
-            for place in (_SEQ_LENS, _ROWS, _EXTEND, _ENCODER)
-            if given[place] is not None
+            (index, 1)
+            for index in (_SEQ_LENS, _ROWS, _EXTEND, _ENCODER)
+            if arrays[index] is not None
         ]
-        for place in (_TREE, _BEAMS):
-            if given[place] is not None and not (place == _TREE and tree_form == FLAT):
-                units.append((place, given[place].shape[0] // bs))
+        for index in (_TREE, _BEAMS):
+            if arrays[index] is not None and not (index == _TREE and tree_form == FLAT):
+                units.append((index, arrays[index].shape[0] // bs))
         return _Checked(
             tree_form,
             tuple(x is not None and x.dtype is dtypes.int64 for x in views[: _LOC + 1]),
@@ -415,36 +415,36 @@ class Store:
         rows = self.form.num_steps * self.form.rows
         return max(count, rows * sum(self._widths()))
 
-    def _views(self, given: tuple[Any, ...], bs: int) -> tuple[list[ArrayView | None], int]:
+    def _views(self, arrays: tuple[Any, ...], bs: int) -> tuple[list[ArrayView | None], int]:
         """Checked views of a step's arrays, and the form of its mask."""
         form, rows = self.form, self.form.rows
-        views: list[ArrayView | None] = [None] * len(given)
-        for place in (_SEQ_LENS, _ROWS, _EXTEND, _ENCODER):
-            name, x = _ARGUMENTS[place], given[place]
-            is_wanted = place < _EXTEND or (
-                not rows if place == _EXTEND else self.config.has_encoder
+        views: list[ArrayView | None] = [None] * len(arrays)
+        for index in (_SEQ_LENS, _ROWS, _EXTEND, _ENCODER):
+            name, x = _ARGUMENTS[index], arrays[index]
+            is_wanted = index < _EXTEND or (
+                not rows if index == _EXTEND else self.config.has_encoder
             )
             if x is None and is_wanted:
                 raise ArgumentError(f"{name}: got None; wanted int32 or int64 [{bs}]")
             if x is not None:
-                views[place] = view_index(x, name, bs)
+                views[index] = view_index(x, name, bs)
         tree_form = NO_TREE
         if form.branches == "beams":
             tree_form = BEAMS
-            if given[_LOC] is None:
+            if arrays[_LOC] is None:
                 raise ArgumentError(
                     "out_cache_loc: got None; wanted the slots of all drafted tokens, [bs, topk, "
                     "num_draft_steps]"
                 )
             unit = rows * self._draft_steps
-            views[_LOC] = loc = view_flat(given[_LOC], "out_cache_loc")
+            views[_LOC] = loc = view_flat(arrays[_LOC], "out_cache_loc")
             if loc.shape[0] % unit or loc.shape[0] > bs * unit:
                 raise ArgumentError(
                     f"out_cache_loc: holds {loc.shape[0]} slots; wanted {unit} for each of {bs} "
                     f"requests, [bs, {rows}, {self._draft_steps}]"
                 )
-            if given[_BEAMS] is not None:
-                views[_BEAMS] = beams = view_flat(given[_BEAMS], "beam_rows")
+            if arrays[_BEAMS] is not None:
+                views[_BEAMS] = beams = view_flat(arrays[_BEAMS], "beam_rows")
                 require_dtype(beams, dtypes.int32, "beam_rows")
                 if beams.shape[0] != bs * unit:
                     raise ArgumentError(
@@ -452,18 +452,18 @@ class Store:
                         f"{self._draft_steps}]"
                     )
         elif form.branches == "tree":
-            views[_TREE], tree_form = view_tree(given[_TREE], bs, rows)
+            views[_TREE], tree_form = view_tree(arrays[_TREE], bs, rows)
         return views, tree_form
 
     # --- what attention reads ---
 
     def metadata(self, bs: int, step: int) -> ForwardMetadata:
         """The metadata of a step of draft decode, else step first_step, of a batch of bs."""
-        found = self._metadata.get(bs)
-        if found is None:
-            found = [self._make(bs, index) for index in range(self.form.num_steps)]
-            self._metadata[bs] = found
-        return found[step - self.form.first_step]
+        steps = self._metadata.get(bs)
+        if steps is None:
+            steps = [self._make(bs, index) for index in range(self.form.num_steps)]
+            self._metadata[bs] = steps
+        return steps[step - self.form.first_step]
 
     def _make(self, bs: int, index: int) -> ForwardMetadata:
         form, config = self.form, self.config
@@ -493,7 +493,7 @@ class Store:
             encoder = AttentionMetadata(lens, self._slots, 1, starts, **common)
         if form.num_chunks:
             local = self._local(bs, index, main, swa)
-        made = ForwardMetadata(
+        metadata = ForwardMetadata(
             form.mode,
             bs,
             main,
@@ -505,8 +505,8 @@ class Store:
             max_context_len=config.max_context_len,
         )
         if form.branches is not None:
-            self._add_drafts(made, bs, index)
-        return made
+            self._add_drafts(metadata, bs, index)
+        return metadata
 
     def _local(
         self, bs: int, index: int, main: AttentionMetadata, swa: AttentionMetadata | None
@@ -537,21 +537,21 @@ class Store:
             uses_swa_pool=swa is not None,
         )
 
-    def _add_drafts(self, made: ForwardMetadata, bs: int, index: int) -> None:
+    def _add_drafts(self, metadata: ForwardMetadata, bs: int, index: int) -> None:
         form, rows = self.form, bs * self.form.rows
         if form.branches == "beams":
             width, step = self._draft_steps, form.first_step + index
             lens: Any = progression(rows, step + 1, 0, self.tables.req_to_token)
             table = self._arrays["draft_table"][: rows * width].reshape(rows, width)
-            made.expand = AttentionMetadata(lens, table, 1, max_seqlen_k=width)
+            metadata.expand = AttentionMetadata(lens, table, 1, max_seqlen_k=width)
         elif "tree_bits" in self._arrays:
             words = -(-form.rows // 32)
             bits = self._arrays["tree_bits"][: rows * words].reshape(rows, words)
-            made.main = replace(made.main, tree_mask=bits)
+            metadata.main = replace(metadata.main, tree_mask=bits)
         else:
             lens = self._arrays["draft_lens"][:rows]
             table = self._arrays["draft_table"][: rows * form.rows].reshape(rows, form.rows)
-            made.expand = AttentionMetadata(lens, table, 1, max_seqlen_k=form.rows)
+            metadata.expand = AttentionMetadata(lens, table, 1, max_seqlen_k=form.rows)
         for name, width in zip(("window", "chunk"), self._widths(), strict=True):
             if width:
                 low, high = index * rows, (index + 1) * rows
@@ -563,4 +563,4 @@ class Store:
                     max_seqlen_k=width,
                     uses_swa_pool=self.config.is_hybrid,
                 )
-                setattr(made, f"{name}_rows", own)
+                setattr(metadata, f"{name}_rows", own)

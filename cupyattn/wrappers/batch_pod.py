@@ -49,7 +49,7 @@ class _Step(NamedTuple):
     heads_and_dims: tuple[Any, Any, Any, Any]
     page_size: int
     data_types: tuple[Any, Any]
-    given: dict[str, Any]
+    plan_options: dict[str, Any]
 
 
 class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
@@ -220,17 +220,17 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
                 return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
             )
             prompts = self._part(_PROMPT, form, mask)
-            answer = run(prompts, q=q_p, k=paged_kv_cache_p, options=of_prompts)
+            out = run(prompts, q=q_p, k=paged_kv_cache_p, options=of_prompts)
             decodes = self._part(_DECODE, form, NO_MASK)
-            return answer, run(decodes, q=q_d, k=paged_kv_cache_d, options=of_decodes)
+            return out, run(decodes, q=q_d, k=paged_kv_cache_d, options=of_decodes)
 
     def _run_together(self, form: _Form, q: Any, cache: Any, return_lse: bool) -> Any:
         assert self._step is not None
         part = self._part(_TOGETHER, form, NO_MASK)
-        answer = run(part, q=q, k=cache, options=make_options(return_lse=return_lse))
+        result = run(part, q=q, k=cache, options=make_options(return_lse=return_lse))
         parts = self._step.prompts, self._step.decodes
         at = parts[0 if form.prompts_first else 1].num_rows
-        halves = [(x[:at], x[at:]) for x in (answer if return_lse else (answer,))]
+        halves = [(x[:at], x[at:]) for x in (result if return_lse else (result,))]
         ordered = [x if form.prompts_first else x[::-1] for x in halves]
         return tuple(zip(*ordered, strict=True)) if return_lse else ordered[0]
 
@@ -265,7 +265,7 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
             step.data_types,
             mask.form,
             causal=form.causal,
-            **step.given,
+            **step.plan_options,
         )
         part._install(options, batch, mask, (0, True))
         if mask is NO_MASK:

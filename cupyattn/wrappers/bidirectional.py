@@ -40,7 +40,7 @@ class _Asked(NamedTuple):
     page_size: int
     data_types: tuple[Any, Any]
     split: tuple[int, bool]
-    given: dict[str, Any]
+    plan_options: dict[str, Any]
     owner: object = None
 
 
@@ -241,7 +241,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     ) -> Any:
         """Attention of the planned batch.
 
-        bidirectional_ranges    int32 [qo_indptr[B], 2]: the first and the last key, by place in its
+        bidirectional_ranges    int32 [qo_indptr[B], 2]: the first and the last key, by index in its
                 request, of the range that each row sees; (-1, -1) for none. On the host, or on the
                 GPU, where each run waits for it. Ranges other than the last run's schedule the
                 batch anew. Default: plan()'s.
@@ -314,21 +314,21 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         )
 
     def _install_ranges(self, asked: _Asked, ranges: np.ndarray, windows: _Windows) -> None:
-        found = read_ranges(asked.batch, ranges, windows.causal, windows.ranges)
+        parsed = read_ranges(asked.batch, ranges, windows.causal, windows.ranges)
         batch = asked.batch
-        if found.mask.intervals is None:
+        if parsed.mask.intervals is None:
             batch = with_mask(replace(batch))
         options = self._options(
             asked.heads_and_dims,
             asked.page_size,
             asked.data_types,
-            found.mask.form,
-            window_left=found.window_left,
+            parsed.mask.form,
+            window_left=parsed.window_left,
             # A captured graph keeps its windows, but not what its rows see.
-            window_right=-1 if self._is_graph else found.reach,
-            **asked.given,
+            window_right=-1 if self._is_graph else parsed.reach,
+            **asked.plan_options,
         )
-        self._install(options, batch, found.mask, asked.split)
+        self._install(options, batch, parsed.mask, asked.split)
         self._planned = ranges, windows
 
     def _read(self, bidirectional_ranges: Any, batch: Batch) -> np.ndarray:

@@ -45,13 +45,13 @@ class BlockSparseBase(BatchWrapper):
         data_types: tuple[Any, Any],
         mask: Mask,
         matrix: tuple[int, ...],
-        **given: Any,
+        **plan_options: Any,
     ) -> None:
         batch.matrix = matrix
         if mask.form is not None:
             batch = with_mask(batch)
         dims = *heads, head_dim, head_dim
-        options = self._options(dims, page_size, data_types, mask.form, **given)
+        options = self._options(dims, page_size, data_types, mask.form, **plan_options)
         self._install(options, batch, mask, (0, True))
 
 
@@ -146,17 +146,17 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
         if N % C:
             raise ArgumentError(f"N: got {N} columns, in blocks of {C}; wanted a multiple of C")
         if block_mask is None:
-            found = _read_bsr(indptr, indices, M, N, R, C)
+            blocks = _read_bsr(indptr, indices, M, N, R, C)
         else:
-            found = _read_block_mask(block_mask, num_qo_heads, num_kv_heads, M, N, R, C)
+            blocks = _read_block_mask(block_mask, num_qo_heads, num_kv_heads, M, N, R, C)
         is_causal, seen = False, read_mask(None, packed_mask)
         if seen is NO_MASK and mask is not None:
-            seen = of_bits(_pack_elements(mask, found, R, C))
+            seen = of_bits(_pack_elements(mask, blocks, R, C))
         elif seen is NO_MASK and parse.flag(causal, "causal"):
-            found, is_causal, bits = sparse.with_causality(found, N - M)
+            blocks, is_causal, bits = sparse.with_causality(blocks, N - M)
             seen = of_bits(bits)
         self._plan_batch(
-            sparse.to_batch(found, C, 0),
+            sparse.to_batch(blocks, C, 0),
             (num_qo_heads, num_kv_heads),
             head_dim,
             C,
@@ -281,16 +281,16 @@ def _read_block_mask(
     return _read_bsr(indptr, np.nonzero(shown[0])[1], M, N, R, C)
 
 
-def _pack_elements(mask: Any, found: Blocks, R: int, C: int) -> np.ndarray:
+def _pack_elements(mask: Any, blocks: Blocks, R: int, C: int) -> np.ndarray:
     """The bits of each block of rows, [rows, its columns], of a mask [blocks, R, C]."""
     v: ArrayView = array.view(mask, "mask")
     require_dtype(v, dtypes.bool_, "mask")
-    match(v, f"blocks {R} {C}", Dims(blocks=found.request.size), "mask")
+    match(v, f"blocks {R} {C}", Dims(blocks=blocks.request.size), "mask")
     elements = array.to_host(v)
-    ends = np.cumsum(np.bincount(found.request, minlength=found.row_begin.size))
+    ends = np.cumsum(np.bincount(blocks.request, minlength=blocks.row_begin.size))
     packed = [np.zeros(0, np.uint8)]
     for own, rows in zip(
-        np.split(elements, ends[:-1]), (found.row_end - found.row_begin).tolist(), strict=True
+        np.split(elements, ends[:-1]), (blocks.row_end - blocks.row_begin).tolist(), strict=True
     ):
         packed.append(sparse.pack_rows(own.swapaxes(0, 1)[:rows]))
     return np.concatenate(packed)

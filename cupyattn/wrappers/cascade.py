@@ -91,11 +91,11 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
 
     def _keep_buffers(self, arrays: dict[str, Sequence[Any] | None]) -> None:
         self._require_workspace(arrays.values())
-        for name, given in arrays.items():
-            if not isinstance(given, (list, tuple)) or len(given) != self._num_levels:
+        for name, levels in arrays.items():
+            if not isinstance(levels, (list, tuple)) or len(levels) != self._num_levels:
                 raise ArgumentError(
                     f"{name}_arr: use_cuda_graph=True needs a list of {self._num_levels} int32 "
-                    f"arrays, one a level, got {given if given is None else len(given)}"
+                    f"arrays, one a level, got {levels if levels is None else len(levels)}"
                 )
         for level in zip(*arrays.values(), strict=True):  # type: ignore[arg-type]
             buffers = dict(zip(arrays, level, strict=True))
@@ -160,7 +160,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         page_size = batch_geometry.count(page_size, "page_size")
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         parts = read_levels(arrays, self._num_levels, page_size, self._is_debugging())
-        given = self._options(
+        options = self._options(
             (num_qo_heads, num_kv_heads, head_dim, None),
             page_size,
             (q_data_type, kv_data_type),
@@ -172,7 +172,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        geometry = batch_geometry.find_geometry(given)
+        geometry = batch_geometry.find_geometry(options)
         spec = geometry.spec
         is_relative = spec.window_left >= 0 or spec.pos_encoding != "NONE"
         own = parts[-1].requests
@@ -190,7 +190,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         split = batch_geometry.split_size(None, disable_split_kv, 1)
         for candidate, may_split in self._candidates(geometry, batch):
             try:
-                self._install(given, candidate, NO_MASK, (0, split[1] and may_split))
+                self._install(options, candidate, NO_MASK, (0, split[1] and may_split))
                 return
             except WorkspaceError as error:
                 too_small = error
@@ -202,19 +202,19 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         """The batch with its page ids, and whether keys may be split: as it is, unless it is done
         sooner without sharing; then, for less workspace, without sharing and without splits."""
         parts = batch.parts
-        flat = None
+        without_levels = None
         if batch.num_rows and not self._is_graph and batch.levels is not None:
-            flat = flatten(parts, geometry.spec.page_size, geometry.spec.causal)
+            without_levels = flatten(parts, geometry.spec.page_size, geometry.spec.causal)
         launcher = geometry.launcher(geometry.default_variant)
-        if flat is None or launcher.gains_by_levels(batch.requests, flat[0]):
+        if without_levels is None or launcher.gains_by_levels(batch.requests, without_levels[0]):
             if self._is_probe or any(part.page_ids is not None for part in parts):
                 batch.page_ids = join_ids_on_host(parts)
             else:
                 stream = self._current_stream()
                 batch.page_ids_device = join_ids_on_device(parts, self._workspace, stream)
             yield batch, True
-        if flat is not None:
-            requests, pages = flat
+        if without_levels is not None:
+            requests, pages = without_levels
             ids = join_ids_on_host(parts)[pages]
             indptr = np.array([0, len(ids)])
             for may_split in (True, False):
@@ -276,8 +276,10 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
                 parts.append((ids[begin:end], buffers.kv_indices.ptr))
         return parts
 
-    def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
-        super()._upload(plan, made)
+    def _upload(
+        self, plan: Plan, schedules: dict[Variant, tuple[BatchLauncher, BatchSchedule]]
+    ) -> None:
+        super()._upload(plan, schedules)
         # What came from the device goes to the caller's buffers from there.
         joined, stream, before = plan.batch.page_ids_device, self._current_stream(), 0
         for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):

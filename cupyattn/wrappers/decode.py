@@ -30,8 +30,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     """Decode attention of a batch over a paged KV cache: plan() once, run() for every layer.
 
     float_workspace_buffer  contiguous bytes of any dtype that begin at a 16-byte boundary, on the
-            device of the arrays to come; 128 MB serve any batch. On the CPU the reference answers.
-            A device in its place ("cuda:1", "cpu", a torch.device, or a JAX array on it) makes the
+            device of the arrays to come; 128 MB serve any batch. On the CPU the reference runs.
+            A device instead ("cuda:1", "cpu", a torch.device, or a JAX array on it) makes the
             wrapper own memory there, which grows as plans need it. So does None: the device is
             then that of the first plan's arrays, a GPU if one of them is on it. Where all of them
             are on the host, the wrapper goes to a GPU with the first run whose arrays are there.
@@ -122,7 +122,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 indices[indptr[b]:indptr[b + 1]].
         indices         int32 or int64 [>= indptr[B]]: ids of pages.
         last_page_len   int32 or int64 [B], 1 to page_size: tokens in the last page of each request.
-                A request without pages has no keys, and its rows answer 0.
+                A request without pages has no keys, and its rows give 0.
         All three may be on the host or on the device. indptr and last_page_len are needed on the
         host: plan() waits for what brings them from a device, and in later plans also checks them
         there and makes the list of work. Of those on the host an idle GPU makes the list too, and a
@@ -136,7 +136,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 unless a run brings a mask.
         window_right    keys to the right of a row's own that it sees; 0: none (causality), -1: all.
         fixed_split_size  pages after which keys are split, whatever else is in the batch: a
-                request's answer is then the same, bit for bit, in every batch. Default: as many
+                request's output is then the same, bit for bit, in every batch. Default: as many
                 splits as keep the device busy. disable_split_kv: never split; it wins.
         logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
                 as they are; run(logits_params=) may replace arrays. Indices count from the first
@@ -149,7 +149,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         """
         q_data_type = data_type if q_data_type is None else q_data_type
         kv_data_type = data_type if kv_data_type is None else kv_data_type
-        # A right window of 0 is causality, in whose place a run may bring a mask.
+        # A right window of 0 is causality, which a mask of a run may replace.
         is_causal = parse.window(window_right, "window_right") == 0
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
         page_size = geometry.count(page_size, "page_size")
@@ -230,10 +230,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 the output is multiplied by its sigmoid before it is rounded.
         window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
                 for compatibility, and so is skip_softmax_threshold_scale_factor, which allows less
-                exact answers.
+                exact outputs.
 
         Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
-        num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its answers
+        num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its outputs
         only. The first run with a mask, gates, scales by head, or arrays off 16-byte boundaries
         schedules the batch anew. Raises ArgumentError for arrays that do not fit the plan,
         PlanError without a plan, before anything is written.
@@ -291,9 +291,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                     "pass it to plan()"
                 )
             if q_len not in plan.by_q_len:
-                given = plan.geometry.given.changed(causal=self._is_causal and q_len > 1)
+                options = plan.geometry.options.changed(causal=self._is_causal and q_len > 1)
                 batch = with_q_len(plan.batch, q_len)
-                changed = geometry.find_geometry(given)
+                changed = geometry.find_geometry(options)
                 require_row_limit(batch, changed.spec.group_size)
                 if changed.spec.logits is not None:
                     check_logits(changed.spec, batch, plan.logits)
@@ -380,7 +380,7 @@ def fast_decode_plan(
     """wrapper.plan(), with `indptr` read from `global_override_indptr_cpu` if that is given.
 
     Meant for an indptr on the device whose values the caller has on the host too: then nothing is
-    waited for. It may take plan()'s place in a wrapper:
+    waited for. It may replace plan() in a wrapper:
     `wrapper.plan = functools.partial(fast_decode_plan, wrapper)`.
 
     Returns and raises as BatchDecodeWithPagedKVCacheWrapper.plan. Semantics: FlashInfer's function

@@ -29,13 +29,13 @@ class OlderCalls(Untraced):
 
     def run_return_lse(self, q: ArrayT, *args: Any, **kwargs: Any) -> tuple[ArrayT, ArrayT]:
         """run() that returns (out, lse)."""
-        answer: tuple[ArrayT, ArrayT] = self.run(q, *args, **{**kwargs, "return_lse": True})
-        return answer
+        result: tuple[ArrayT, ArrayT] = self.run(q, *args, **{**kwargs, "return_lse": True})
+        return result
 
     def forward_return_lse(self, q: ArrayT, *args: Any, **kwargs: Any) -> tuple[ArrayT, ArrayT]:
         """forward() that returns (out, lse)."""
-        answer: tuple[ArrayT, ArrayT] = self.forward(q, *args, **{**kwargs, "return_lse": True})
-        return answer
+        result: tuple[ArrayT, ArrayT] = self.forward(q, *args, **{**kwargs, "return_lse": True})
+        return result
 
 
 def accepts_old_plans(slot: int) -> Callable[[_F], _F]:
@@ -93,14 +93,14 @@ def read_options(
             f"run() takes at most {len(order)} positional arguments after its arrays "
             f"({', '.join(order)}), got {count}"
         )
-    given = dict(zip(order, args, strict=False))
+    options = dict(zip(order, args, strict=False))
     for name in ("q_scale", "k_scale", "v_scale"):
         value = getattr(named, name)
-        if value is not None and given.get(name) is not None:
+        if value is not None and options.get(name) is not None:
             raise TypeError(f"run() got multiple values for {name!r}")
         if value is not None:
-            given[name] = value
-    return named._replace(**given)
+            options[name] = value
+    return named._replace(**options)
 
 
 def takes_sinks(jit_args: Any, jit_kwargs: Any) -> bool:

@@ -28,10 +28,10 @@ class BatchAttention(BatchWrapper):
     kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
     device      "cuda", "cuda:1", "cpu", or a torch.device: where the arrays are going to be.
 
-    One launch serves all requests: blocks of prefill, bound by the matrix units, run beside blocks
-    of decode, bound by memory. The workspace is the wrapper's own: made by the first plan() in the
-    framework of plan()'s arrays (CuPy, where they are NumPy's), and larger as plans need it. Of
-    threads the same is true as of BatchDecodeWithPagedKVCacheWrapper.
+    One launch serves all requests: blocks of prefill, bound by the matrix units, run together with
+    blocks of decode, bound by memory. The workspace is the wrapper's own: made by the first plan()
+    in the framework of plan()'s arrays (CuPy, where they are NumPy's), and larger as plans need it.
+    Of threads the same is true as of BatchDecodeWithPagedKVCacheWrapper.
 
     Raises ArgumentError for a device of another name. Semantics: FlashInfer's class of the same
     name.

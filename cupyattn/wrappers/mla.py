@@ -69,7 +69,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
 
     Queries have 512 latent and 64 rope columns for each head, the cache has one such row for each
     token; logits are the products of both parts, and a value is the latent part of its key. So a
-    model multiplies its queries by W_UK before, and the answer by W_UV behind.
+    model multiplies its queries by W_UK before, and the output by W_UV behind.
 
     float_workspace_buffer   bytes on a 16-byte boundary, for partial states; or None, for memory of
             the wrapper's own, which grows as plans need it.
@@ -154,7 +154,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         sm_scale    the scale of the logits, required: 1 / sqrt(128 + 64), the head dim before
                 absorption, in DeepSeek's models.
         q_data_type, kv_data_type   "float16" or "bfloat16" (default), kv_data_type also
-                "float8_e4m3fn". output_dtype: of run()'s answers, default q_data_type; an `out` of
+                "float8_e4m3fn". output_dtype: of run()'s outputs, default q_data_type; an `out` of
                 fp8 is planned by it.
         fixed_split_size, disable_split_kv   as in BatchDecodeWithPagedKVCacheWrapper.plan.
         lse_mode    "basee": run() gives natural logarithms, else base 2.
@@ -261,7 +261,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         sinks       float32 [num_heads]: extra natural-log logits in the denominator.
         bmm1_scale, bmm2_scale   numbers: the whole scale of the logits in place of the plan's, and
                 of the output.
-        o_scale     what an `out` of fp8 is to be multiplied by to be the answer, a positive number.
+        o_scale     what an `out` of fp8 is to be multiplied by to be the output, a positive number.
         kv_len, page_table   int32 [B] and [B, max_pages] of one token of each request, whose
                 lengths then stay on the device: a call without a plan, with the scale
                 1 / sqrt(128 + 64). It takes no scales of caches, and its LSE is in base 2.
@@ -282,8 +282,12 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             (k, k_rope), of_k = _parts(kv_cache, (k, k_rope), "kv_cache", _SPLIT_K)
             names = f"{of_q}/{of_k}"
         if not (kv_len is page_table is None):
-            given = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
-            geometry.refuse("is not supported with page_table", **given)
+            scales = {
+                "ckv_scale": ckv_scale,
+                "ckv_scale_arr": ckv_scale_arr,
+                "kpe_scale": kpe_scale,
+            }
+            geometry.refuse("is not supported with page_table", **scales)
             return self._run_without_plan(
                 RunArrays(q=q, k=k, out=out, lse=lse, sinks=sinks, q_rope=q_rope, k_rope=k_rope),
                 page_table=page_table,
@@ -400,7 +404,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
 
 
 def _scale_of_output(o_scale: Any, out: Any, bmm2_scale: Any) -> float:
-    """What the answer is multiplied by, so that `out` times o_scale is it."""
+    """What the output is multiplied by, so that `out` times o_scale is it."""
     is_number = isinstance(o_scale, numbers.Real) and not isinstance(o_scale, bool)
     if not is_number or not 0.0 < o_scale < math.inf:
         raise ArgumentError(
@@ -449,8 +453,8 @@ def _csr_of(metadata: MLAPlanMetadata, page_size: int) -> MLAPlanMetadata:
     for name, x in (("cum_seq_lens_q", metadata.qo_indptr), ("seq_lens", metadata.kv_len_arr)):
         if x is None:
             raise ArgumentError(f"{name}: got None; wanted it beside block_tables")
-    given = metadata.qo_indptr, metadata.block_tables, metadata.kv_len_arr
-    qo_indptr, block_tables, kv_lens = on_host(*given)
+    arrays = metadata.qo_indptr, metadata.block_tables, metadata.kv_len_arr
+    qo_indptr, block_tables, kv_lens = on_host(*arrays)
     table = array.to_host(array.view(block_tables, "block_tables"))
     lengths = host_integers(kv_lens, "seq_lens")
     if table.ndim != 2 or len(table) != len(lengths):

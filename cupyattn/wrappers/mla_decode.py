@@ -83,7 +83,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
 
         indptr, indices, last_page_len   the pages of each request, as in
                 BatchDecodeWithPagedKVCacheWrapper.plan; page_size, and num_qo_heads.
-        head_dim_compressed_kv   columns of the latent part, 512 or 256, beside 64 of the other.
+        head_dim_compressed_kv   columns of the latent part, 512 or 256; the other part has 64.
         sm_scale    the scale of the logits: 1 / sqrt(128 + 64) in DeepSeek's models.
         data_type, q_data_type   of the cache, and of queries, default the same.
         window_left must be -1, logits_soft_cap None or 0.
@@ -146,7 +146,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
 
         q_nope [B, num_qo_heads, head_dim_compressed_kv], q_pe [B, num_qo_heads, 64];
         paged_ckv_cache, paged_kpe_cache   [num_pages, page_size, columns] of each part.
-        q_scale, k_scale   multiply the logits, v_scale the answer: numbers.
+        q_scale, k_scale   multiply the logits, v_scale the output: numbers.
         out, lse, return_lse   as in BatchMLAPagedAttentionWrapper.run. enable_pdl is accepted for
         compatibility.
 

@@ -165,18 +165,18 @@ class PODWithPagedKVCacheWrapper(Untraced):
         spec = self._decodes._require_plan().geometry.spec
         if pos_encoding_mode_d is not None:
             parse.choice(pos_encoding_mode_d, POS_ENCODING_MODES, "pos_encoding_mode_d")
-        for name, given, default, planned in (
+        for name, value, default, planned in (
             ("pos_encoding_mode_d", pos_encoding_mode_d, "NONE", spec.pos_encoding),
             ("sm_scale_d", _number(sm_scale_d, "sm_scale_d"), None, spec.sm_scale),
             ("window_left_d", parse.window(window_left_d, "window_left_d"), -1, spec.window_left),
             ("rope_scale_d", _number(rope_scale_d, "rope_scale_d"), None, spec.rope_scale),
             ("rope_theta_d", _number(rope_theta_d, "rope_theta_d"), None, spec.rope_theta),
         ):
-            if given not in (None, default, planned):
+            if value not in (None, default, planned):
                 raise PlanError(
-                    f"{name}: run() got {given!r} and the plan says {planned!r}; pass it to plan()"
+                    f"{name}: run() got {value!r} and the plan says {planned!r}; pass it to plan()"
                 )
-        options = single.Given(
+        options = single.RawOptions(
             kv_layout=kv_layout_p,
             causal=causal_p,
             pos_encoding_mode=pos_encoding_mode_p,

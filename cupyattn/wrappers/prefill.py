@@ -81,16 +81,16 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         mask: Mask,
         fixed_split_size: int | None,
         disable_split_kv: bool,
-        **given: Any,
+        **plan_options: Any,
     ) -> None:
-        """Install a batch; `given` are arguments of plan()."""
+        """Install a batch; `plan_options` are arguments of plan()."""
         expression, arrays = logits
         if self._takes_sinks:
-            given["sm_scale"] = 1.0
+            plan_options["sm_scale"] = 1.0
         if mask.view is not None:
             batch = with_mask(batch)
         options = self._options(
-            heads_and_dims, page_size, data_types, mask.form, logits=expression, **given
+            heads_and_dims, page_size, data_types, mask.form, logits=expression, **plan_options
         )
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size or 1)
         self._install(options, batch, mask, split, arrays)
@@ -212,9 +212,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
                 scoring: a request's keys are a prefix, then items with a delimiter ahead of each
                 (and often one at the end). Rows of an item see the prefix and their item up to
                 themselves; delimiters see the prefix and no row sees them; the prefix is causal.
-                Integers [B], the length of the prefix; [B * token_pos_in_items_len], what place
-                each key behind it has in its item, from 1 on, 0 for delimiters (what the last
-                request needs no place for may be left out); and [B], the longest item, which is
+                Integers [B], the length of the prefix; [B * token_pos_in_items_len], the index of
+                each key behind it in its item, from 1 on, 0 for delimiters (what the last
+                request needs no index for may be left out); and [B], the longest item, which is
                 not needed. One request's may be without an axis. The first two are needed on the
                 host; causal is implied, a mask is refused.
         logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
@@ -312,11 +312,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         logits_params  arrays in place of those of the plan that have these names.
         output_gate    [rows, num_qo_heads] or [rows, num_qo_heads, head_dim_vo], as there.
         enable_pdl is accepted for compatibility, and so are skip_softmax_threshold_scale_factor,
-        use_fp16_softmax and uses_spcompress, which allow less exact answers.
+        use_fp16_softmax and uses_spcompress, which allow less exact outputs.
 
         Returns out [qo_indptr[B], num_qo_heads, head_dim_vo] in q's framework and device, or (out,
         lse [qo_indptr[B], num_qo_heads]) if `return_lse`. It never waits for the device; it
-        allocates its answers only. The first run with scales by head, or with arrays off 16-byte
+        allocates its outputs only. The first run with scales by head, or with arrays off 16-byte
         boundaries, schedules the batch anew. Raises ArgumentError for arrays that do not fit the
         plan, PlanError without a plan, before anything is written.
         """

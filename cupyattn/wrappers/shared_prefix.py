@@ -348,9 +348,9 @@ class _Padded:
                 lengths = np.full(count, page_size, np.int64)
                 self._wrapper.plan(pages, pages[:-1], lengths, page_size=page_size, **options)
                 self._key = key
-            answer = self._wrapper.run(q, keys, return_lse=True)
+            result = self._wrapper.run(q, keys, return_lse=True)
             self._wrapper.end_forward()
-            return answer
+            return result
 
 
 _padded: dict[tuple[Any, ...], _Padded] = {}
@@ -383,9 +383,9 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     UnsupportedError for dtypes and head dims without a kernel, PlanError inside a graph capture.
     Semantics: FlashInfer's function of the same name, which it had until June 2024.
     """
-    given = {"q": q, "k_shared": k_shared, "v_shared": v_shared}
-    given |= {"k_unique": k_unique, "v_unique": v_unique}
-    views = {name: array.view(x, name) for name, x in given.items()}
+    arrays = {"q": q, "k_shared": k_shared, "v_shared": v_shared}
+    arrays |= {"k_unique": k_unique, "v_unique": v_unique}
+    views = {name: array.view(x, name) for name, x in arrays.items()}
     layout, dims = parse.kv_layout(kv_layout), Dims()
     match_contiguous(views["q"], "B num_qo_heads head_dim", dims, "q")
     for name in list(views)[1:]:
@@ -405,12 +405,12 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     of_prefix = run_unmasked(q, k_shared, v_shared, layout, scale)
     if not dims["B"] or not dims["unique_len"]:
         return of_prefix[0]
-    place = like.framework, like.device, scratch.identity(stream), layout
-    padded = _padded.get(place)
+    key = like.framework, like.device, scratch.identity(stream), layout
+    padded = _padded.get(key)
     if padded is None:
         if len(_padded) >= _MAX_PADDED:
             _padded.clear()
-        padded = _padded[place] = _Padded(like, layout)
+        padded = _padded[key] = _Padded(like, layout)
     of_own = padded.run(
         q,
         (k_unique, v_unique),

@@ -88,13 +88,13 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
         sm_scale is accepted and means nothing: run() says it.
         """
-        given = _PLAN.bind(None, *args, **kwargs).arguments
-        del given["self"]
+        arguments = _PLAN.bind(None, *args, **kwargs).arguments
+        del arguments["self"]
         defaults = dict(self._defaults)
-        if given.get("head_dim_vo") is None and "head_dim_qk" in given:
-            if geometry.count(given["head_dim_qk"], "head_dim_qk") == self._head_dims[0]:
+        if arguments.get("head_dim_vo") is None and "head_dim_qk" in arguments:
+            if geometry.count(arguments["head_dim_qk"], "head_dim_qk") == self._head_dims[0]:
                 defaults["head_dim_vo"] = self._head_dims[1]
-        super().plan(**defaults | given | {"sm_scale": 1.0})
+        super().plan(**defaults | arguments | {"sm_scale": 1.0})
 
     plan.__signature__ = _PLAN  # type: ignore[attr-defined]
     begin_forward = plan
@@ -127,6 +127,5 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Not there: the older form of run() has no sinks. Raises UnsupportedError."""
         raise UnsupportedError(
-            "forward: its arguments have no place for sinks; call run(q, paged_kv_cache, sink, "
-            "sm_scale)"
+            "forward: its arguments have no sinks; call run(q, paged_kv_cache, sink, sm_scale)"
         )

@@ -82,13 +82,13 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
         rows = _read_sizes(block_row_sz, "num_kv_heads MB", dims, "block_row_sz")
         columns = _read_sizes(block_col_sz, "num_kv_heads NB", dims, "block_col_sz")
         num_rows, num_columns = int(rows[0].sum()), int(columns[0].sum())
-        found = sparse.of_map(shown, rows, columns)
+        blocks = sparse.of_map(shown, rows, columns)
         is_causal, bits = False, None
         if parse.flag(causal, "causal"):
-            found, is_causal, bits = sparse.with_causality(found, num_columns - num_rows)
+            blocks, is_causal, bits = sparse.with_causality(blocks, num_columns - num_rows)
         page_size = int(np.gcd.reduce(columns, axis=None)) or 1
         pages_before = np.arange(kv_heads) * (num_columns // page_size)
-        batch = sparse.to_batch(found, page_size, np.repeat(pages_before, rows.shape[1]))
+        batch = sparse.to_batch(blocks, page_size, np.repeat(pages_before, rows.shape[1]))
         # Heads that share keys have the same bits, one after another.
         group = heads // kv_heads
         if bits is not None:
@@ -126,7 +126,7 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
 
         q       [num_qo_heads, M, head_dim]. k, v  [num_kv_heads, N, head_dim]. One whose heads do
                 not follow one another in memory is copied.
-        out     [num_qo_heads, M, head_dim] to write the answer to. lse  float32 [num_qo_heads, M].
+        out     [num_qo_heads, M, head_dim] to write the output to. lse  float32 [num_qo_heads, M].
         enable_pdl is accepted for compatibility.
 
         Returns out [num_qo_heads, M, head_dim], or (out, lse [num_qo_heads, M]) if `return_lse`: 0
@@ -145,8 +145,8 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
         return_lse = parse.flag(return_lse, "return_lse")  # type: ignore[assignment]
         if lse is None and return_lse:
             lse = array.empty(shape[:-1], dtypes.float32, vq)
-        target = _as_answer(out, "out", shape, spec.dtype_o)
-        sums = None if lse is None else _as_answer(lse, "lse", shape[:-1], dtypes.float32)
+        target = _as_rows_of_one_head(out, "out", shape, spec.dtype_o)
+        sums = None if lse is None else _as_rows_of_one_head(lse, "lse", shape[:-1], dtypes.float32)
         run(self, q=rows, k=k, v=v, out=target, lse=sums)
         out = array.deliver(out, vq)
         return (out, array.deliver(lse, vq)) if return_lse else out
@@ -218,7 +218,7 @@ def _row_step(v: ArrayView) -> int | None:
     return v.strides[1] if heads == 1 or v.strides[0] == n * v.strides[1] else None
 
 
-def _as_answer(x: Any, name: str, shape: tuple[int, ...], dtype: DType) -> Any:
+def _as_rows_of_one_head(x: Any, name: str, shape: tuple[int, ...], dtype: DType) -> Any:
     """out [heads, n, head_dim] or lse [heads, n] as rows of one head."""
     v = array.view(x, name)
     match_output(v, shape, dtype, name)

@@ -29,11 +29,9 @@ LATER = {
     "distributed",
     "dot_product",
     "engine",
-    "explanation",
     "flash_attn",
     "integrations",
     "serving",
-    "wrappers",
 }
 
 

@@ -41,7 +41,7 @@ def test_calls_of_other_lengths_are_cached(
 
     first = calls()
     assert sum(map(len, run._CALLS.values())) == 2
-    monkeypatch.setattr(run, "Given", no_checks)
+    monkeypatch.setattr(run, "RawOptions", no_checks)
     cached = calls()
     monkeypatch.undo()
     assert [facts(launch) for launch in cached] == [facts(launch) for launch in first]
@@ -52,7 +52,7 @@ def test_cached_calls_make_outputs(
 ) -> None:
     q, k, v = make(5, 4, 64), make(9, 2, 64), make(9, 2, 32)
     prefill(q, k, v), decode(q[0], k, v)
-    monkeypatch.setattr(run, "Given", no_checks)
+    monkeypatch.setattr(run, "RawOptions", no_checks)
     for rows in (5, 2):
         out = prefill(q[:rows], k, v)
         assert tuple(out.shape) == (rows, 4, 32) and out.dtype == q.dtype
@@ -252,7 +252,7 @@ def test_a_cache_of_heads_first_that_grows_is_cached(
         run._GROWING.clear()
         checked.append(step(length))
     assert [x["kv_len"] for x in checked] == list(lengths)
-    monkeypatch.setattr(run, "Given", no_checks)
+    monkeypatch.setattr(run, "RawOptions", no_checks)
     assert [step(length) for length in lengths] == checked
 
 

@@ -82,7 +82,7 @@ def test_head_dims_and_dtypes_of_the_constructor() -> None:
     table = np.array([0, 1]), np.array([0, 1]), np.array([0]), np.array([1])
     plan = w.plan(*table, HQ, HKV, D, 4)
     assert plan is None
-    given = w._require_plan().geometry.given
+    given = w._require_plan().geometry.options
     assert (given.head_dim_vo, given.q_data_type, given.kv_data_type) == (
         8,
         "bfloat16",
