@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from .group import Group as Group
 from .group import simulate as simulate
+from .heads import HeadRange as HeadRange
+from .heads import head_range as head_range
+from .pieces import ZigZag as ZigZag
+from .prefill import ContextParallelPrefill as ContextParallelPrefill
+from .prefill_cost import Rates as Rates
 from .transport import Transport as Transport
 from .transport import Window as Window
 
-__all__ = ["Group", "Transport", "Window", "simulate"]
+__all__ = [
+    "ContextParallelPrefill",
+    "Group",
+    "HeadRange",
+    "Rates",
+    "Transport",
+    "Window",
+    "ZigZag",
+    "head_range",
+    "simulate",
+]

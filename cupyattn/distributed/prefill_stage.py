@@ -1,0 +1,115 @@
+"""An ordinary launch of prefill over the requests that a distributed plan names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import array
+from ..core import dtypes, parse
+from ..core.dtypes import DType
+from ..core.spec import AttentionSpec
+from ..engine.mask import NO_MASK
+from ..engine.requests import Batch
+from ..engine.run_batch import NO_OPTIONS, run
+from ..engine.spec import Given, make_spec
+from ..engine.wrapper import BatchWrapper, planning
+from ..schedule.batch import BatchRequests
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOptions:
+    """What a distributed prefill is told besides lengths, checked.
+
+    heads_and_dims   of the whole model: heads of q, KV heads, head dims of k and of v
+    """
+
+    heads_and_dims: tuple[int, int, int, int]
+    dtype: DType
+    dtype_o: DType
+    spec: AttentionSpec
+    given: Given
+
+    def differing(self) -> dict[str, Any]:
+        """What all ranks must share, by name."""
+        names = "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"
+        facts: dict[str, Any] = dict(zip(names, self.heads_and_dims, strict=True))
+        facts |= {"q_data_type": self.dtype, "o_data_type": self.dtype_o}
+        spec = self.spec
+        facts |= {"causal": spec.causal, "sm_scale": spec.sm_scale}
+        facts |= {"window_left": spec.window_left, "window_right": spec.window_right}
+        facts |= {"logits_soft_cap": spec.logits_soft_cap, "pos_encoding_mode": spec.pos_encoding}
+        return facts
+
+
+def read_options(
+    heads_and_dims: tuple[Any, Any, Any, Any], q_data_type: Any, on_gpu: bool, **given: Any
+) -> PrefillOptions:
+    """The options, of which everything is refused here that one GPU would refuse too."""
+    names = "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"
+    *first, dim_vo = heads_and_dims
+    dim_vo = first[2] if dim_vo is None else dim_vo
+    heads = tuple(map(parse.require_int, (*first, dim_vo), names))
+    dtype = dtypes.parse(q_data_type, "q_data_type")
+    scalars = Given(**given)
+    spec = make_spec(scalars, heads, dtype, dtype)  # type: ignore[arg-type]
+    spec.problem().check_supported(on_cpu=not on_gpu)
+    return PrefillOptions(heads, dtype, spec.dtype_o, spec, scalars)  # type: ignore[arg-type]
+
+
+class StageWrapper(BatchWrapper):
+    """Prefill of ragged requests whose keys may overlap, as those of two pieces of a request do."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        super().__init__("cuda" if on_gpu else "cpu", "NHD", False, {}, "auto", None)
+        self._rows = np.zeros(0, np.int64)
+
+    @planning
+    def plan(
+        self,
+        requests: BatchRequests,
+        num_rows: int,
+        num_keys: int,
+        heads_and_dims: tuple[int, int, int, int],
+        dtype: DType,
+        given: Given,
+    ) -> None:
+        """Schedule these requests, of `num_rows` rows of q, some of which may be of none."""
+        options = self._options(
+            heads_and_dims, 0, (dtype.name, dtype.name), None, **_without_layout(given)
+        )
+        batch = Batch(
+            requests,
+            num_rows,
+            num_keys,
+            np.append(requests.q_start, num_rows),
+            np.append(requests.kv_start, num_keys),
+        )
+        self._install(options, batch, NO_MASK, (0, True))
+
+    def attend(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        """Write the rows of the requests to `out`, and their LSE where an array is given."""
+        batch = self._require_plan().batch
+        is_whole = int(batch.requests.qo_len.sum()) == batch.num_rows
+        if is_whole or array.view(q, "q").device.kind == "cuda":
+            run(self, q=q, k=k, v=v, out=out, lse=lse, options=NO_OPTIONS)
+            return
+        # The reference writes all rows.
+        made, made_lse = run(self, q=q, k=k, v=v, options=NO_OPTIONS._replace(return_lse=True))
+        for target, source in ((out, made), (lse, made_lse)):
+            if target is not None:
+                written, values = _numbers(target), _numbers(source)
+                for begin, count in zip(batch.requests.q_start, batch.requests.qo_len, strict=True):
+                    written[begin : begin + count] = values[begin : begin + count]
+
+
+def _without_layout(given: Given) -> dict[str, Any]:
+    options = given._asdict()
+    options.pop("kv_layout")
+    return options
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return array.as_numpy(array.view(x, "an answer"))
