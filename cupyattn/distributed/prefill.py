@@ -364,9 +364,9 @@ class _Gathered:
         self._has_states = self._plan.method == "overlap" and len(self._plan.stages) > 1
         self._stages = []
         for stage in self._plan.stages:
-            given = options.given._replace(causal=stage.causal)
+            raw = options.raw._replace(causal=stage.causal)
             if self._has_states:
-                given = given._replace(o_dtype="float32")
+                raw = raw._replace(o_dtype="float32")
             wrapper = StageWrapper(group.on_gpu)
             wrapper.plan(
                 stage.requests,
@@ -374,7 +374,7 @@ class _Gathered:
                 stage.num_keys,
                 options.heads_and_dims,
                 options.dtype,
-                given,
+                raw,
             )
             self._stages.append(wrapper)
         self._memory: _Memory | None = None

@@ -14,7 +14,7 @@ from ..core.spec import AttentionSpec
 from ..engine.mask import NO_MASK
 from ..engine.requests import Batch
 from ..engine.run_batch import NO_OPTIONS, run
-from ..engine.spec import Given, make_spec
+from ..engine.spec import RawOptions, make_spec
 from ..engine.wrapper import BatchWrapper, planning
 from ..schedule.batch import BatchRequests
 
@@ -30,7 +30,7 @@ class PrefillOptions:
     dtype: DType
     dtype_o: DType
     spec: AttentionSpec
-    given: Given
+    raw: RawOptions
 
     def differing(self) -> dict[str, Any]:
         """What all ranks must share, by name."""
@@ -45,7 +45,7 @@ class PrefillOptions:
 
 
 def read_options(
-    heads_and_dims: tuple[Any, Any, Any, Any], q_data_type: Any, on_gpu: bool, **given: Any
+    heads_and_dims: tuple[Any, Any, Any, Any], q_data_type: Any, on_gpu: bool, **raw: Any
 ) -> PrefillOptions:
     """The options, of which everything is refused here that one GPU would refuse too."""
     names = "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"
@@ -53,7 +53,7 @@ def read_options(
     dim_vo = first[2] if dim_vo is None else dim_vo
     heads = tuple(map(parse.require_int, (*first, dim_vo), names))
     dtype = dtypes.parse(q_data_type, "q_data_type")
-    scalars = Given(**given)
+    scalars = RawOptions(**raw)
     spec = make_spec(scalars, heads, dtype, dtype)  # type: ignore[arg-type]
     spec.problem().check_supported(on_cpu=not on_gpu)
     return PrefillOptions(heads, dtype, spec.dtype_o, spec, scalars)  # type: ignore[arg-type]
@@ -74,11 +74,11 @@ class StageWrapper(BatchWrapper):
         num_keys: int,
         heads_and_dims: tuple[int, int, int, int],
         dtype: DType,
-        given: Given,
+        raw: RawOptions,
     ) -> None:
         """Schedule these requests, of `num_rows` rows of q, some of which may be of none."""
         options = self._options(
-            heads_and_dims, 0, (dtype.name, dtype.name), None, **_without_layout(given)
+            heads_and_dims, 0, (dtype.name, dtype.name), None, **_without_layout(raw)
         )
         batch = Batch(
             requests,
@@ -105,8 +105,8 @@ class StageWrapper(BatchWrapper):
                     written[begin : begin + count] = values[begin : begin + count]
 
 
-def _without_layout(given: Given) -> dict[str, Any]:
-    options = given._asdict()
+def _without_layout(raw: RawOptions) -> dict[str, Any]:
+    options = raw._asdict()
     options.pop("kv_layout")
     return options
 

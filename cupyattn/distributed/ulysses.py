@@ -62,7 +62,7 @@ class Ulysses:
             self._num_tokens,
             (*own, dim_qk, dim_vo),
             options.dtype,
-            options.given,
+            options.raw,
         )
         self._memory: _Memory | None = None
 
