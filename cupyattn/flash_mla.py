@@ -19,11 +19,12 @@ from .core.parse import require_int
 from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
-from .engine.check_planless_latent import NAMES, Options, are_numbers
+from .engine.check_planless import Options
 from .engine.index_arrays import fresh_progression, full
 from .engine.latent_rows import Dims
 from .engine.planless_cache import Asked
 from .engine.run_planless_latent import run, run_cached
+from .engine.views import LATENT_NAMES, are_numbers
 from .errors import ArgumentError, UnsupportedError
 from .launch.driver import params
 from .reference.latent_rows import NUM_BYTES, unpack_rows
@@ -38,7 +39,7 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
 
-_DENSE = NAMES.but(
+_DENSE = LATENT_NAMES.but(
     q="q", k="k_cache", block_tables="block_table", kv_lens="cache_seqlens",
     sm_scale="softmax_scale",
 )  # fmt: skip
@@ -185,8 +186,8 @@ def flash_mla_sparse_fwd(
         vq = array.view(q, "q")
         options = Options(
             _FLAT,
-            _dims(vq.shape[-1], d_v, "d_v"),
-            parse.finite(sm_scale, "sm_scale", 1.0),
+            dims=_dims(vq.shape[-1], d_v, "d_v"),
+            sm_scale=parse.finite(sm_scale, "sm_scale", 1.0),
             is_list=True,
             natural_lse=True,
             lse_form=_LSE_FORM,
@@ -260,6 +261,9 @@ def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]
     vq = array.view(arrays.q, "q")
     _, q_len, _, columns = vq.shape
     dims = _dims(columns, arguments.head_dim_v, "head_dim_v")
+    sm_scale = parse.finite(
+        arguments.softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns))
+    )
     o_dtype, key_scales = vq.dtype.name, ""
     if parse.flag(arguments.is_fp8_kvcache, "is_fp8_kvcache"):
         q, k_cache, key_scales = _with_scales(arrays.q, arrays.k, vq)
@@ -267,8 +271,8 @@ def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]
     is_causal = parse.flag(arguments.causal, "causal")
     return arrays, Options(
         _DENSE,
-        dims,
-        parse.finite(arguments.softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns))),
+        dims=dims,
+        sm_scale=sm_scale,
         q_axes=(4,),
         q_len=q_len,
         causal=is_causal and q_len > 1,
@@ -289,8 +293,8 @@ def _attend_heads(arrays: Arrays, arguments: _CacheOptions) -> tuple[Any, Any]:
         raise ArgumentError(
             f"q: {heads} heads with {heads_kv} heads of k_cache; wanted a multiple of them"
         )
-    _, options = _options(arrays, arguments)
-    out = array.empty((count, tokens, heads, options.dims.latent), vq.dtype, vq)
+    latent = _dims(vq.shape[-1], arguments.head_dim_v, "head_dim_v").latent
+    out = array.empty((count, tokens, heads, latent), vq.dtype, vq)
     lse = array.empty((count, heads, tokens), dtypes.float32, vq)
     group = heads // heads_kv
     for head in range(heads_kv):

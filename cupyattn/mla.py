@@ -17,7 +17,7 @@ from .core.records import maker
 from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
-from .engine.check_planless_latent import NAMES, Options, are_numbers, bounded, read_scale
+from .engine.check_planless import Options
 from .engine.index_arrays import compute
 from .engine.latent_rows import Dims, in_16_bits
 from .engine.mla_dimensions import (
@@ -31,7 +31,7 @@ from .engine.mla_dimensions import (
 )
 from .engine.planless_cache import Asked
 from .engine.run_planless_latent import run, run_cached
-from .engine.views import next_power_of_two
+from .engine.views import LATENT_NAMES, are_numbers, bounded, next_power_of_two, read_scale
 from .errors import ArgumentError, UnsupportedError
 from .page import append_paged_mla_kv_cache
 from .typing import Array, Scale
@@ -56,7 +56,7 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
 
-_XQA = NAMES.but(
+_XQA = LATENT_NAMES.but(
     q="q", k="k_cache", block_tables="page_table", sm_scale="q_scale", output_scale="kv_scale",
     out="output",
 )  # fmt: skip
@@ -194,9 +194,9 @@ def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | No
     output_scale, scale_v = read_scale(arguments.bmm2_scale, "bmm2_scale")
     max_q_len = arguments.max_q_len
     options = Options(
-        NAMES,
-        dims,
-        sm_scale,
+        LATENT_NAMES,
+        dims=dims,
+        sm_scale=sm_scale,
         q_axes=(len(shape),),
         q_len=q_len,
         max_q_len=None if max_q_len is None else require_int(max_q_len, "max_q_len"),
@@ -211,7 +211,7 @@ def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | No
     if top_k:
         _check_lists(block_tables, top_k, is_ragged)
         if arguments.has_counts:
-            options = options._replace(names=NAMES.but(kv_lens="sparse_mla_top_k_lens"))
+            options = options._replace(names=LATENT_NAMES.but(kv_lens="sparse_mla_top_k_lens"))
         elif seq_lens is not None:
             lens, of_each = _lens_of_lists(seq_lens, arrays.qo_offsets, int(shape[0]), tokens)
             options = options._replace(request_tokens=of_each, counts_later=True)
@@ -313,9 +313,9 @@ def xqa_batch_decode_with_kv_cache_mla(
     sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
     output_scale, scale_v = read_scale(bmm2_scale, "bmm2_scale")
     options = Options(
-        NAMES,
-        dims,
-        sm_scale,
+        LATENT_NAMES,
+        dims=dims,
+        sm_scale=sm_scale,
         q_axes=(axes,),
         max_kv_len=bounded(max_seq_len, "max_seq_len"),
         output_scale=output_scale,
@@ -408,8 +408,8 @@ def xqa_mla(
             )
     options = Options(
         _XQA,
-        Dims(512, 64),
-        sm_scale * output_scale,
+        dims=Dims(512, 64),
+        sm_scale=sm_scale * output_scale,
         q_axes=(4,),
         output_scale=output_scale,
         causal=False,

@@ -1,4 +1,9 @@
-"""Checks of a call without a plan: what its arrays must be, and what follows from them."""
+"""Checks of a call without a plan: what its arrays must be, and what follows from them.
+
+Keys have heads of their own, or are latent rows in two parts (Options.dims). A list names the keys
+of each token (sparse attention): every token is then a request of its own, whose row of the table
+has a slot of the cache for each key, or a negative number for none.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +22,21 @@ from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention.plan_batch import IndexFormat, Lengths
+from . import latent_rows as latent
 from . import row_mask
 from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
 from .kv_cache import Keys, view_ragged
+from .latent_rows import Parts
 from .output_gate import view_gate
 from .spec import RawOptions, require_group
 from .views import (
     Names,
     Scales,
     Tables,
+    as_table,
     merge_leading,
+    merge_spread,
     view_cache,
     view_index,
     view_rows,
@@ -36,8 +45,10 @@ from .views import (
     view_slopes,
     view_tables,
 )
-from .workspace import steps
+from .workspace import int32_on_device, steps
 
+# Beyond that one kernel serves any number of rows.
+_MANY_ROWS = 65
 _REPEATED = "batch_offsets_o", "batch_offsets_v"
 # What expressions call the slopes and the soft cap of a call.
 _SLOPES, _CAP = "slopes", "cap"
@@ -68,10 +79,21 @@ class Options(NamedTuple):
     cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
                  more, to the next
     sharers      requests, one after another, that are one of the caller's
+
+    Of latent rows:
+    dims         columns of the two parts; None: keys have heads of their own
+    is_list      block_tables names keys
+    key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
+    pads_lse     the LSE is [B, num_qo_heads, q_len] in natural log
+    natural_lse  the LSE has natural logarithms, as one that is padded must
+    lse_form     flags of params.LSE_WITHOUT_SINKS, params.LSE_OF_NO_KEYS_IS_INFINITE
+    request_tokens  of lists: tokens in turn that are one request of kv_lens
+    counts_later a token counts one entry of its list less for each token of its request behind it;
+                 kv_lens may be larger than lists
     """
 
     names: Names
-    kv_layout: Any
+    kv_layout: Any = "NHD"
     q_axes: tuple[int, ...] = (3,)
     q_len: Any = 1
     max_q_len: Any = None
@@ -97,13 +119,26 @@ class Options(NamedTuple):
     cumulative_kv_lens: bool = False
     most_kv_len: int | None = None
     sharers: int = 1
+    dims: latent.Dims | None = None
+    rope_scale: float = 1.0
+    is_list: bool = False
+    natural_lse: bool = False
+    key_scales: str = ""
+    lse_form: int = 0
+    request_tokens: int = 1
+    counts_later: bool = False
+
+    def resolve(self, arrays: Arrays) -> Options:
+        """Themselves, in calls that are found by them."""
+        return self
 
 
 class Indices(NamedTuple):
-    """Views of lengths and offsets, as in Arrays; on a GPU kv_lens may be cumulative."""
+    """Views of lengths and offsets, as in Arrays; on a GPU kv_lens may be cumulative. Lists that
+    are as long as their table have none."""
 
     qo_lens: ArrayView | None
-    kv_lens: ArrayView
+    kv_lens: ArrayView | None
     qo_offsets: ArrayView | None
     kv_offsets: ArrayView | None
     o_offsets: ArrayView | None
@@ -142,6 +177,8 @@ class LengthForm(NamedTuple):
     has_qo_offsets: bool
     has_kv_offsets: bool
     sharers: int
+    request_tokens: int = 1
+    counts_later: bool = False
 
     def lengths(self, extents: Extents) -> Lengths:
         """Raises ArgumentError and UnsupportedError where extents do not fit each other."""
@@ -197,18 +234,27 @@ class LengthForm(NamedTuple):
             or self.formats[1].unit < 0,
             sharers=self.sharers,
             kv_room=kv_room,
+            request_tokens=self.request_tokens,
+            counts_later=self.counts_later,
         )
 
 
 @dataclass(slots=True)
 class Call:
-    """A checked call. Views of q, out and lse have their leading axes merged.
+    """A checked call. Views of q, out and lse have their leading axes merged; an LSE of latent rows
+    that is padded is viewed as [B, q_len, heads], or [B, heads] of one row each.
 
+    q, keys    of latent rows their latent parts, which are values too
     form, extents  what lengths are made of
     units      elements of a token in the offsets of o and v
     mask_bits  of each row: the query tokens of every request, or the most of one
+    queries, pages  both parts of latent rows, else None
+    gaps       elements of q, of q_rope and of block_tables between the requests of the caller,
+               beside the strides of their tokens
+    spread     those arrays as given, where there are gaps
     """
 
+    options: Options
     q: ArrayView
     keys: Keys
     block_tables: ArrayView | None
@@ -226,55 +272,96 @@ class Call:
     units: tuple[int, int]
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    pads_lse: bool
     return_lse: bool
-    attention_chunk: int
     alibi_slopes: ArrayView | None
     output_gate: ArrayView | None
+    max_logits: ArrayView | None = None
     mask_bits: int = 0
-    has_table_offsets: bool = False
-
-    @property
-    def rows(self) -> ArrayView:
-        """The queries."""
-        return self.q
+    queries: Parts | None = None
+    pages: Parts | None = None
+    gaps: tuple[int, int, int] = (0, 0, 0)
+    spread: tuple[ArrayView, ...] = ()
 
     @property
     def names(self) -> Names:
-        return self.form.names
+        return self.options.names
+
+    @property
+    def pads_lse(self) -> bool:
+        return self.options.pads_lse
 
     @property
     def inputs(self) -> dict[str, ArrayView | None]:
         """The arrays that the call reads, by what messages call them."""
-        return inputs_of(self, self.form.names)
+        names = self.names
+        inputs = {
+            names.q: self.q,
+            names.k: self.keys.k,
+            names.v: self.keys.v,
+            names.block_tables: self.block_tables,
+            "sinks": self.sinks,
+            "mask": self.mask,
+            "alibi_slopes": self.alibi_slopes,
+            "output_gate": self.output_gate,
+            names.sm_scale: self.scales.views[0],
+            names.k_scale: self.scales.views[1],
+            names.output_scale: self.scales.views[2],
+        }
+        if self.queries is not None and self.pages is not None:
+            inputs |= {names.q_rope: self.queries.rope, names.k_rope: self.pages.rope}
+        inputs |= {f"{names.q} {place}": x for place, x in enumerate(self.spread)}
+        labels = names.qo_lens, names.kv_lens, names.qo_offsets, names.kv_offsets
+        return inputs | dict(zip((*labels, *_REPEATED, names.kv_begin), self.indices, strict=True))
 
     @property
     def launches(self) -> bool:
         """Whether there is something to write."""
         has_lse = self.lse is not None and self.pads_lse and self.lse.shape[0] > 0
-        return self.q.shape[0] > 0 or has_lse
+        return self.q.shape[0] > 0 or (has_lse and self.queries is None)
 
     def view_lse(self, lse: Any) -> ArrayView:
-        """The LSE as kernels write it."""
+        """The LSE as kernels write it, heads last: its leading axes merged where they are q's."""
         v = array.view(lse, "lse")
-        return v if self.pads_lse else merge_leading(v, "lse", 1)
+        if not self.pads_lse:
+            return merge_leading(v, "lse", 1)
+        if self.queries is None:
+            return v
+        (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
+        if rows == 1 == self.options.q_len:
+            return array.as_strided(v, (count, heads), (step, of_head))
+        return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
+
+
+class Rows(NamedTuple):
+    """Queries and keys as kernels read them.
+
+    shape  of q as given, or of its latent part
+    table, value_table, value_pages  the page tables, see views.Tables
+    queries, pages, gaps  of latent rows, as in Call
+    """
+
+    q: ArrayView
+    shape: tuple[int, ...]
+    keys: Keys
+    table: ArrayView | None
+    value_table: ArrayView | None
+    value_pages: int = 0
+    queries: Parts | None = None
+    pages: Parts | None = None
+    gaps: tuple[int, int, int] = (0, 0, 0)
 
 
 def check(arrays: Arrays, options: Options) -> Call:
     """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
-    names, dims = options.names, Dims()
+    dims = Dims()
     # --- 1. Queries, keys and their tables ---
     layout = parse.kv_layout(options.kv_layout)
-    given_q = view_rows(arrays.q, names.q, options.q_axes)
-    vq = merge_leading(given_q, names.q, 2)
-    dims["head_dim_qk"] = vq.shape[2]
-    dims.source["head_dim_qk"] = names.q
-    keys, tables = _view_keys(arrays, options, layout, dims)
-    table, value_table, value_pages = tables or (None, None, 0)
-    _check_extents(options, dims, layout)
-    other_heads = dims["page_size"] if names.has_layout and table is not None else 0
-    name = f"{names.q}, {names.k}"
-    require_group(vq.shape[1], dims["num_kv_heads"], name, layout, other_heads)
+    if options.dims is None:
+        rows = _view_heads(arrays, options, layout, dims)
+    else:
+        options = _of_latent_rows(options, arrays)
+        rows = _view_latent_rows(arrays, options, dims)
+    vq, keys, table, names = rows.q, rows.keys, rows.table, options.names
     # --- 2. Lengths, scales and slopes of each request ---
     indices, count = _indices(arrays, options, table, vq, keys)
     owners = count // options.sharers
@@ -283,18 +370,19 @@ def check(arrays: Arrays, options: Options) -> Call:
     if arrays.alibi_slopes is not None:
         slopes = view_slopes(arrays.alibi_slopes, owners, vq.shape[1])
     # --- 3. What serves such heads, and lengths as it takes them ---
-    vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
-    given = _given(options, layout, vq, vout, scales.logits, value_pages, slopes)
+    vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(rows.shape),))
+    given = _given(options, layout, vq, vout, scales.logits, rows.value_pages, slopes)
     geometry = _geometry(vq, keys, dims, given)
     form = _length_form(options, geometry, vq, indices)
     rows_of_table = None if table is None else (table.shape[0], table.shape[1], table.strides[0])
     extents = Extents(count, vq.shape[0], keys.size, rows_of_table)
     per_token = dims["head_dim_vo"] if options.in_elements else 0
     call = Call(
+        options=options,
         q=vq,
         keys=keys,
         block_tables=table,
-        value_tables=value_table,
+        value_tables=rows.value_table,
         indices=indices,
         sinks=None if arrays.sinks is None else view_sinks(arrays.sinks, vq.shape[1]),
         mask=None,
@@ -306,28 +394,133 @@ def check(arrays: Arrays, options: Options) -> Call:
         extents=extents,
         lengths=form.lengths(extents),
         units=(vq.shape[1] * per_token or 1, dims["num_kv_heads"] * per_token or 1),
-        out_shape=(*given_q.shape[:-1], dims["head_dim_vo"]),
-        lse_shape=tuple(given_q.shape[:-1]),
-        pads_lse=options.pads_lse,
+        out_shape=(*rows.shape[:-1], dims["head_dim_vo"]),
+        lse_shape=rows.shape[:-1],
         return_lse=parse.flag(options.return_lse, "return_lse"),
-        attention_chunk=options.attention_chunk,
         alibi_slopes=slopes,
-        output_gate=view_gate(arrays.output_gate, given_q.shape[:-2], geometry.spec),
-        has_table_offsets=options.has_table_offsets,
+        output_gate=view_gate(arrays.output_gate, rows.shape[:-2], geometry.spec),
+        queries=rows.queries,
+        pages=rows.pages,
+        gaps=rows.gaps,
     )
-    _check_rest(call, arrays, options)
+    _check_rest(call, arrays)
     return call
 
 
-def _check_rest(call: Call, arrays: Arrays, options: Options) -> None:
+def _check_rest(call: Call, arrays: Arrays) -> None:
     """What depends on all of a call: kernels for it, its mask, and where its arrays are."""
+    options = call.options
     if call.q.device.kind == "cuda":
         _refuse_on_gpu(call, options.names)
     if arrays.mask is not None:
         call.mask, call.mask_bits = _view_mask(arrays.mask, options, call.lengths)
+    if arrays.max_logits is not None:
+        call.max_logits = array.view(arrays.max_logits, "max_logits")
     if options.pads_lse:
         call.lse_shape = _padded_lse_shape(call, options)
+    if any(call.gaps):
+        _check_gaps(call, arrays)
     _check_places(call, options.names)
+
+
+def _view_heads(arrays: Arrays, options: Options, layout: str, dims: Dims) -> Rows:
+    """Queries, and keys with heads of their own."""
+    names = options.names
+    given_q = view_rows(arrays.q, names.q, options.q_axes)
+    vq = merge_leading(given_q, names.q, 2)
+    dims["head_dim_qk"] = vq.shape[2]
+    dims.source["head_dim_qk"] = names.q
+    keys, tables = _view_keys(arrays, options, layout, dims)
+    table, value_table, value_pages = tables or (None, None, 0)
+    _check_extents(options, dims, layout)
+    other_heads = dims["page_size"] if names.has_layout and table is not None else 0
+    require_group(vq.shape[1], dims["num_kv_heads"], f"{names.q}, {names.k}", layout, other_heads)
+    return Rows(vq, tuple(given_q.shape), keys, table, value_table, value_pages)
+
+
+def _of_latent_rows(options: Options, arrays: Arrays) -> Options:
+    """Offsets of q say how many rows each request has, and those of keys where its pages are."""
+    most = options.max_q_len
+    return options._replace(
+        q_len=options.q_len if arrays.qo_offsets is None else 0,
+        max_q_len=None if most is None else min(most, _MANY_ROWS),
+        has_table_offsets=arrays.kv_offsets is not None,
+    )
+
+
+def _view_latent_rows(arrays: Arrays, options: Options, dims: Dims) -> Rows:
+    """Queries and pages of latent rows."""
+    names, columns = options.names, options.dims
+    assert columns is not None
+    latent.require_columns(columns)
+    queries, shape, of_q = _view_parts_of_q(arrays, options, columns)
+    if options.key_scales:
+        keys = latent.view_scaled_rows(arrays.k, columns, names.k)
+    else:
+        keys = latent.view_parts(arrays.k, arrays.k_rope, columns, (names.k, names.k_rope))
+    pages = latent.as_pages(keys, None)
+    heads, (num_pages, page_size, _) = queries.latent.shape[1], pages.latent.shape
+    if not heads or not page_size:
+        raise ArgumentError(
+            f"{names.q}, {names.k}: {heads} heads and pages of {page_size} tokens; wanted some"
+        )
+    dims |= {"num_kv_heads": 1, "page_size": page_size}
+    dims |= {"head_dim_qk": columns.both, "head_dim_vo": columns.latent}
+    table, of_lists = _view_table(arrays.block_tables, options)
+    return Rows(
+        queries.latent,
+        shape,
+        Keys(pages.latent, pages.latent, latent.key_strides(pages), num_pages, (names.k, names.k)),
+        table,
+        table,
+        queries=queries,
+        pages=pages,
+        gaps=(*of_q, of_lists),
+    )
+
+
+def _view_parts_of_q(
+    arrays: Arrays, options: Options, dims: latent.Dims
+) -> tuple[Parts, tuple[int, ...], tuple[int, int]]:
+    """The queries with their leading axes merged, the shape of their latent part as given, and the
+    gaps between requests of both parts."""
+    q_names = options.names.q, options.names.q_rope
+    queries = latent.view_parts(arrays.q, arrays.q_rope, dims, q_names)
+    shape, rope = tuple(queries.latent.shape), queries.rope
+    view_rows(arrays.q, options.names.q, options.q_axes)
+    first, gap = merge_spread(queries.latent, options.names.q, 2)
+    second, rope_gap = None, 0
+    if rope is not None:
+        second, rope_gap = merge_spread(rope, q_names[queries.offset < 0], 2)
+    return queries._replace(latent=first, rope=second), shape, (gap, rope_gap)
+
+
+def _view_table(x: Any, options: Options) -> tuple[ArrayView, int]:
+    """[B, entries] of int32, and the gap between the lists of requests; int64 is converted at each
+    call."""
+    name, gap = options.names.block_tables, 0
+    v = array.view(x, name)
+    if options.is_list and v.device.kind == "cuda" and v.dtype is dtypes.int64:
+        v = int32_on_device(v, name)
+    if options.is_list and len(v.shape) > 1:
+        v, gap = merge_spread(v, name, 1)
+    return as_table(v, name, "B entries"), gap
+
+
+def _check_gaps(call: Call, arrays: Arrays) -> None:
+    """Gaps of q and of lists lie between the same tokens."""
+    options, names, of_lists = call.options, call.names, call.gaps[2]
+    given = arrays.q, arrays.q_rope, arrays.block_tables
+    call.spread = tuple(array.view(x, names.q) for x in given if x is not None)
+    tokens = options.request_tokens if options.is_list else options.q_len
+    if len(call.out_shape) == 4:
+        tokens = call.out_shape[1]
+    call.options = options._replace(request_tokens=tokens)
+    if abs(of_lists) > 2**31 - 1:
+        raise UnsupportedError(
+            f"{names.block_tables}: requests are {of_lists} entries apart; they must lie within "
+            "2^31 entries, pass a contiguous table"
+        )
 
 
 def _scales(arrays: Arrays, options: Options, dims: Dims, keys: Keys, owners: int) -> Scales:
@@ -390,7 +583,7 @@ def _given(
         encoding, soft_cap = ("ALIBI", soft_cap) if expression is None else ("NONE", None)
     return RawOptions(
         kv_layout=kv_layout,
-        causal=options.causal,
+        causal=False if options.is_list else options.causal,
         pos_encoding_mode=encoding,
         window_left=options.window_left,
         logits_soft_cap=soft_cap,
@@ -398,6 +591,8 @@ def _given(
         o_dtype=dtypes.parse(o_dtype, options.names.o_dtype),
         value_pages=value_pages,
         window_right=options.window_right,
+        latent=options.dims is not None,
+        sparse=options.is_list,
         logits=expression,
     )
 
@@ -433,6 +628,8 @@ def _view_mask(mask: Any, options: Options, lengths: Lengths) -> tuple[ArrayView
 
 def _padded_lse_shape(call: Call, options: Options) -> tuple[int, ...]:
     num_rows, num_heads, _ = call.q.shape
+    if call.queries is not None:
+        return call.lengths.num_requests, num_heads, options.q_len
     name = options.names.max_q_len
     most = require_int(options.max_q_len, name, min(1, num_rows))
     shape = call.lengths.num_requests, most, num_heads
@@ -455,7 +652,7 @@ def _refuse_on_gpu(call: Call, names: Names) -> None:
         )
     for name, is_given in (
         (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
-        ("attention_chunk", call.attention_chunk > 0),
+        ("attention_chunk", call.options.attention_chunk > 0),
         ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
     ):
         if is_given:
@@ -479,8 +676,9 @@ def _indices(
     arrays: Arrays, options: Options, table: ArrayView | None, vq: ArrayView, keys: Keys
 ) -> tuple[Indices, int]:
     """The views, and the number of requests."""
-    names = options.names
-    kv_lens, are_derived = arrays.kv_lens, arrays.kv_lens is None
+    names, kv_lens = options.names, arrays.kv_lens
+    are_all = kv_lens is None and options.is_list and arrays.kv_offsets is None
+    are_derived = kv_lens is None and not are_all
     if are_derived and (table is not None or arrays.kv_offsets is None):
         raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
     if table is not None and not options.has_table_offsets:
@@ -490,6 +688,14 @@ def _indices(
     else:
         count = math.prod(array.view(kv_lens, names.kv_lens).shape)
         count -= options.cumulative_kv_lens
+    if options.is_list and count != vq.shape[0]:
+        raise ArgumentError(
+            f"{names.block_tables}: has lists for {count} tokens; wanted {vq.shape[0]}, the rows "
+            f"of {names.q}"
+        )
+    num_lens = count + options.cumulative_kv_lens
+    if options.is_list:
+        num_lens = count // max(1, options.request_tokens)
     for repeated, given, name, wanted in (
         (arrays.o_offsets, arrays.qo_offsets, _REPEATED[0], names.qo_offsets),
         (arrays.v_offsets, arrays.kv_offsets, _REPEATED[1], names.kv_offsets),
@@ -503,19 +709,19 @@ def _indices(
             None if x is None else view_index(x, name, counts, vq, options.from_host)
             for x, name, counts in (
                 (arrays.qo_lens, names.qo_lens, (count,)),
-                (kv_lens, names.kv_lens, (count + options.cumulative_kv_lens,)),
+                (kv_lens, names.kv_lens, (num_lens,)),
                 (arrays.qo_offsets, names.qo_offsets, (count + 1,) if are_cumulative else either),
                 (arrays.kv_offsets, names.kv_offsets, either),
                 (arrays.o_offsets, _REPEATED[0], either),
                 (arrays.v_offsets, _REPEATED[1], either),
                 (arrays.kv_begin, names.kv_begin, (count,)),
             )
-        )  # type: ignore[arg-type]
+        )
     )
     if are_derived:
-        found = found._replace(kv_lens=found.kv_offsets)  # type: ignore[arg-type]
+        found = found._replace(kv_lens=found.kv_offsets)
     is_cumulative = are_derived or options.cumulative_kv_lens
-    if is_cumulative and vq.device.kind == "cpu":
+    if is_cumulative and found.kv_lens is not None and vq.device.kind == "cpu":
         unit = keys.k.shape[1] * keys.k.shape[2] if are_derived and options.in_elements else 1
         name = names.kv_offsets if are_derived else names.kv_lens
         require_from_zero(array.as_numpy(found.kv_lens).reshape(-1), name)
@@ -548,10 +754,9 @@ def _length_form(
     dim = spec.head_dim_qk if options.in_elements else 0
     of_q, of_keys = spec.num_qo_heads * dim or 1, spec.num_kv_heads * dim or 1
     # Only those of the device are cumulative.
-    has_steps = indices.kv_lens is indices.kv_offsets or options.cumulative_kv_lens
-    of_lens = 1
-    if has_steps and vq.device.kind == "cuda":
-        of_lens = -of_keys if indices.kv_lens is indices.kv_offsets else -1
+    are_derived, of_lens = indices.kv_lens is indices.kv_offsets, 1
+    if (are_derived or options.cumulative_kv_lens) and vq.device.kind == "cuda":
+        of_lens = -of_keys if are_derived else -1
     formats = [
         IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype, unit)
         for v, unit in zip(
@@ -565,7 +770,7 @@ def _length_form(
         max_kv_len=max_kv_len,
         most_kv_len=options.most_kv_len,
         has_table_offsets=options.has_table_offsets,
-        page_size=spec.page_size,
+        page_size=1 if options.is_list else spec.page_size,
         group_size=spec.group_size,
         formats=tuple(formats),  # type: ignore[arg-type]
         has_kv_begin=indices.kv_begin is not None,
@@ -573,36 +778,23 @@ def _length_form(
         has_qo_offsets=indices.qo_offsets is not None,
         has_kv_offsets=indices.kv_offsets is not None,
         sharers=options.sharers,
+        request_tokens=options.request_tokens if indices.kv_lens is not None else 1,
+        counts_later=options.counts_later,
     )
-
-
-def inputs_of(call: Call, names: Names) -> dict[str, ArrayView | None]:
-    """The arrays that a call reads, by what messages call them."""
-    inputs = {
-        names.q: call.q,
-        names.k: call.keys.k,
-        names.v: call.keys.v,
-        names.block_tables: call.block_tables,
-        "sinks": call.sinks,
-        "mask": call.mask,
-        "alibi_slopes": call.alibi_slopes,
-        "output_gate": call.output_gate,
-        names.sm_scale: call.scales.views[0],
-        names.k_scale: call.scales.views[1],
-        names.output_scale: call.scales.views[2],
-    }
-    labels = names.qo_lens, names.kv_lens, names.qo_offsets, names.kv_offsets
-    return inputs | dict(zip((*labels, *_REPEATED, names.kv_begin), call.indices, strict=True))
 
 
 def _check_places(call: Call, names: Names) -> None:
     """Where arrays are, and whether the answers may be written, whose leading axes it merges."""
-    inputs = inputs_of(call, names)
+    inputs, lse_shape = call.inputs, call.lse_shape
     array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
     dtype_o = call.geometry.spec.dtype_o
     match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)
-    match_output(call.lse, call.lse_shape, dtypes.float32, "lse", **inputs)
+    if call.queries is not None and call.lse is not None and len(call.lse.shape) == 2:
+        if not call.pads_lse:
+            lse_shape = math.prod(lse_shape[:-1]), lse_shape[-1]  # rows of all requests
+    match_output(call.lse, lse_shape, dtypes.float32, "lse", **inputs)
+    match_output(call.max_logits, call.q.shape[:2], dtypes.float32, "max_logits", **inputs)
     if call.out is not None:
         call.out = merge_leading(call.out, names.out, 2)
-    if call.lse is not None and not call.pads_lse:
-        call.lse = merge_leading(call.lse, "lse", 1)
+    if call.lse is not None:
+        call.lse = call.view_lse(call.lse)

@@ -249,7 +249,7 @@ def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 @after_launch
-def insert(asked: Asked, call: Any, repeat: Repeat) -> None:
+def insert(asked: Asked, call: Call, repeat: Repeat) -> None:
     """Cache a call that was launched."""
     arrays, key, prepared = asked.signature, asked.options, repeat.prepared
     checked = Checked(
@@ -257,13 +257,13 @@ def insert(asked: Asked, call: Any, repeat: Repeat) -> None:
         derivation=repeat.derivation,
         row_shape=call.out_shape[1:],
         return_lse=call.return_lse,
-        allocate=scratch.allocator(call.rows),
+        allocate=scratch.allocator(call.q),
     )
     known = CALLS.lookup(arrays, key)
     if known is not None:
         checked.by_lengths.update(known[0].call.checked.by_lengths)
     dtype_o = call.geometry.spec.dtype_o
-    found = CALLS.insert(arrays, key, checked, call.rows, dtype_o, call.out_shape, call.lse_shape)
+    found = CALLS.insert(arrays, key, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
     if found is not None:
         found.prepared = checked.by_lengths[_key_of(found)] = prepared
 

@@ -1,4 +1,4 @@
-"""Calls without a plan on the CPU: the reference, request by request."""
+"""Calls without a plan on the CPU: the reference, request by request, of both layouts of keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import parse
+from ..core.spec import AttentionSpec
 from ..errors import ArgumentError
+from ..launch.driver.params import LSE_OF_NO_KEYS_IS_INFINITE, LSE_WITHOUT_SINKS
 from . import cpu, row_mask
+from . import latent_rows as latent
 from .arrays import Arrays
 from .check_planless import Call, require_from_zero
 from .views import Names
+
+# Logits times this are so large that the largest is all of their LSE.
+_SHARPNESS = 2.0**40
 
 
 class RoomError(ArgumentError, RuntimeError):
@@ -66,9 +72,10 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
         raise ArgumentError(
             f"{names.qo_offsets}: requests share rows of {names.q}; wanted rows of its own for each"
         )
-    if call.pads_lse and _gives_lse(call) and qo_len.max(initial=0) > call.lse_shape[1]:
+    most = _padded_shape(call)[1] if call.pads_lse else 0
+    if call.pads_lse and _gives_lse(call) and qo_len.max(initial=0) > most:
         raise ArgumentError(
-            f"{names.max_q_len}: got {call.lse_shape[1]}, but request {qo_len.argmax()} has "
+            f"{names.max_q_len}: got {most}, but request {qo_len.argmax()} has "
             f"{qo_len.max()} rows, which the LSE needs room for"
         )
     wrong = np.flatnonzero((kv_begin < 0) | (kv_begin > np.maximum(kv_len, 0)))
@@ -99,9 +106,12 @@ def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Na
 
     qo_len = tokens(given.qo_lens, 1, names.qo_lens)
     kv_len = tokens(given.kv_lens, abs(formats[1].unit), names.kv_lens)
-    assert kv_len is not None
-    if formats[1].unit < 0:
+    if kv_len is None:
+        kv_len = np.full(count, lengths.max_kv_len)
+    elif formats[1].unit < 0:
         kv_len = np.diff(kv_len)
+    elif call.options.is_list:
+        kv_len = _lens_of_tokens(call, kv_len)
     starts = tokens(given.qo_offsets, formats[2].unit, names.qo_offsets)
     kv_start = tokens(given.kv_offsets, formats[3].unit, names.kv_offsets)
     for what, v, own, unit in (
@@ -134,12 +144,24 @@ def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Na
     )
 
 
+def _lens_of_tokens(call: Call, kv_len: np.ndarray) -> np.ndarray:
+    """How many entries of each token's list count, from those of the caller's requests."""
+    tokens = call.options.request_tokens
+    lens = kv_len.repeat(tokens)
+    if not call.options.counts_later:
+        return lens
+    later = tokens - 1 - np.arange(len(lens)) % tokens
+    return (lens - later).clip(0, call.lengths.max_kv_len)
+
+
 def _check_room(call: Call, found: _Lengths, names: Names) -> None:
     """ArgumentError for rows or keys that the arrays do not hold."""
-    lengths = call.lengths
+    lengths, kv_start = call.lengths, found.kv_start
+    if call.form.has_table_offsets:
+        kv_start = kv_start * call.form.page_size
     for name, begin, size, longest, most in (
         (names.qo_offsets, found.starts, found.qo_len, lengths.num_rows, lengths.num_rows),
-        (names.kv_lens, found.kv_start, found.kv_len, lengths.max_kv_len, lengths.kv_room),
+        (names.kv_lens, kv_start, found.kv_len, lengths.max_kv_len, lengths.kv_room),
     ):
         # Sums might be beyond 64 bits.
         is_outside = (size < 0) | (begin < 0) | (size > longest) | (begin > most - size)
@@ -156,7 +178,9 @@ def _check_room(call: Call, found: _Lengths, names: Names) -> None:
         holder = f"{names.q if name == names.qo_offsets else names.k} holds"
         if name == names.kv_lens and size[at] > most:
             kind = RoomError
-            if call.block_tables is not None and "table" in names.block_tables:
+            if call.options.is_list:
+                holder = f"{names.block_tables} has entries for"
+            elif call.block_tables is not None and "table" in names.block_tables:
                 holder = f"{names.block_tables} has pages for"
         raise kind(
             f"{name}: request {at} has {size[at]}{_from(int(begin[at]))}, and {holder} {most}{hint}"
@@ -188,6 +212,8 @@ def read_tables(
     keys = read(call.block_tables).astype(np.int64)
     is_one = call.value_tables is call.block_tables
     tables = keys, keys if is_one else read(call.value_tables).astype(np.int64)
+    if call.options.is_list:  # entries that are no slots are no keys
+        return tables
     for index, request in enumerate(requests):
         for table in tables:
             own = pages_of(call, table, index, request)
@@ -201,9 +227,9 @@ def read_tables(
 
 
 def pages_of(call: Call, table: np.ndarray, index: int, request: Request) -> np.ndarray:
-    """The pages that hold a request's keys."""
-    count = -(-request.kv_len // call.geometry.spec.page_size)
-    if call.has_table_offsets:
+    """The pages that hold a request's keys, or its slots in a list."""
+    count = -(-request.kv_len // call.form.page_size)
+    if call.form.has_table_offsets:
         return table.reshape(-1)[request.kv_start : request.kv_start + count]
     return table[index, :count]
 
@@ -215,11 +241,19 @@ def answer(call: Call, arrays: Arrays, append: Callable[[], None] | None = None)
     tables = read_tables(call, places, array.as_numpy, names.block_tables)
     if append is not None:
         append()
-    scales = call.scales
+    scales, options = call.scales, call.options
     spec = replace(call.geometry.spec, sm_scale=scales.logits, output_scale=scales.output)
     requests = list(_reference_requests(call, places, tables))
-    extras = {"sinks": call.sinks, "output_gate": call.output_gate}
-    o, lse = cpu.attend(spec, array.as_numpy(call.q), requests, extras)
+    q = array.as_numpy(call.q)
+    if call.queries is not None:
+        q = latent.as_rows(call.queries, options.rope_scale)
+    o, lse = cpu.attend(spec, q, requests, {"sinks": call.sinks, "output_gate": call.output_gate})
+    if call.sinks is not None and options.lse_form & LSE_WITHOUT_SINKS:
+        _, lse = cpu.attend(spec, q, requests, {})
+    if options.lse_form & LSE_OF_NO_KEYS_IS_INFINITE:
+        lse[np.isneginf(lse)] = np.inf
+    if call.max_logits is not None:
+        array.as_numpy(call.max_logits)[...] = _max_logits(spec, q, requests)
     owned = np.zeros(len(o), np.bool_)
     for request in requests:
         owned[request.rows] = True
@@ -228,12 +262,26 @@ def answer(call: Call, arrays: Arrays, append: Callable[[], None] | None = None)
     out = out if arrays.out is None else arrays.out
     if not _gives_lse(call):
         return out
+    if options.natural_lse or call.pads_lse:
+        lse = lse * math.log(2.0)
     if call.pads_lse:
         lse, owned = _padded(call, requests, lse), np.ones(len(requests), np.bool_)
-    lse = lse.astype(np.float32)
-    lse = cpu.deliver(lse if call.lse else lse.reshape(call.lse_shape), call.lse, call.q, owned)
+    if call.lse is not None:
+        lse = lse.reshape(call.lse.shape)
+    elif call.pads_lse and call.queries is not None:
+        lse = lse.swapaxes(-1, -2)
+    else:
+        lse = lse.reshape(call.lse_shape)
+    lse = cpu.deliver(np.ascontiguousarray(lse, np.float32), call.lse, call.q, owned)
     lse = lse if arrays.lse is None else arrays.lse
     return (out, lse) if call.return_lse else out
+
+
+def _max_logits(spec: AttentionSpec, q: np.ndarray, requests: list[cpu.Request]) -> np.ndarray:
+    """The largest natural logit of each row and head."""
+    sharp = replace(spec, sm_scale=spec.sm_scale * _SHARPNESS)
+    _, lse = cpu.attend(sharp, q, requests, {})
+    return lse * (math.log(2.0) / _SHARPNESS)
 
 
 def _gives_lse(call: Call) -> bool:
@@ -243,32 +291,52 @@ def _gives_lse(call: Call) -> bool:
 def _reference_requests(
     call: Call, places: list[Request], tables: Tables | None
 ) -> Iterator[cpu.Request]:
-    spec, seen = call.geometry.spec, None
-    kv_layout = spec.kv_layout if spec.page_size else "NHD"
-    k, v = (cpu.tokens_first(x, kv_layout) for x in (call.keys.k, call.keys.v))
+    seen, options, keys_of = None, _options(call), _keys_of(call, tables)
     if call.mask is not None:
         seen = row_mask.visible(call.mask, call.lengths.num_rows, call.mask_bits)
-    options = _options(call)
     for index, place in enumerate(places):
-        q_start, qo_len, kv_start, kv_len, kv_begin = place
-        rows = slice(q_start, q_start + qo_len)
-        mask = None
+        rows, mask = slice(place.q_start, place.q_start + place.qo_len), None
         if seen is not None:
-            mask = row_mask.with_earlier_keys(seen[rows, :qo_len], kv_len)
-        if tables is None:
-            own_k, own_v = (x[kv_start : kv_start + kv_len] for x in (k, v))
-        else:
-            own_k, own_v = (
-                cpu.gather(x, pages_of(call, ids, index, place), kv_len)
-                for x, ids in zip((k, v), tables, strict=True)
-            )
-        own = options(index)
-        yield cpu.Request(rows, own_k[kv_begin:], own_v[kv_begin:], mask, options=own)
+            mask = row_mask.with_earlier_keys(seen[rows, : place.qo_len], place.kv_len)
+        k, v = (x[place.kv_begin :] for x in keys_of(index, place))
+        yield cpu.Request(rows, k, v, mask, options=options(index))
+
+
+def _keys_of(
+    call: Call, tables: Tables | None
+) -> Callable[[int, Request], tuple[np.ndarray, np.ndarray]]:
+    """What gives the keys and values of a request."""
+    spec, pages = call.geometry.spec, call.pages
+    kv_layout = spec.kv_layout if spec.page_size else "NHD"
+    k, v = (cpu.tokens_first(x, kv_layout) for x in (call.keys.k, call.keys.v))
+
+    def of_rows(index: int, place: Request) -> tuple[np.ndarray, np.ndarray]:
+        own = slice(place.kv_start, place.kv_start + place.kv_len)
+        return k[own], v[own]
+
+    def of_heads(index: int, place: Request) -> tuple[np.ndarray, np.ndarray]:
+        assert tables is not None
+        of_k, of_v = (pages_of(call, ids, index, place) for ids in tables)
+        return cpu.gather(k, of_k, place.kv_len), cpu.gather(v, of_v, place.kv_len)
+
+    def of_latent_rows(index: int, place: Request) -> tuple[np.ndarray, np.ndarray]:
+        assert tables is not None and pages is not None
+        ids = pages_of(call, tables[0], index, place)
+        if not call.options.is_list:
+            return latent.gather(pages, ids, place.kv_len)
+        ids = ids[(ids >= 0) & (ids < call.keys.size * spec.page_size)]
+        own_k, own_v = latent.gather(pages, ids // spec.page_size, len(ids) * spec.page_size)
+        slots = np.arange(len(ids)) * spec.page_size + ids % spec.page_size
+        return own_k[slots], own_v[slots]
+
+    if tables is None:
+        return of_rows
+    return of_heads if pages is None else of_latent_rows
 
 
 def _options(call: Call) -> Callable[[int], dict[str, Any]]:
     """What differs between requests, or is not in the spec, as options of reference.attention."""
-    same: dict[str, Any] = {"attention_chunk": call.attention_chunk}
+    same: dict[str, Any] = {"attention_chunk": call.options.attention_chunk}
     by_request: dict[str, np.ndarray] = {}
     if call.alibi_slopes is not None:
         by_request["alibi_slopes"] = array.as_numpy(call.alibi_slopes)
@@ -283,12 +351,18 @@ def _options(call: Call) -> Callable[[int], dict[str, Any]]:
     return lambda index: same | {name: values[index] for name, values in by_request.items()}
 
 
+def _padded_shape(call: Call) -> tuple[int, int, int]:
+    """(requests, rows of each, heads) of an LSE that is padded."""
+    count, rows, heads = call.lse_shape
+    return (count, rows, heads) if call.queries is None else (count, heads, rows)
+
+
 def _padded(call: Call, requests: list[cpu.Request], lse: np.ndarray) -> np.ndarray:
-    """[requests, max_q_len, num_qo_heads] in natural log, -inf behind a request's rows."""
-    padded = np.full(call.lse_shape, -np.inf, np.float32)
+    """`_padded_shape`, -inf behind a request's rows."""
+    padded = np.full(_padded_shape(call), -np.inf, np.float32)
     for index, request in enumerate(requests):
         own = lse[request.rows][: padded.shape[1]]
-        padded[index, : len(own)] = own * math.log(2.0)
+        padded[index, : len(own)] = own
     return padded
 
 

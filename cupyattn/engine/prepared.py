@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..array import ArrayView
 from ..array.match import are_rows_aligned
@@ -338,7 +338,7 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
     def step(v: ArrayView | None, count: int = 1) -> int:
         return 0 if v is None else count * v.strides[0] * v.dtype.itemsize
 
-    table = call.block_tables if not call.has_table_offsets else None
+    table = call.block_tables if not call.form.has_table_offsets else None
     at = {
         "q": step(call.q, tokens),
         "block_tables": step(table),
@@ -413,5 +413,5 @@ def _slope_extents(call: Call) -> tuple[int, ...]:
     return (_MAX_REQUESTS, num_heads) if _slope_step(call) else (num_heads,)
 
 
-def is_bool_mask(call: Any) -> bool:
+def is_bool_mask(call: Call) -> bool:
     return call.mask is not None and call.mask.dtype is dtypes.bool_

@@ -25,7 +25,7 @@ from . import planless_reference as reference
 from . import row_mask
 from .arrays import NO_MORE, Arrays, MoreArrays
 from .call_cache import Scalars
-from .check_planless import Call, check
+from .check_planless import Call, Options, check
 from .planless_cache import CALLS, Append, Asked, Repeat, insert, prepared_for, repeat_of
 from .prepared import Prepared, is_bool_mask, prepare
 from .views import merge_leading
@@ -39,19 +39,12 @@ _Q, _K, _V, _WORKSPACE, _OUT, _LSE = map(
 class Layout(NamedTuple):
     """What calls over a layout of keys, heads of their own or latent rows, do each in their way.
 
-    check        of the arrays and options of a call, as far as the host can
     prepare      of a checked call, and the bytes of its workspace: what is launched
-    views        its arrays as launches take them, by role
     repeat       how such calls are launched again; None if they need the full checks
-    answer_on_cpu, check_values   the reference, and its look at what only the device knows
     """
 
-    check: Callable[[Arrays, Any], Any]
-    prepare: Callable[[Any, int | None], Prepared]
-    views: Callable[[Any], Arrays]
-    repeat: Callable[[Any, Arrays, Prepared], Repeat | None]
-    answer_on_cpu: Callable[[Any, Arrays, Append | None], Any]
-    check_values: Callable[[Any], None]
+    prepare: Callable[[Call, int | None], Prepared]
+    repeat: Callable[[Call, Arrays, Prepared], Repeat | None]
 
 
 class DoorOptions(Protocol):
@@ -60,8 +53,8 @@ class DoorOptions(Protocol):
     With the shapes, strides and dtypes of the arrays they decide all that is checked.
     """
 
-    def resolve(self, arrays: Arrays) -> Any:
-        """What the checks of its layout go by. Raises ArgumentError and UnsupportedError."""
+    def resolve(self, arrays: Arrays) -> Options:
+        """What the checks go by. Raises ArgumentError and UnsupportedError."""
         ...
 
 
@@ -84,12 +77,12 @@ def run(
             return answer
         asked = Asked(arrays, given, {})
     layout = layout or SEPARATE_HEADS
-    return _serve(layout, layout.check(arrays, given.resolve(arrays)), arrays, asked, append)
+    return _serve(layout, check(arrays, given.resolve(arrays)), arrays, asked, append)
 
 
-def _serve(layout: Layout, call: Any, arrays: Arrays, asked: Asked, append: Append | None) -> Any:
+def _serve(layout: Layout, call: Call, arrays: Arrays, asked: Asked, append: Append | None) -> Any:
     """The answer of a checked call, which `run_cached` finds as it was asked from now on."""
-    vq = call.rows
+    vq = call.q
     vworkspace = _view_workspace(arrays.workspace, call)
     have = None if vworkspace is None else num_bytes(vworkspace)
 
@@ -97,7 +90,7 @@ def _serve(layout: Layout, call: Any, arrays: Arrays, asked: Asked, append: Appe
     if vq.device.kind == "cpu":
         if have is not None and vq.shape[0]:
             _require_size(have, layout.prepare(_with_outputs(call), have).num_bytes)
-        return layout.answer_on_cpu(call, arrays, append)
+        return reference.answer(call, arrays, append)
 
     # --- 2. Make what is not given ---
     out, lse = arrays.out, arrays.lse
@@ -110,7 +103,7 @@ def _serve(layout: Layout, call: Any, arrays: Arrays, asked: Asked, append: Appe
     prepared = None
     if call.launches:
         if cuda().is_debugging:
-            layout.check_values(call)
+            reference.check_values(call)
         prepared = layout.prepare(call, have)
         if have is not None:
             _require_size(have, prepared.num_bytes)
@@ -119,7 +112,7 @@ def _serve(layout: Layout, call: Any, arrays: Arrays, asked: Asked, append: Appe
     if append is not None:  # nothing is refused from here on
         append()
     if prepared is not None:
-        _launch(layout, call, prepared, vworkspace)
+        _launch(call, prepared, vworkspace)
         # What is made in a graph that is captured is the graph's.
         is_kept = not asked.shared or not cuda().is_capturing(array.current_stream(vq))
         if is_kept and not cuda().is_debugging:
@@ -175,7 +168,7 @@ def run_cached(
     return (out, lse) if checked.return_lse else out
 
 
-def _view_workspace(x: Any, call: Any) -> ArrayView | None:
+def _view_workspace(x: Any, call: Call) -> ArrayView | None:
     """The workspace, checked. A JAX array, which cannot be written, counts as none."""
     if x is None or array.view(x, "workspace_buffer").framework == "jax":
         return None
@@ -193,31 +186,31 @@ def _require_size(have: int, need: int) -> None:
         )
 
 
-def _with_outputs(call: Any) -> Any:
+def _with_outputs(call: Call) -> Call:
     """On the CPU: the call as it would be launched, with memory for outputs that are not given."""
     out, lse = call.out, call.lse
     if out is None:
-        shape = (call.rows.shape[0], *call.out_shape[-2:])
+        shape = (call.q.shape[0], *call.out_shape[-2:])
         out = array.view(np.empty(shape, call.geometry.spec.dtype_o.numpy), "out")
     if lse is None and call.return_lse:
         lse = call.view_lse(np.empty(call.lse_shape, np.float32))
     return replace(call, out=out, lse=lse)
 
 
-def _launch(layout: Layout, call: Any, prepared: Prepared, vworkspace: ArrayView | None) -> None:
-    vq = call.rows
+def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> None:
+    vq = call.q
     stream = array.current_stream(vq)
     owner: object = None
     if vworkspace is None:
         workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
     else:
         workspace = vworkspace.ptr
-    views = layout.views(call)
+    views = _views(call)
     used = [v for v in (*views, vworkspace) if v is not None and v is not vq]
     array.acquire(vq, *used)
     addresses = Arrays(*(0 if x is None else x.ptr for x in views))
     mask = addresses.mask
-    if is_bool_mask(call):
+    if call.mask is not None and is_bool_mask(call):
         mask = workspace + prepared.mask.address
         row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
     addresses = addresses._replace(workspace=workspace, mask=mask)
@@ -226,16 +219,14 @@ def _launch(layout: Layout, call: Any, prepared: Prepared, vworkspace: ArrayView
     del owner  # memory for one call may go once everything is enqueued
 
 
-# --- heads of their own ---
-
-
 def _views(call: Call) -> Arrays:
-    indices, scales = call.indices, call.scales
+    """Its arrays as launches take them, by role."""
+    indices, scales, queries, pages = call.indices, call.scales, call.queries, call.pages
     of_roles = {name: v for name, v in zip(scales.names, scales.views, strict=True) if name}
     return Arrays(
         q=call.q,
         k=call.keys.k,
-        v=call.keys.v,
+        v=call.keys.v if pages is None else None,
         block_tables=call.block_tables,
         kv_lens=indices.kv_lens,
         out=call.out,
@@ -248,15 +239,12 @@ def _views(call: Call) -> Arrays:
         kv_begin=indices.kv_begin,
         alibi_slopes=call.alibi_slopes,
         output_gate=call.output_gate,
+        q_rope=None if queries is None else queries.rope,
+        k_rope=None if pages is None else pages.rope,
+        max_logits=call.max_logits,
         **of_roles,
     )
 
 
-SEPARATE_HEADS = Layout(
-    check=check,
-    prepare=prepare,
-    views=_views,
-    repeat=repeat_of,
-    answer_on_cpu=reference.answer,
-    check_values=reference.check_values,
-)
+# Heads of their own.
+SEPARATE_HEADS = Layout(prepare, repeat_of)

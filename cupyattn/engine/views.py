@@ -54,6 +54,9 @@ class Names:
         return _renamed(self, tuple(labels.items()))
 
 
+LATENT_NAMES = Names("query", "kv_cache", "kv_cache", kv_offsets="kv_offsets", has_layout=False)
+
+
 @functools.lru_cache(maxsize=256)
 def _renamed(names: Names, labels: tuple[tuple[str, Any], ...]) -> Names:
     return replace(names, **dict(labels))
@@ -233,6 +236,13 @@ def next_power_of_two(length: Any) -> Any:
     return length
 
 
+def bounded(max_kv_len: Any, name: str) -> int | None:
+    """A bound of lengths, checked and rounded up as `next_power_of_two` does."""
+    if max_kv_len is None:
+        return None
+    return int(next_power_of_two(parse.require_int(max_kv_len, name, 0, 2**32)))
+
+
 # In the place of a number of requests that the arrays confirm.
 CONFIRMED = "as many as the arrays have"
 
@@ -284,6 +294,22 @@ def numbers_and_arrays(logits: Any, output: Any) -> tuple[Any, Any, Any, Any]:
     if type(logits) is type(output) is float:
         return logits, None, output, None
     return *number_or_array(logits), *number_or_array(output)
+
+
+def are_numbers(*scales: Any) -> bool:
+    """Whether no scale is an array, whose number may change."""
+    return all(type(x) is float or type(x) is int or x is None for x in scales)
+
+
+def read_scale(scale: Any, name: str) -> tuple[float, Any]:
+    """(number, array of one element or None) of a scale; one on the host is read."""
+    number, held = number_or_array(scale)
+    if held is None:
+        return parse.finite(number, name, 1.0), None
+    v = _view_number(held, name)
+    if v.device.kind == "cpu":
+        return parse.finite(float(array.as_numpy(v).ravel()[0]), name, 1.0), None
+    return 1.0, held
 
 
 def view_scales(

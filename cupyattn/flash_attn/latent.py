@@ -9,15 +9,16 @@ from .. import array
 from ..core import parse
 from ..core.problem import LATENT_HEAD_DIMS
 from ..engine.arrays import Arrays, MoreArrays
-from ..engine.check_planless_latent import NAMES, Options
+from ..engine.check_planless import Options
 from ..engine.index_arrays import progression
 from ..engine.latent_rows import Dims
 from ..engine.run_planless_latent import run
+from ..engine.views import LATENT_NAMES
 from ..errors import ArgumentError
 from .batch import FlashOptions
 from .caches import lengths
 
-_NAMES = NAMES.but(
+_NAMES = LATENT_NAMES.but(
     q="qv",
     q_rope="q",
     k="v_cache",
@@ -86,8 +87,8 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
     scale = options.softmax_scale
     latent = Options(
         _NAMES,
-        dims,
-        parse.finite(scale, "softmax_scale", 1.0 / math.sqrt(max(1, dims.both))),
+        dims=dims,
+        sm_scale=parse.finite(scale, "softmax_scale", 1.0 / math.sqrt(max(1, dims.both))),
         q_axes=(len(vq.shape),),
         q_len=1 if is_ragged else vq.shape[1],
         max_q_len=max_seqlen_q,

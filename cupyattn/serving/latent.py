@@ -11,16 +11,17 @@ from typing import Any
 from .. import array
 from ..core import parse
 from ..engine.arrays import Arrays, make_arrays
-from ..engine.check_planless_latent import NAMES, Options, read_scale
+from ..engine.check_planless import Options
 from ..engine.latent_rows import Dims
 from ..engine.run_planless_latent import run
+from ..engine.views import LATENT_NAMES, read_scale
 from ..errors import ArgumentError, UnsupportedError
 from .attend import Cache, Call, Pass, bounds_of, passes_of
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, LayerSpec
 from .pools import view_pages
 
-_NAMES = NAMES.but(
+_NAMES = LATENT_NAMES.but(
     q="q",
     q_rope="q_rope",
     k="key_buffer",
@@ -74,8 +75,8 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     number, held = read_scale(layer.k_scale, "k_scale")
     options = Options(
         _NAMES,
-        dims_of(config.shape_of(layer)),
-        sm_scale,
+        dims=dims_of(config.shape_of(layer)),
+        sm_scale=sm_scale,
         causal=each.mask.causal,
         **bounds_of(config, over),
     )

@@ -323,7 +323,7 @@ def test_launches(
     def no_checks(*_: object) -> None:
         raise AssertionError("the call was not cached")
 
-    monkeypatch.setattr(call, "SEPARATE_HEADS", call.SEPARATE_HEADS._replace(check=no_checks))
+    monkeypatch.setattr(call, "check", no_checks)
     function(make, **changes)
     assert names_of(gpu) == launches
     assert gpu.attentions()[-1].grid == attention.grid
@@ -564,7 +564,7 @@ def test_steps_of_a_server_are_cached(
     """Whatever their numbers of rows, requests and pages; only how they round matters."""
     step(70, 3, 5)[form](make)
     step(5, 2, 5)[form](make)
-    monkeypatch.setattr(call, "SEPARATE_HEADS", call.SEPARATE_HEADS._replace(check=None))
+    monkeypatch.setattr(call, "check", None)
     for rows, count, width in ((99, 7, 5), (1000, 64, 6), (66, 1, 7), (70, 3, 8)):
         gpu.launches.clear()
         answer = step(rows, count, width)[form](make)

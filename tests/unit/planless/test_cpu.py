@@ -18,6 +18,10 @@ from helpers.verify_cases import FORMS
 
 import cupyattn as flashinfer
 from cupyattn import reference
+from cupyattn.engine.arrays import Arrays
+from cupyattn.engine.check_planless import Options
+from cupyattn.engine.run_planless import run
+from cupyattn.engine.views import Names
 from cupyattn.errors import ArgumentError
 
 
@@ -180,3 +184,22 @@ def test_names_import_as_in_flashinfer() -> None:
 
     for function in (a, b, c, d, e, f, g):
         assert getattr(flashinfer, function.__name__) is function
+
+
+@pytest.mark.parametrize(("begin", "fits"), [([0, 2], True), ([0, 5], False), ([-1, 2], False)])
+def test_pages_that_begin_beyond_the_table_are_refused(begin: list[int], fits: bool) -> None:
+    """Offsets of pages count entries of the table, of which each has a page of keys."""
+    pages = RNG.standard_normal((8, PAGE, HKV, D)).astype(np.float32)
+    kv_lens, table = np.array([6, 8], np.int32), np.arange(6, dtype=np.int32)[None]
+    options = Options(Names("q", "k", "v"), has_table_offsets=True)
+    offsets = np.array(begin, np.int32)
+    call = functools.partial(
+        run, Arrays(Q, pages, pages, block_tables=table, kv_lens=kv_lens, kv_offsets=offsets)
+    )
+    if fits:
+        rows = pages[2:4].reshape(-1, HKV, D)
+        expected, _ = reference.attention(Q[1:], rows, rows, sm_scale=1.0)
+        np.testing.assert_allclose(call(options)[1:], expected, atol=1e-5)
+    else:
+        with pytest.raises(ArgumentError, match=r"seq_lens: request . has . from -?[0-9]+ on"):
+            call(options)

@@ -171,7 +171,7 @@ def test_calls_of_equal_signature_are_cached(
     calls(calls.arguments())
     later = [calls.arguments() for _ in range(3)]
     gpu.launches.clear()
-    monkeypatch.setattr(call, "SEPARATE_HEADS", call.SEPARATE_HEADS._replace(check=no_checks))
+    monkeypatch.setattr(call, "check", no_checks)
     for arguments in later:
         answer = calls(arguments)
     cached = [facts(launch) for launch in gpu.launches]
@@ -230,7 +230,7 @@ def test_calls_of_other_lengths_are_cached(
         checked.append([facts_but_outputs(launch) for launch in gpu.launches])
     fake_gpu.forget()
     calls(given[1])
-    monkeypatch.setattr(call, "SEPARATE_HEADS", call.SEPARATE_HEADS._replace(check=no_checks))
+    monkeypatch.setattr(call, "check", no_checks)
     for _ in range(2):
         for arguments, expected in zip(given, checked, strict=True):
             gpu.launches.clear()

@@ -17,9 +17,6 @@ from cupyattn.engine import (
 from cupyattn.engine import (
     run_planless as call,
 )
-from cupyattn.engine import (
-    run_planless_latent as latent,
-)
 from cupyattn.errors import PlanError
 from cupyattn.serving import (
     AttentionBackend,
@@ -152,7 +149,7 @@ def test_a_step_is_one_launch_and_a_layer_few(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a value was read, or a call was checked again")
 
-    monkeypatch.setattr(call, "SEPARATE_HEADS", call.SEPARATE_HEADS._replace(check=refuse))
+    monkeypatch.setattr(call, "check", refuse)
     monkeypatch.setattr(Store, "_views", refuse)
     monkeypatch.setattr(array, "to_host", refuse)
     for method in ("item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__"):
@@ -274,7 +271,7 @@ def test_latent_layers_are_checked_once(
             assert found.count("plan_batch") == launches
             assert found.count("merge_states") == launches - 1
             with monkeypatch.context() as patch:
-                patch.setattr(latent, "LATENT_ROWS", latent.LATENT_ROWS._replace(check=None))
+                patch.setattr(call, "check", None)
                 assert backend.forward(q, layer, None, out) is out
             assert names_of(gpu) == found
 
