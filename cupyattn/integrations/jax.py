@@ -36,6 +36,7 @@ __all__ = [
     "append_paged_kv_cache",
     "attention_fn",
     "dot_product_attention",
+    "exchange_states",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
@@ -120,6 +121,55 @@ def _over_logits(x: Any, lead: tuple[int, ...]) -> Any:
     if any(extent != 1 for extent in x.shape[:-3]):
         x = jax.numpy.broadcast_to(x, (*lead, *x.shape[-3:]))
     return x.reshape(-1, *x.shape[-3:])
+
+
+@needs("jax")
+def exchange_states(
+    o: Any, lse: Any, axis_name: str, *, lse_base_on_e: bool = False, out_dtype: Any = None
+) -> tuple[Any, Any]:
+    """In shard_map: from all heads over a device's keys to its own heads over the keys of all.
+
+    Each device along `axis_name` attends with all query heads to the keys that it has. Its answers
+    and LSE go to the devices whose heads they are, by one all-to-all, and merge there in the order
+    of devices. Device r has heads r * H / size to (r + 1) * H / size - 1.
+
+    o       float32 [n, H, D]; H is a multiple of the devices along the axis. float16 and bfloat16
+            are exchanged as float32.
+    lse     float32 [n, H]: in base 2, or natural with lse_base_on_e; -inf where a row has no key.
+    out_dtype   of the first output, default o's.
+
+    Returns (out [n, H / size, D], lse float32 [n, H / size]).
+    ArgumentError: shapes that do not fit each other, or heads that the devices do not divide.
+
+    >>> from functools import partial
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> mesh = Mesh(jax.devices()[:1], ("keys",))
+    >>> exchange = partial(exchange_states, axis_name="keys")
+    >>> heads = P(None, "keys")
+    >>> merged = jax.shard_map(exchange, mesh=mesh, in_specs=(P(), P()), out_specs=(heads, heads))
+    >>> out, lse = merged(jnp.ones((4, 8, 64)), jnp.zeros((4, 8)))
+    >>> out.shape, lse.shape
+    ((4, 8, 64), (4, 8))
+    """
+    import jax
+
+    size = jax.lax.psum(1, axis_name)
+    if o.ndim != 3 or lse.shape != o.shape[:2]:
+        raise ArgumentError(
+            f"o, lse: shapes are {list(o.shape)} and {list(lse.shape)}; wanted [n, H, D] and [n, H]"
+        )
+    rows, heads, _ = o.shape
+    if heads % size:
+        raise ArgumentError(
+            f"o: {heads} heads for {size} devices along {axis_name!r}; wanted a multiple of {size}"
+        )
+    # One collective brings both: the LSE lies behind the columns of its state.
+    state = jax.numpy.concatenate((o.astype("float32"), lse.astype("float32")[..., None]), -1)
+    parts = state.reshape(rows, size, heads // size, -1)
+    taken = jax.lax.all_to_all(parts, axis_name, split_axis=1, concat_axis=1)
+    out, merged = merge_states(taken[..., :-1], taken[..., -1], lse_base_on_e=lse_base_on_e)
+    return out.astype(o.dtype if out_dtype is None else out_dtype), merged
 
 
 # --- the call site, while JAX traces ---
@@ -240,6 +290,8 @@ def _function(function: _F) -> _F:
         # A signature need not show all synonyms.
         shown = {n if n in signature.parameters else call.own_name(n): x for n, x in kwargs.items()}
         given = {**call.defaults, **signature.bind(*args, **shown).arguments}
+        if given.get("out_dtype") is not None:
+            given["out_dtype"] = dtypes.parse(given["out_dtype"], "out_dtype").name
         arrays, constants = _arguments(call, given)
         if written:
             return _written(call, arrays, constants, written)
@@ -285,7 +337,7 @@ def _arguments(call: Call, given: dict[str, Any]) -> tuple[dict[str, Any], dict[
             for at, leaf in leaves(name, x):
                 (arrays if hasattr(leaf, "dtype") else constants)[at] = leaf
         elif not is_default(x, call.defaults[name]):
-            if not kind and name not in ("logits_transform", "mask_fn"):
+            if not kind and name not in ("logits_transform", "mask_fn", "out_dtype"):
                 raise UnsupportedError(
                     f"{name}: {call.name} does not take it inside jax.jit; leave it out, or make "
                     "the call outside"
