@@ -10,7 +10,7 @@ from .core import parse
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .engine.arrays import Arrays, make_arrays
-from .engine.check_planless import Options
+from .engine.check_planless import Options, options_of
 from .engine.run_planless import run
 from .engine.views import Names, next_power_of_two, number_or_array
 from .errors import ArgumentError, UnsupportedError
@@ -112,15 +112,13 @@ class _Decode(NamedTuple):
         if arrays.block_tables is None:
             raise ArgumentError("block_tables: got None; wanted the pages of each request, [B, n]")
         _refuse_key_offsets(self.has_key_offsets)
-        return Options(
-            _NAMES,
-            "HND",
-            max_kv_len=self.max_kv_len,
-            sm_scale=self.sm_scale,
+        return options_of(
+            self,
+            names=_NAMES,
+            kv_layout="HND",
             causal=False,
             in_elements=True,
             from_host=True,
-            return_lse=self.return_lse,
         )
 
 
@@ -271,18 +269,13 @@ class _Prefill(NamedTuple):
         sm_scale = 1.0
         for name in ("scale", "q_scale", "k_scale"):
             sm_scale *= parse.finite(getattr(self, name), name, 1.0)
-        return Options(
-            _NAMES,
-            "NHD" if arrays.block_tables is None else "HND",
+        return options_of(
+            self,
+            names=_NAMES,
+            kv_layout="NHD" if arrays.block_tables is None else "HND",
             q_len=0,
-            max_q_len=self.max_q_len,
-            max_kv_len=self.max_kv_len,
             sm_scale=sm_scale,
-            output_scale=self.output_scale,
-            causal=self.causal,
-            o_dtype=self.o_dtype,
             in_elements=self.units == "elements",
             from_host=True,
             pads_lse=True,
-            return_lse=self.return_lse,
         )

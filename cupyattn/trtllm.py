@@ -12,7 +12,7 @@ from .core.records import maker
 from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
-from .engine.check_planless import Options, check
+from .engine.check_planless import Options, check, options_of
 from .engine.chunks import split_by_chunks
 from .engine.index_arrays import compute
 from .engine.run_planless import run
@@ -688,24 +688,8 @@ class _Rows(NamedTuple):
             have = "block_tables has {} rows, wanted as many"
         per_request = arrays.kv_lens if arrays.block_tables is None else arrays.block_tables
         _check_count(self.batch_size, per_request, have)
-        return Options(
-            names,
-            "NHD" if arrays.block_tables is None else self.kv_layout,
-            q_len=0,
-            max_q_len=self.max_q_len,
-            max_kv_len=self.max_kv_len,
-            sm_scale=self.sm_scale,
-            output_scale=self.output_scale,
-            window_left=self.window_left,
-            causal=self.causal,
-            o_dtype=self.o_dtype,
-            return_lse=self.return_lse,
-            pos_encoding_mode=self.pos_encoding_mode,
-            logits_soft_cap=self.logits_soft_cap,
-            shares_pages=self.shares_pages,
-            attention_chunk=self.attention_chunk,
-            has_table_offsets=self.has_table_offsets,
-        )
+        kv_layout = "NHD" if arrays.block_tables is None else self.kv_layout
+        return options_of(self, names=names, kv_layout=kv_layout, q_len=0)
 
 
 def _check_count(batch_size: Any, per_request: Any, have: str) -> None:
@@ -759,19 +743,8 @@ class _Decode(NamedTuple):
             # As the most of one, where it says more than the default.
             max_q_len = q_len if max_q_len is None and q_len > 1 else max_q_len
             q_len, causal = 0, True
-        return Options(
-            names,
-            self.kv_layout,
-            q_len=q_len,
-            max_q_len=max_q_len,
-            max_kv_len=self.max_kv_len,
-            sm_scale=sm_scale,
-            output_scale=self.output_scale,
-            window_left=self.window_left,
-            causal=causal,
-            o_dtype=self.o_dtype,
-            return_lse=self.return_lse,
-            shares_pages=self.shares_pages,
+        return options_of(
+            self, names=names, q_len=q_len, max_q_len=max_q_len, sm_scale=sm_scale, causal=causal
         )
 
 

@@ -14,7 +14,7 @@ from .core.parse import require_int
 from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
-from .engine.check_planless import Options
+from .engine.check_planless import Options, options_of
 from .engine.run_planless import run
 from .engine.views import Names, number_or_array
 from .typing import Array, Scale, returns_lse
@@ -163,19 +163,15 @@ class _Options(NamedTuple):
     def resolve(self, arrays: Arrays) -> Options:
         geometry.refuse("is not supported", k_sf_cache=self.k_sf_cache, v_sf_cache=self.v_sf_cache)
         q_len = require_int(self.q_len, "q_seq_len")
-        return Options(
-            _NAMES,
-            self.kv_layout,
+        return options_of(
+            self,
+            names=_NAMES,
             q_axes=(3, 4, 5),
             q_len=q_len if arrays.qo_offsets is None else 0,
             max_q_len=q_len,
-            sm_scale=self.sm_scale,
-            kv_scale=self.kv_scale,
-            output_scale=self.output_scale,
             # That does not count a row's own key.
             window_left=require_int(self.sliding_win_size, "sliding_win_size", 0) - 1,
             causal=q_len != 1,
-            return_lse=self.return_lse,
             extents=(self.num_kv_heads, self.page_size, self.head_dim),
         )
 

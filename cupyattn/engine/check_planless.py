@@ -133,6 +133,12 @@ class Options(NamedTuple):
         return self
 
 
+def options_of(record: Any, **others: Any) -> Options:
+    """A door's record of its arguments as Options: what is named as there, and others."""
+    named = {name: x for name, x in record._asdict().items() if name in Options._fields}
+    return Options(**named | others)
+
+
 class Indices(NamedTuple):
     """Views of lengths and offsets, as in Arrays; on a GPU kv_lens may be cumulative. Lists that
     are as long as their table have none."""

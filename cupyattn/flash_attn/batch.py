@@ -10,7 +10,7 @@ from ..core import parse
 from ..core.parse import require_int
 from ..core.records import maker
 from ..engine.arrays import Arrays
-from ..engine.check_planless import Options
+from ..engine.check_planless import Options, options_of
 from ..engine.planless_cache import Append, Asked
 from ..engine.views import Names
 from ..errors import ArgumentError
@@ -52,9 +52,8 @@ class FlashOptions(NamedTuple):
         cap = parse.finite(self.softcap, "softcap", 0.0)
         if cap < 0.0:
             raise ArgumentError(f"softcap: got {self.softcap!r}; wanted 0 (off) or a positive cap")
-        return Options(
-            self.names,
-            "NHD",
+        return options_of(
+            self,
             q_axes=(len(shape),),
             q_len=q_len,
             max_q_len=q_len or self.max_q_len,
@@ -64,13 +63,10 @@ class FlashOptions(NamedTuple):
             window_right=right,
             causal=parse.flag(self.causal, "causal"),
             pads_lse=self.return_lse and q_len > 0,
-            return_lse=self.return_lse,
             logits_soft_cap=cap,
             scales_by_head=True,
             attention_chunk=require_int(self.attention_chunk, "attention_chunk", 0),
-            has_table_offsets=self.has_table_offsets,
             cumulative_kv_lens=self.has_kv_steps,
-            sharers=self.sharers,
         )
 
 

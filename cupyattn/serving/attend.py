@@ -12,7 +12,8 @@ from ..core import dtypes, parse
 from ..core.dtypes import DType
 from ..engine import merge_states as merge
 from ..engine.arrays import Arrays, make_arrays
-from ..engine.check_planless import Options
+from ..engine.check_planless import Options, options_of
+from ..engine.latent_rows import Dims
 from ..engine.run_planless import run
 from ..engine.views import Names, next_power_of_two, number_or_array
 from ..errors import ArgumentError, UnsupportedError
@@ -95,40 +96,30 @@ class Workspace:
 
 
 class LayerOptions(NamedTuple):
-    """The options of a pass, checked."""
+    """The options of a pass, checked. dims: of latent rows."""
 
+    names: Names
     sm_scale: float
-    output_scale: float
     q_len: int
     max_q_len: int
     max_kv_len: int
-    softcap: float
     causal: bool
-    window: tuple[int, int]
     most_kv_len: int | None
+    window: tuple[int, int] = (-1, -1)
+    logits_soft_cap: float = 0.0
+    output_scale: float = 1.0
+    dims: Dims | None = None
     return_lse: bool = False
     o_dtype: DType | None = None
 
     def resolve(self, arrays: Arrays) -> Options:
         left, right = self.window
-        return Options(
-            _NAMES,
-            "NHD",
-            q_axes=(3,),
-            q_len=self.q_len,
-            max_q_len=self.max_q_len,
-            max_kv_len=self.max_kv_len,
-            sm_scale=self.sm_scale,
-            output_scale=self.output_scale,
+        return options_of(
+            self,
             window_left=left,
             window_right=right,
-            causal=self.causal,
-            o_dtype=self.o_dtype,
-            return_lse=self.return_lse,
-            logits_soft_cap=self.softcap,
-            scales_by_head=True,
+            scales_by_head=self.dims is None,
             has_table_offsets=self.most_kv_len is not None,
-            most_kv_len=self.most_kv_len,
         )
 
 
@@ -237,9 +228,9 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         raise ArgumentError(f"softcap: got {layer.softcap!r}; wanted 0 (off) or a positive cap")
     qo_offsets = over.cu_seqlens_q if over.qo_offsets is None else over.qo_offsets
     options = LayerOptions(
+        _NAMES,
         sm_scale=sm_scale,
-        output_scale=1.0,
-        softcap=cap,
+        logits_soft_cap=cap,
         causal=mask.causal,
         window=mask.window,
         **bounds_of(config, over),

@@ -11,12 +11,11 @@ from typing import Any
 from .. import array
 from ..core import parse
 from ..engine.arrays import Arrays, make_arrays
-from ..engine.check_planless import Options
 from ..engine.latent_rows import Dims
 from ..engine.run_planless_latent import run
 from ..engine.views import LATENT_NAMES, read_scale
 from ..errors import ArgumentError, UnsupportedError
-from .attend import Cache, Call, Pass, bounds_of, passes_of
+from .attend import Cache, Call, LayerOptions, Pass, bounds_of, passes_of
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, LayerSpec
 from .pools import view_pages
@@ -73,7 +72,7 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     over = each.over
     sm_scale = parse.finite(layer.softmax_scale, "softmax_scale", 1.0)
     number, held = read_scale(layer.k_scale, "k_scale")
-    options = Options(
+    options = LayerOptions(
         _NAMES,
         dims=dims_of(config.shape_of(layer)),
         sm_scale=sm_scale,
