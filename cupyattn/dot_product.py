@@ -105,7 +105,7 @@ def dot_product_attention(
             the window and lengths hold besides. Each request is a launch of its own then. One that
             differs by head, or comes with a bias, is taken as the bias is.
     scale   of the logits; default 1 / sqrt(head_dim).
-    is_causal   a row sees no key behind its own position, which causal_alignment says.
+    is_causal   a row sees no key behind its own place, which causal_alignment says.
     causal_alignment   where rows are among the keys, for is_causal and local_window_size. "last":
             the last query of a request is at its last key, row i of t at key i + s - t. "first":
             the first query is at the first key, row i at key i, as jax.nn and torch have it; for
@@ -113,11 +113,11 @@ def dot_product_attention(
             lengths "first" takes a mask of all rows and keys.
     query_seq_lengths   [b]: how many rows of each dense or paged request count; the others give 0.
     key_value_seq_lengths, kv_lens   two names of [b]: how many keys of each request count.
-    local_window_size   (left, right): keys before and after a row's own position that it sees,
-            both ends included, -1 for all; one number stands for both sides.
+    local_window_size   (left, right): keys beside a row's own place that it sees, both ends
+            included, -1 for all; one number stands for both sides.
     cu_seqlens_q, cu_seqlens_k   [b + 1]: the first row of each request, and the end of the last.
-    max_seqlen_q, max_seqlen_k   upper bounds of one request, as far as the host knows; they affect
-            speed only.
+    max_seqlen_q, max_seqlen_k   the most of one, as far as the host knows: they choose the kernel,
+            never the answer.
     block_table   [b, most pages]: the pages of each request in the order of its keys; entries past
             its last page may hold anything.
     logits_soft_cap   c > 0: logits become c * tanh(logit / c).
@@ -127,9 +127,8 @@ def dot_product_attention(
     out     array to write instead of a new one.
     return_lse, return_residual   two names of: return the log-sum-exp of each row too. For JAX's
             arrays return_residual has query's dtype, as in jax.nn.
-    logits_transform, mask_fn, logits_params   expressions over each logit and its position, as in
-            single_prefill_with_kv_cache. Only for dense batches without length arrays; one launch
-            per request.
+    logits_transform, mask_fn, logits_params   expressions over each logit and its place, as in
+            single_prefill_with_kv_cache: dense requests of whole arrays, each a launch of its own.
     implementation: accepted for compatibility.
 
     Lengths, offsets and tables are int32 or int64. They stay on their device: nothing is copied to
@@ -167,49 +166,57 @@ def dot_product_attention(
     is_first = _is_first(causal_alignment) and (causal or window != (-1, -1))
     try:
         _check_gate(output_gate, query, value)
-        if is_first or not bias is mask is logits_transform is mask_fn is logits_params is None:
-            result = _restricted(
-                query,
-                key,
-                value,
-                bias=bias,
-                mask=mask,
-                expressions=(logits_transform, mask_fn, logits_params),
-                layout=(cu_seqlens_q, cu_seqlens_k, block_table),
-                q_lens=query_seq_lengths,
-                kv_lens=lens,
-                options=options,
-                is_first=is_first,
-            )
+        if bias is not None or (mask is not None and logits.differs_by_head(mask)):
+            name = "mask" if bias is None else "bias"
+            _refuse_with_arrays(name, logits_transform, mask_fn, logits_params)
+            _refuse_layouts(name, cu_seqlens_q, cu_seqlens_k, block_table)
+            cap = parse.soft_cap(logits_soft_cap)
+            logits_transform, mask_fn, logits_params = logits.of_arrays(bias, mask, query, key, cap)
+            mask, options["softcap"] = None, cap if bias is None else 0.0
+            if is_first or query_seq_lengths is not None or lens is not None:
+                placement = _placement(query, key, options, is_first)
+                _check_lengths(query, query_seq_lengths, lens)
+                mask_fn, own = placement.condition(mask_fn, query_seq_lengths, lens)
+                logits_params |= own
+                options |= {"causal": False, "window_size": (-1, -1)}
+                query_seq_lengths = lens = None
+        elif is_first and not logits_transform is mask_fn is None:
+            mask_fn, _ = _placement(query, key, options, True).condition(mask_fn, None, None)
+            options |= {"causal": False, "window_size": (-1, -1)}
+        expression, arrays = logits.read(logits_transform, mask_fn, logits_params)
+        if expression is not None:
+            others = cu_seqlens_q, cu_seqlens_k, block_table, query_seq_lengths, lens, mask
+            _refuse_with_expression(*others)
+            answer = _expressed(query, key, value, expression, arrays, options)
+        elif mask is not None:
+            _refuse_with_mask(cu_seqlens_q, cu_seqlens_k, block_table)
+            answer = _masked(query, key, value, mask, query_seq_lengths, lens, options, is_first)
+        elif is_first:
+            offsets = cu_seqlens_q, cu_seqlens_k
+            _refuse_first(*offsets, block_table)
+            answer = _first(query, key, value, query_seq_lengths, lens, options)
         elif cu_seqlens_q is not None or cu_seqlens_k is not None:
-            longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-            result = _ragged(
-                query,
-                key,
-                value,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                query_seq_lengths,
-                lens,
-                block_table,
-                options | longest,
+            most = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+            offsets = cu_seqlens_q, cu_seqlens_k
+            answer = _ragged(
+                query, key, value, offsets, query_seq_lengths, lens, block_table, options | most
             )
         else:
-            result = _dense(query, key, value, query_seq_lengths, lens, block_table, options)
+            answer = _dense(query, key, value, query_seq_lengths, lens, block_table, options)
     except (ArgumentError, UnsupportedError) as error:
         if bias is mask is mask_fn is logits_transform is None and is_exporting():
             return exported(dot_product_attention, locals())
         raise _with_order(renamed(error, kv_lens is not None), query, key) from error
     if return_residual and array.view(query, "query").framework == "jax":
-        return result[0], result[1].astype(query.dtype)
-    return result
+        return answer[0], answer[1].astype(query.dtype)
+    return answer
 
 
 def renamed(error: ArgumentError | UnsupportedError, has_kv_lens: bool = False) -> Exception:
     """An error of what is called here, with the names that arguments have here."""
     name = "kv_lens" if has_kv_lens else "key_value_seq_lengths"
     names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
-    return type(error)(_NAME.sub(lambda match: names[match[0]], str(error)))
+    return type(error)(_NAME.sub(lambda found: names[found[0]], str(error)))
 
 
 def _with_order(error: Exception, query: Any, key: Any) -> Exception:
@@ -284,25 +291,25 @@ def _check_lengths(q: Any, q_lens: Any, kv_lens: Any) -> None:
             raise ArgumentError(f"{name}: shape is {got}; wanted [{count}]")
 
 
-def _refuse_first(*layout: Any) -> None:
-    if any(x is not None for x in layout):
+def _refuse_first(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
+    if not cu_seqlens_q is cu_seqlens_k is block_table is None:
         raise UnsupportedError(
             "causal_alignment: 'first' is for dense requests; pass 'last' with cu_seqlens_q, "
             "cu_seqlens_k or block_table, which is the same for as many queries as keys"
         )
 
 
-def _refuse_with_mask(*layout: Any) -> None:
-    if any(x is not None for x in layout):
+def _refuse_with_mask(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
+    if not cu_seqlens_q is cu_seqlens_k is block_table is None:
         raise UnsupportedError(
             "mask: is for dense requests; pass none with cu_seqlens_q, cu_seqlens_k or block_table,"
             " or plan a BatchPrefillWithPagedKVCacheWrapper with custom_mask"
         )
 
 
-def _with_rows_lse(result: Any, wants_lse: bool) -> Any:
+def _with_rows_lse(answer: Any, wants_lse: bool) -> Any:
     """The LSE of flash_attn's functions, heads before rows, with the heads last."""
-    return (result[0], result[1].swapaxes(-1, -2)) if wants_lse else result
+    return (answer[0], answer[1].swapaxes(-1, -2)) if wants_lse else answer
 
 
 # --- ragged, or pages with offsets of query ---
@@ -312,29 +319,28 @@ def _ragged(
     q: Any,
     k: Any,
     v: Any,
-    q_offsets: Any,
-    kv_offsets: Any,
+    offsets: tuple[Any, Any],
     q_lens: Any,
     kv_lens: Any,
     table: Any,
     options: dict[str, Any],
 ) -> Any:
-    if q_offsets is None:
+    if offsets[0] is None:
         raise ArgumentError("cu_seqlens_q: got None with cu_seqlens_k; wanted offsets of both")
-    if kv_offsets is None and table is None:
+    if offsets[1] is None and table is None:
         raise ArgumentError(
             "cu_seqlens_k: got None with cu_seqlens_q; wanted offsets of both, or a block_table"
         )
-    if table is not None and kv_lens is None and kv_offsets is None:
+    if table is not None and kv_lens is None and offsets[1] is None:
         raise ArgumentError("kv_lens: got None with block_table; wanted keys of each request, [b]")
     if q_lens is not None:
         raise UnsupportedError(
             "query_seq_lengths: cu_seqlens_q says how many rows each request has; pass one of them"
         )
-    result = flash_attn_varlen_func(
-        q, k, v, q_offsets, kv_offsets, seqused_k=kv_lens, block_table=table, **options
+    answer = flash_attn_varlen_func(
+        q, k, v, *offsets, seqused_k=kv_lens, block_table=table, **options
     )
-    return _with_rows_lse(result, options["return_softmax_lse"])
+    return _with_rows_lse(answer, options["return_softmax_lse"])
 
 
 # --- dense, or pages ---
@@ -402,10 +408,10 @@ def _without_batch(
 ) -> Any:
     """One request without a batch axis, as a batch of one."""
     out, options = options["out"], _of_one(options)
-    result = _dense(q[None], k[None], v[None], q_lens, kv_lens, None, options)
-    output, lse = result if options["return_softmax_lse"] else (result, None)
-    output = output[0] if out is None else out
-    return output if lse is None else (output, lse[0])
+    answer = _dense(q[None], k[None], v[None], q_lens, kv_lens, None, options)
+    made, lse = answer if options["return_softmax_lse"] else (answer, None)
+    made = made[0] if out is None else out
+    return made if lse is None else (made, lse[0])
 
 
 def _of_one(options: dict[str, Any]) -> dict[str, Any]:
@@ -438,31 +444,23 @@ def _with_query_lengths(
         vk = array.view(k, "k")
         kv_lens = progression(count, vk.shape[1], 0, vq)
     rows = vout.shape[0] * vout.shape[1], *vout.shape[2:]
-    out_rows = out.reshape(rows)
-    if array.view(out_rows, "out").ptr != vout.ptr:
+    flat = out.reshape(rows)
+    if array.view(flat, "out").ptr != vout.ptr:
         raise ArgumentError("out: has rows that are not equally far apart; pass a contiguous one")
-    _fill_with_zeros(out_rows)
+    _fill_with_zeros(flat)
     gate = options["output_gate"]
     if gate is not None:
         gate = gate.reshape(-1, *gate.shape[2:])
-    options = options | {"out": out_rows, "max_seqlen_q": tokens, "output_gate": gate}
-    offsets = progression(count + 1, 0, tokens, vq)
+    options = options | {"out": flat, "max_seqlen_q": tokens, "output_gate": gate}
+    offsets = progression(count + 1, 0, tokens, vq), None
     flat_q = q.reshape(count * tokens, heads, vq.shape[3])
-    result = flash_attn_varlen_func(
-        flat_q,
-        k,
-        v,
-        offsets,
-        None,
-        seqused_q=q_lens,
-        seqused_k=kv_lens,
-        block_table=table,
-        **options,
+    answer = flash_attn_varlen_func(
+        flat_q, k, v, *offsets, seqused_q=q_lens, seqused_k=kv_lens, block_table=table, **options
     )
-    output = array.deliver(out, vq) if is_new else out
+    made = array.deliver(out, vq) if is_new else out
     if not options["return_softmax_lse"]:
-        return output
-    return output, result[1].swapaxes(-1, -2).reshape(count, tokens, heads)
+        return made
+    return made, answer[1].swapaxes(-1, -2).reshape(count, tokens, heads)
 
 
 def _fill_with_zeros(x: Any) -> None:
@@ -480,11 +478,11 @@ def _single(q: Any, k: Any, v: Any, vq: ArrayView, options: dict[str, Any]) -> A
     """One request: its lengths are known here, so that the plan is made on the host."""
     out, wants_lse = options["out"], options["return_softmax_lse"]
     function, arrays, rows = single_call(q, k, v, vq.shape[1], options)
-    result = function(*arrays, **rows)
+    answer = function(*arrays, **rows)
     lead = (None, None) if vq.shape[1] == 1 else (None,)
-    output, lse = result if wants_lse else (result, None)
-    output = output[lead] if out is None else out
-    return (output, array.scaled(lse, math.log(2.0))[lead]) if wants_lse else output
+    made, lse = answer if wants_lse else (answer, None)
+    made = made[lead] if out is None else out
+    return (made, array.scaled(lse, math.log(2.0))[lead]) if wants_lse else made
 
 
 def single_call(
@@ -507,51 +505,6 @@ def single_call(
     rows["out"] = None if out is None else out[0]
     rows |= {"causal": options["causal"], "window_right": window[1]}
     return single_prefill_with_kv_cache, (q[0], k[0], v[0]), rows
-
-
-# --- what restricts dense requests further ---
-
-
-def _restricted(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    bias: Any,
-    mask: Any,
-    expressions: tuple[Any, Any, Any],
-    layout: tuple[Any, Any, Any],
-    q_lens: Any,
-    kv_lens: Any,
-    options: dict[str, Any],
-    is_first: bool,
-) -> Any:
-    """Dense requests with a bias, a mask, expressions, or the first query at the first key.
-
-    expressions: logits_transform, mask_fn, logits_params
-    layout: cu_seqlens_q, cu_seqlens_k, block_table, which must be None
-    """
-    transform, mask_fn, parameters = expressions
-    if bias is not None or (mask is not None and logits.differs_by_head(mask)):
-        name = "mask" if bias is None else "bias"
-        _refuse_with_arrays(name, transform, mask_fn, parameters)
-        _refuse_layouts(name, *layout)
-        transform, mask_fn, parameters = _as_expressions(
-            q, k, bias, mask, q_lens, kv_lens, options, is_first
-        )
-        mask = q_lens = kv_lens = None
-    elif is_first and not transform is mask_fn is None:
-        mask_fn, _ = _placement(q, k, options, True).condition(mask_fn, None, None)
-        options |= {"causal": False, "window_size": (-1, -1)}
-    expression, arrays = logits.read(transform, mask_fn, parameters)
-    if expression is not None:
-        _refuse_with_expression(*layout, q_lens, kv_lens, mask)
-        return _expressed(q, k, v, expression, arrays, options)
-    if mask is not None:
-        _refuse_with_mask(*layout)
-        return _masked(q, k, v, mask, q_lens, kv_lens, options, is_first)
-    _refuse_first(*layout)
-    return _first(q, k, v, q_lens, kv_lens, options)
 
 
 # --- the first query at the first key ---
@@ -588,10 +541,10 @@ def _masked(
     if axes == 3:
         out, options = options["out"], _of_one(options)
         full = None if vm is None else _with_axes(mask, vm, 4)
-        result = _masked(q[None], k[None], v[None], full, q_lens, kv_lens, options, is_first)
-        output, lse = result if options["return_softmax_lse"] else (result, None)
-        output = output[0] if out is None else out
-        return output if lse is None else (output, lse[0])
+        answer = _masked(q[None], k[None], v[None], full, q_lens, kv_lens, options, is_first)
+        made, lse = answer if options["return_softmax_lse"] else (answer, None)
+        made = made[0] if out is None else out
+        return made if lse is None else (made, lse[0])
     if axes != 4:
         raise ArgumentError(
             f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim]"
@@ -639,7 +592,7 @@ def _check_mask(vm: ArrayView, vq: ArrayView, wanted: tuple[int, ...]) -> None:
             "added to logits as bias"
         )
     fits = len(vm.shape) <= 4 and all(
-        extent in (1, size) for extent, size in zip(vm.shape[::-1], wanted[::-1], strict=False)
+        extent in (1, most) for extent, most in zip(vm.shape[::-1], wanted[::-1], strict=False)
     )
     if not fits:
         raise ArgumentError(
@@ -653,56 +606,30 @@ def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict
     gate = options["output_gate"]
     count, tokens, heads, _ = vq.shape
     shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
-    output = array.empty(shape, vq.dtype, vq) if out is None else out
-    vout = array.view(output, "out")
+    made = array.empty(shape, vq.dtype, vq) if out is None else out
+    vout = array.view(made, "out")
     if tuple(vout.shape) != shape:
         raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted {list(shape)}")
     lse = array.empty((count, tokens, heads), dtypes.float32, vq) if wants_lse else None
     for index in range(count):
         single_prefill_with_kv_cache(
-            q[index],
-            k[index],
-            v[index],
+            *(q[index], k[index], v[index]),
             custom_mask=seen[min(index, len(seen) - 1)],
             sm_scale=options["softmax_scale"],
             logits_soft_cap=options["softcap"],
             sinks=options["sinks"],
             output_gate=None if gate is None else gate[index],
-            out=output[index],
+            out=made[index],
             lse=None if lse is None else lse[index],
             return_lse=wants_lse,
         )
-    output = array.deliver(output, vq) if out is None else out
+    made = array.deliver(made, vq) if out is None else out
     if lse is None:
-        return output
-    return output, array.deliver(array.scaled(lse, math.log(2.0)), vq)
+        return made
+    return made, array.deliver(array.scaled(lse, math.log(2.0)), vq)
 
 
 # --- expressions ---
-
-
-def _as_expressions(
-    q: Any,
-    k: Any,
-    bias: Any,
-    mask: Any,
-    q_lens: Any,
-    kv_lens: Any,
-    options: dict[str, Any],
-    is_first: bool,
-) -> tuple[Any, Any, Any]:
-    """(logits_transform, mask_fn, logits_params) that read a bias, a mask and lengths. `options`
-    lose what these say: causality, the window, and a soft cap, which is in front of a bias."""
-    cap = parse.soft_cap(options["softcap"])
-    transform, mask_fn, parameters = logits.of_arrays(bias, mask, q, k, cap)
-    options["softcap"] = cap if bias is None else 0.0
-    if is_first or q_lens is not None or kv_lens is not None:
-        placement = _placement(q, k, options, is_first)
-        _check_lengths(q, q_lens, kv_lens)
-        mask_fn, own = placement.condition(mask_fn, q_lens, kv_lens)
-        parameters |= own
-        options |= {"causal": False, "window_size": (-1, -1)}
-    return transform, mask_fn, parameters
 
 
 def _refuse_with_arrays(name: str, *expressions: Any) -> None:
@@ -712,8 +639,8 @@ def _refuse_with_arrays(name: str, *expressions: Any) -> None:
         )
 
 
-def _refuse_layouts(name: str, *layout: Any) -> None:
-    if any(x is not None for x in layout):
+def _refuse_layouts(name: str, *others: Any) -> None:
+    if any(x is not None for x in others):
         kind = "one" if name == "bias" else "a mask for each head"
         raise UnsupportedError(
             f"{name}: got {kind} beside cu_seqlens or block_table; wanted dense requests"
@@ -737,22 +664,22 @@ def _expressed(
     arrays: tuple[ArrayView, ...],
     options: dict[str, Any],
 ) -> Any:
-    """Request by request: each knows its index in the batch as a number."""
+    """Request by request: each knows its place in the batch as a number."""
     vq, out, wants_lse = array.view(q, "q"), options["out"], options["return_softmax_lse"]
     if len(vq.shape) == 3:
         options = _of_one(options)
-        result = _expressed(q[None], k[None], v[None], expression, arrays, options)
-        output, lse = result if wants_lse else (result, None)
-        output = output[0] if out is None else out
-        return output if lse is None else (output, lse[0])
+        answer = _expressed(q[None], k[None], v[None], expression, arrays, options)
+        made, lse = answer if wants_lse else (answer, None)
+        made = made[0] if out is None else out
+        return made if lse is None else (made, lse[0])
     if len(vq.shape) != 4:
         raise ArgumentError(
             f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim]"
         )
     _check_dense(vq, array.view(k, "k"), array.view(v, "v"), None, None, options)
     shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
-    output = array.empty(shape, vq.dtype, vq) if out is None else out
-    vout = array.view(output, "out")
+    made = array.empty(shape, vq.dtype, vq) if out is None else out
+    vout = array.view(made, "out")
     if tuple(vout.shape) != shape:
         raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted {list(shape)}")
     lse = array.empty(shape[:3], dtypes.float32, vq) if wants_lse else None
@@ -760,7 +687,7 @@ def _expressed(
     gate = options["output_gate"]
     for index in range(shape[0]):
         own = logits.of_request(expression, arrays, index, shape[0])
-        raw_options = single.RawOptions(
+        given = single.RawOptions(
             causal=options["causal"],
             window_left=left,
             window_right=right,
@@ -772,13 +699,13 @@ def _expressed(
             q[index],
             k[index],
             v[index],
-            out=output[index],
+            out=made[index],
             lse=None if lse is None else lse[index],
             sinks=options["sinks"],
             output_gate=None if gate is None else gate[index],
         )
-        single.run(request, raw_options, arrays, return_lse=wants_lse, is_decode=False)
-    output = array.deliver(output, vq) if out is None else out
+        single.run(request, given, arrays, return_lse=wants_lse, is_decode=False)
+    made = array.deliver(made, vq) if out is None else out
     if lse is None:
-        return output
-    return output, array.deliver(array.scaled(lse, math.log(2.0)), vq)
+        return made
+    return made, array.deliver(array.scaled(lse, math.log(2.0)), vq)

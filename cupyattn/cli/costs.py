@@ -20,6 +20,7 @@ _COSTS = {
     "append_paged_kv_cache": Cost(0.08, 14 * _KIB),
     "copy_rows": Cost(0.06, 9 * _KIB),
     "decode_sm80": Cost(0.76, 97 * _KIB),
+    "exchange_states": Cost(0.4, 16 * _KIB),
     "get_batch_indices_positions": Cost(0.03, 5 * _KIB),
     "get_seq_lens": Cost(0.02, 4 * _KIB),
     "merge_levels": Cost(0.11, 19 * _KIB),

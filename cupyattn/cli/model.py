@@ -12,11 +12,11 @@ from ..core.parse import require_int
 from ..core.problem import LATENT_HEAD_DIMS
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
-from ..launch.instances import OPERATIONS, Selection
+from ..launch.instances import Selection
 
 # Names of head dims that are not attention's, by their first part.
 _OTHER_LAYERS = ("linear_", "mamba_")
-_ORDINARY = tuple(name for name in OPERATIONS if name != "mla")
+_ORDINARY = tuple(name for name in Selection.operations if name != "mla")
 _LATENT = "prefill", "mla", "append", "merge", "page"
 
 

@@ -6,6 +6,7 @@ JAX; `simulate` runs ranks as threads over NumPy's arrays, without a GPU.
 
 from __future__ import annotations
 
+from .exchange import StateExchange as StateExchange
 from .group import Group as Group
 from .group import simulate as simulate
 from .heads import HeadRange as HeadRange
@@ -21,6 +22,7 @@ __all__ = [
     "Group",
     "HeadRange",
     "Rates",
+    "StateExchange",
     "Transport",
     "Window",
     "ZigZag",

@@ -33,7 +33,7 @@ class _Block:
     __slots__ = ("_memory", "address", "event", "is_in_flight", "words")
 
     def __init__(self, num_words: int) -> None:
-        self.words, self._memory = _alloc_pinned(num_words)
+        self.words, self._memory = alloc_pinned(num_words)
         self.address = self.words.ctypes.data
         self.event = _make_event()
         self.is_in_flight = False
@@ -44,7 +44,7 @@ class _Block:
             self.is_in_flight = False
 
 
-def _alloc_pinned(num_words: int) -> tuple[np.ndarray, object]:
+def alloc_pinned(num_words: int) -> tuple[np.ndarray, object]:
     from cupy.cuda import alloc_pinned_memory
 
     memory = alloc_pinned_memory(4 * num_words)

@@ -132,8 +132,7 @@ def planning(plan: _F) -> _F:
 def _copied(x: Any) -> Any:
     """What plan() was given, in memory that the caller does not write."""
     if isinstance(x, (list, tuple)):
-        make = getattr(type(x), "_make", type(x))  # records take their fields one by one
-        return make([_copied(part) for part in x])
+        return type(x)([_copied(part) for part in x])
     if isinstance(x, dict):
         return {name: _copied(part) for name, part in x.items()}
     if isinstance(x, np.ndarray):

@@ -28,6 +28,7 @@ from .attention import (
 from .ops import (
     append_paged_kv_cache,
     copy_rows,
+    exchange_states,
     get_batch_indices_positions,
     get_seq_lens,
     merge_states,
@@ -51,6 +52,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "merge": "merging attention states",
+        "exchange": "merging the attention states of several GPUs",
         "page": "page table arithmetic on the device, metadata of serving steps",
         "packbits": "masks of bools into bits",
     }
@@ -89,7 +91,7 @@ SHARED_BYTES = {
 class Selection:
     """Kinds of calls: those that have one value of each field.
 
-    operations  names of OPERATIONS
+    operations  names of OPERATIONS; by default those of one GPU
     dtypes      of q (and o), and of k and v
     head_dims   of q and k, and of v and o
     groups      query heads that share a KV head
@@ -98,7 +100,7 @@ class Selection:
     alignments  whether every row of an array starts on a 16-byte boundary
     """
 
-    operations: tuple[str, ...] = tuple(OPERATIONS)
+    operations: tuple[str, ...] = tuple(name for name in OPERATIONS if name != "exchange")
     dtypes: tuple[tuple[DType, DType], ...] = (
         (dtypes.bfloat16, dtypes.bfloat16),
         (dtypes.float16, dtypes.float16),
@@ -322,6 +324,13 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
         for dtype, head_dim, aligned in product(outputs, dims, chosen.alignments):
             for config in merge_states.configs(dtype, head_dim, aligned):
                 yield "merge_states", config
+    if "exchange" in chosen.operations:
+        of_latent = (512,) if "mla" in chosen.operations else ()
+        outputs = dict.fromkeys(q for q, _ in chosen.dtypes)
+        dims = [*dict.fromkeys((*(dim for _, dim in chosen.head_dims), *of_latent))]
+        for dtype, head_dim in product(outputs, dims):
+            for config in exchange_states.configs(dtype, head_dim):
+                yield "exchange_states", config
     if "page" in chosen.operations:
         yield "get_batch_indices_positions", get_batch_indices_positions.CONFIG
         yield "get_seq_lens", get_seq_lens.CONFIG

@@ -54,6 +54,7 @@ GATED = (
         options=one_option("none", "rope", "alibi", "soft_cap", "mask"),
     ),
     Selection(("append", "merge"), _DTYPES, alignments=(False,)),
+    Selection(("exchange", "mla"), head_dims=((64, 64), (128, 128), (80, 80), (192, 192))),
     Selection(
         ("prefill", "mla"),
         _DTYPES,

@@ -279,7 +279,7 @@ def plugging_in(gpu: Gpu) -> Iterator[Gpu]:
             (views.cupy_stream, lambda index: STREAM),
             (memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype)),
             (memory.writable_copy, gpu.copy_of),
-            (staging._alloc_pinned, _alloc_pinned),
+            (staging.alloc_pinned, _alloc_pinned),
             (staging._make_event, _make_event),
             (read_tables._alloc_pinned, gpu.alloc_landing),
             (workspace.int32_on_device, lambda v, name: gpu.narrow(v, name)),

@@ -7,7 +7,20 @@ from .mutation import Mutation
 _BARRIER = "ptx::block_sync();"
 _WARP_BARRIER = "ptx::warp_sync();"
 
+EXCHANGE = (
+    Mutation("empty-rank-weighs", "lse == -ptx::infinity()", "false", "exchange"),
+    Mutation("rank-sum-not-rescaled", "sum * factor", "sum", "exchange"),
+    Mutation("epoch-stays", "epoch + 1", "epoch", "halves of a window"),
+    Mutation("states-past-the-last", "state >= params.num_states", "false", "exchange"),
+    Mutation("one-half-for-all-epochs", "epoch & 1", "0", "halves of a window"),
+    Mutation("late-peer-hidden", "ptx::nan()", "merged[i].sum", "late peer"),
+    Mutation(
+        "lateness-untold", "ptx::store_system(params.status, source + 1)", "return", "late peer"
+    ),
+)
+
 PORTABLE = (
+    *EXCHANGE,
     # Barriers and waits for copies.
     Mutation("keys-used-before-barrier", _BARRIER, "", "prefill"),
     Mutation("values-used-before-barrier", _BARRIER, "", "prefill"),

@@ -28,6 +28,7 @@ from . import (
     test_attention,
     test_batch,
     test_cascade,
+    test_exchange,
     test_flash_attn,
     test_logits,
     test_merge,
@@ -329,6 +330,9 @@ def _gates(name: str) -> Callable:
 
 
 CATCHERS: dict[str, Callable[..., None]] = {
+    "exchange": test_exchange.check_small,
+    "halves of a window": test_exchange.check_halves,
+    "late peer": test_exchange.check_late,
     "gates": _gates("prefill"),
     "gates of wide heads": _gates("wide heads"),
     "hopper gates of splits": _gates("prefill on Hopper that splits"),

@@ -82,7 +82,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     gpu.api.runtime.memcpyAsync = memcpy
     gpu.api.runtime.eventRecord = record
     monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
-    monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
+    monkeypatch.setattr(staging, "alloc_pinned", _alloc)
 
     def read(asked: Any, planner: Any, words: int, device: int, raw: int) -> np.ndarray:
         assert raw == fake_gpu.STREAM and device == 0

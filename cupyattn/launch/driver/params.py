@@ -237,3 +237,9 @@ def share_numbers(share: KeyShare) -> bytes:
 # kernels/cupyattn/params/merge_states.cuh: the addresses, then what arrays of one look share.
 MERGE_LOOK = struct.Struct("<3i 2f i I i f 4x q 12q 4q")
 MERGE_STATES = struct.Struct(f"<9Q {MERGE_LOOK.size}s")
+
+# kernels/cupyattn/params/exchange_states.cuh: the addresses of a call, then what calls of one look
+# share, with the windows of all ranks.
+MAX_RANKS = 32
+EXCHANGE_LOOK = struct.Struct(f"<2Q 3q 8q 2i I 3i 2f {MAX_RANKS}Q")
+EXCHANGE_STATES = struct.Struct(f"<4Q {EXCHANGE_LOOK.size}s")

@@ -5,7 +5,9 @@
 // Without EMULATOR_CHECKED plain loads and stores are not seen, so nothing can be said of writers:
 // only bounds and copies in flight are checked, where a twin of ptx/ sees them.
 #include <link.h>
+#include <sched.h>
 #include <string.h>
+#include <time.h>
 
 #include <algorithm>
 #include <utility>
@@ -96,10 +98,13 @@ void check_copying(const char* verb, uint32_t offset, int num_bytes, void* code)
 }  // namespace
 
 void find_segments() {
-  if (shared_window.bytes == 0) {
-    shared_bytes[0] = 0;  // thread-local storage is made when it is first touched
-    dl_iterate_phdr(find_module, nullptr);
-  }
+  // Each thread of the system that launches has a window of its own.
+  static const unsigned char* known = nullptr;
+  shared_bytes[0] = 0;  // thread-local storage is made when it is first touched
+  if (known == shared_bytes) return;
+  known = shared_bytes;
+  segments.clear();
+  dl_iterate_phdr(find_module, nullptr);
 }
 
 uint32_t write_time(uint32_t record) { return record >> kWriteClockShift; }
@@ -387,6 +392,44 @@ Floats4 load_l2_16(const void* pointer) {
   Floats4 loaded;
   memcpy(loaded.value, pointer, 16);
   return loaded;
+}
+
+namespace {
+
+void check_whole(const void* pointer, bool is_write, void* caller) {
+  check_global(pointer, 16, is_write, caller);
+  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
+    fail(caller, "misaligned: 16 bytes as a whole at global address %p", pointer);
+  }
+}
+
+}  // namespace
+
+// The host moves eight bytes as a whole. The last word of the sixteen says whether they are there,
+// so its half is stored last and loaded first.
+void store_whole(void* pointer, Words4 value) {
+  check_whole(pointer, true, EMULATOR_CALLER);
+  uint64_t halves[2];
+  memcpy(halves, value.word, 16);
+  __atomic_store_n(static_cast<uint64_t*>(pointer), halves[0], __ATOMIC_RELAXED);
+  __atomic_store_n(static_cast<uint64_t*>(pointer) + 1, halves[1], __ATOMIC_RELEASE);
+}
+
+Words4 load_whole(const void* pointer) {
+  check_whole(pointer, false, EMULATOR_CALLER);
+  sched_yield();
+  uint64_t halves[2];
+  halves[1] = __atomic_load_n(static_cast<const uint64_t*>(pointer) + 1, __ATOMIC_ACQUIRE);
+  halves[0] = __atomic_load_n(static_cast<const uint64_t*>(pointer), __ATOMIC_RELAXED);
+  Words4 loaded;
+  memcpy(loaded.word, halves, 16);
+  return loaded;
+}
+
+uint64_t global_timer() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
 }  // namespace emulator

@@ -13,7 +13,7 @@ import pytest
 from cupyattn.cli import model, select
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
-from cupyattn.launch.instances import LEVELS, OPERATIONS, OPTIONS, Selection, instances
+from cupyattn.launch.instances import LEVELS, OPTIONS, Selection, instances
 
 BF16, FP16, E4M3 = dtypes.bfloat16, dtypes.float16, dtypes.float8_e4m3fn
 LLAMA: dict[str, Any] = {
@@ -34,7 +34,7 @@ DEEPSEEK: dict[str, Any] = {
 }
 # What LLAMA needs.
 ORDINARY = Selection(
-    operations=tuple(name for name in OPERATIONS if name != "mla"),
+    operations=tuple(name for name in Selection.operations if name != "mla"),
     dtypes=((BF16, BF16),),
     head_dims=((128, 128),),
     groups=(4,),

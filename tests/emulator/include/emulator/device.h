@@ -64,4 +64,9 @@ void atomic_add(uint32_t* counter, uint32_t addend);
 float load_l2(const float* pointer);
 Floats4 load_l2_16(const void* pointer);
 
+// --- memory of several ranks, which are threads of the system; a load lets others go on ---
+void store_whole(void* pointer, Words4 value);
+Words4 load_whole(const void* pointer);
+uint64_t global_timer();
+
 }  // namespace emulator

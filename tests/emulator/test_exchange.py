@@ -1,0 +1,170 @@
+"""The exchange kernel on the host: ranks are threads, whose launches write each other's windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import exchange_calls
+from helpers.exchange_calls import LATE, SMALL, ExchangeCase, RankRun, random_case
+from helpers.share import one_of
+
+from cupyattn import DeviceError
+from cupyattn.distributed import Group
+
+from . import ranks
+
+
+def check_small(**facts: Any) -> None:
+    with ranks.plugged_in(**facts) as found:
+        run_and_check(SMALL, found)
+
+
+def check_late(**facts: Any) -> None:
+    with ranks.plugged_in(**facts) as found:
+        check_late_peer(found, 1)
+
+
+def check_halves(**facts: Any) -> None:
+    with ranks.plugged_in(**facts) as found:
+        check_two_halves(found)
+
+
+@pytest.fixture
+def emulated() -> Iterator[ranks.RankedGpu]:
+    with ranks.plugged_in() as found:
+        yield found
+
+
+def run_and_check(case: ExchangeCase, emulated: ranks.RankedGpu) -> None:
+    emulated.forget()
+    case = replace(case, uses_windows=True)
+    found = ranks.on_ranks(
+        emulated, case.size, lambda group: exchange_calls.run_and_check(case, group)
+    )
+    exchange_calls.check(case, found)
+
+
+@pytest.mark.parametrize("first", one_of(5, range(0, 50, 10)))
+def test_random_exchanges(emulated: ranks.RankedGpu, first: int) -> None:
+    emulated.mode = "plain" if first else "checked"
+    for seed in range(first, first + 10):
+        emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
+        run_and_check(random_case(seed), emulated)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])
+def test_every_number_of_ranks(emulated: ranks.RankedGpu, size: int) -> None:
+    run_and_check(replace(SMALL, size=size), emulated)
+
+
+def test_blocks_take_several_groups(emulated: ranks.RankedGpu) -> None:
+    emulated.num_sms, emulated.mode = 1, "plain"  # two blocks
+    run_and_check(replace(SMALL, rows=(40, 3, 40), own_heads=2, head_dim=128), emulated)
+
+
+def test_a_rank_without_keys_and_rows_without_keys(emulated: ranks.RankedGpu) -> None:
+    run_and_check(replace(SMALL, absent=0), emulated)
+    run_and_check(replace(SMALL, size=3, absent=2, empty=0.6), emulated)
+    run_and_check(replace(SMALL, empty=1.0), emulated)
+
+
+def test_no_rows_are_no_exchange(emulated: ranks.RankedGpu) -> None:
+    run_and_check(replace(SMALL, rows=(0, 3, 0)), emulated)
+    assert len([x for x in emulated.launches if x.name == "exchange_states"]) == 2 * 2
+
+
+def test_nan_stays_in_its_row(emulated: ranks.RankedGpu) -> None:
+    case = replace(SMALL, rows=(3,), empty=0.0, uses_windows=True, out_dtype="float32")
+
+    def work(group: Group) -> Any:
+        run = RankRun(case, group, np)
+        v, s = case.states(0, group.rank)
+        if group.rank == 1:
+            v[1, 0, 3] = np.nan
+            s[2, 3] = np.nan
+        return run.exchange.run(v, s, return_lse=True)
+
+    (first, _), (second, lse) = ranks.on_ranks(emulated, 2, work)
+    is_nan = np.isnan(first)
+    assert is_nan[1, 0, 3] and is_nan.sum() == 1
+    is_nan = np.isnan(second).all(-1)
+    assert is_nan[2, 1] and np.isnan(second).sum() == case.head_dim
+    assert np.isnan(lse)[2, 1] and np.isnan(lse).sum() == 1
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_peer_is_nan_and_then_an_error(emulated: ranks.RankedGpu, late: int) -> None:
+    check_late_peer(emulated, late)
+
+
+def check_late_peer(emulated: ranks.RankedGpu, late: int) -> None:
+    case = replace(LATE, uses_windows=True)
+
+    def work(group: Group) -> list[Any]:
+        run = RankRun(case, group, np)
+        answers = [run.step(0)]
+        if group.rank == late:
+            ranks.stall(1.0)
+        reason = ""
+        try:
+            for index in (1, 2, 3):
+                answers.append(run.step(index))
+        except DeviceError as error:
+            reason = str(error)
+        assert "did not deliver" in reason
+        return [(x.out, x.lse) for x in answers]
+
+    found = ranks.on_ranks(emulated, 2, work)
+    is_nan = np.isnan(found[1 - late][1][0].astype(np.float32))
+    assert is_nan.any() and len(found[1 - late]) == 2
+    # What came in time is right, whatever else did not, on the late rank too.
+    for rank in range(2):
+        wanted = exchange_calls.wanted(case, rank)
+        for (out, lse), (right, right_lse) in zip(found[rank], wanted, strict=False):
+            is_here, has_lse = ~np.isnan(out.astype(np.float32)), ~np.isnan(lse)
+            np.testing.assert_allclose(out[is_here].astype(np.float64), right[is_here], 0.01, 0.01)
+            np.testing.assert_allclose(lse[has_lse], right_lse[has_lse], 1e-5, 1e-5)
+
+
+def test_even_and_odd_exchanges_have_halves_of_a_window(emulated: ranks.RankedGpu) -> None:
+    check_two_halves(emulated)
+
+
+def check_two_halves(emulated: ranks.RankedGpu) -> None:
+    """What a peer may still be reading is not written by the next exchange."""
+    case = replace(SMALL, rows=(5, 5), uses_windows=True)
+
+    def work(group: Group) -> list[int]:
+        run = RankRun(case, group, np)
+        run.step(0), run.step(1)
+        group.share_bytes(b"")
+        memory = run.exchange._windows
+        assert memory is not None
+        return [int(x) for x in np.unique(memory._window.local.view(np.uint32)[3::4])]
+
+    assert ranks.on_ranks(emulated, 2, work) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_epochs_pass_zero(emulated: ranks.RankedGpu) -> None:
+    """The epoch that windows hold at first is skipped."""
+    case = replace(SMALL, rows=(4,) * 3, uses_windows=True)
+
+    def work(group: Group) -> Any:
+        run = RankRun(case, group, np)
+        memory = run.exchange._windows
+        assert memory is not None
+        control = np.frombuffer(memory._control.memory, np.uint32)
+        place = (memory.windows.control - control.ctypes.data) // 4
+        control = np.ndarray(4, np.uint32, memory._control.memory, 4 * place)
+        control[0] = 0xFFFFFFFE
+        group.barrier = lambda *_: None  # type: ignore[method-assign]
+        group.share_bytes(b"")
+        answers = [run.step(index) for index in range(3)]
+        assert control.tolist()[:3] == [3, 0, 0]
+        return [(x.out, x.lse) for x in answers]
+
+    exchange_calls.check(case, ranks.on_ranks(emulated, 2, work))
