@@ -1,8 +1,8 @@
 """Public calls as graphs of torch and JAX have them, read from the calls' signatures.
 
 A graph must know of a call which arguments are arrays, which of them it writes, and what arrays it
-answers with. Signatures name the arguments; KINDS says what a name stands for; and a rule for each
-family of calls makes the answers. Nothing here knows a framework.
+returns. Signatures name the arguments; KINDS says what a name stands for; and a rule for each
+family of calls says what they return. Nothing here knows a framework.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # What arguments of these names are: types of torch's schemas. An argument with another name makes
-# no difference to most calls, and has no place in their operators.
+# no difference to most calls, and their operators do not have it.
 _NAMES_OF_KINDS = {
     "Tensor": """
         q k v query key value k_cache v_cache bias mask sinks output_gate alibi_slopes
@@ -42,7 +42,7 @@ _NAMES_OF_KINDS = {
     "str": "kv_layout pos_encoding_mode causal_alignment",
 }
 KINDS = {name: kind for kind, names in _NAMES_OF_KINDS.items() for name in names.split()}
-# Arguments that change no answer.
+# Arguments that change no result.
 IGNORED = frozenset(
     """
     backend cute_dsl_impl implementation fa_version ver kv_scale_format deterministic enable_pdl
@@ -61,194 +61,196 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _LATENT = 512  # columns of latent keys that are values, where no argument says it
 
 
-# --- answers ---
+# --- outputs ---
 
 
-class Made:
+class NewArray:
     """An array that a call makes. Its dtype is a name, or as the framework has it."""
 
     def __init__(self, shape: tuple[Any, ...], dtype: Any) -> None:
         self.shape, self.dtype = shape, dtype
 
 
-# What a call answers with, by its arguments and their defaults in the signature's order: arrays
-# that it makes, arguments that it has been given for them, None, or tuples of these. `planned`
+# What a call returns, by its arguments and their defaults in the signature's order: arrays that it
+# makes, arguments that were passed to be written instead, None, or tuples of these. `planned`
 # among the arguments of a wrapper is what it is planned for: (columns, dtype).
-Answers = Callable[[dict[str, Any]], Any]
+Outputs = Callable[[dict[str, Any]], Any]
 
 
-def _float32(shape: tuple[Any, ...]) -> Made:
-    return Made(tuple(shape), "float32")
+def _float32(shape: tuple[Any, ...]) -> NewArray:
+    return NewArray(tuple(shape), "float32")
 
 
-def _values(given: dict[str, Any]) -> Any:
+def _values(arguments: dict[str, Any]) -> Any:
     """The values of a call, the last of a cache's arrays."""
     for name in _VALUES:
-        x = given.get(name)
+        x = arguments.get(name)
         if x is not None:
             return x[-1] if isinstance(x, (list, tuple)) else x
     return None
 
 
-def _dtype(given: dict[str, Any], query: Any, values: Any) -> Any:
+def _dtype(arguments: dict[str, Any], query: Any, values: Any) -> Any:
     """What is asked for, query's, or what fp8 queries are widened to."""
     for name in ("o_dtype", "out_dtype", "o_data_type"):
-        if given.get(name) is not None:
-            return given[name]
+        if arguments.get(name) is not None:
+            return arguments[name]
     if str(query.dtype).removeprefix("torch.") not in _FP8:
         return query.dtype
     return "bfloat16" if str(values.dtype).removeprefix("torch.") in _FP8 else values.dtype
 
 
-def _or_made(given: dict[str, Any], name: str, made: Made) -> Any:
-    x = given.get(name)
-    return made if x is None else x
+def _or_new(arguments: dict[str, Any], name: str, new: NewArray) -> Any:
+    x = arguments.get(name)
+    return new if x is None else x
 
 
-def _wants_lse(given: dict[str, Any]) -> bool:
-    return any(given.get(flag) for flag in FLAGS)
+def _wants_lse(arguments: dict[str, Any]) -> bool:
+    return any(arguments.get(flag) for flag in FLAGS)
 
 
-def _output(given: dict[str, Any]) -> Any:
+def _output(arguments: dict[str, Any]) -> Any:
     """An array of query's rows, with the columns of the values."""
-    query = next(iter(given.values()))
-    if "planned" in given:
-        columns, dtype = given["planned"]
+    query = next(iter(arguments.values()))
+    if "planned" in arguments:
+        columns, dtype = arguments["planned"]
     else:
-        values = _values(given)
-        columns = given["kv_lora_rank"] if "kv_lora_rank" in given else values.shape[-1]
-        dtype = _dtype(given, query, values)
-    return _or_made(given, "out", Made((*query.shape[:-1], columns), dtype))
+        values = _values(arguments)
+        columns = arguments["kv_lora_rank"] if "kv_lora_rank" in arguments else values.shape[-1]
+        dtype = _dtype(arguments, query, values)
+    return _or_new(arguments, "out", NewArray((*query.shape[:-1], columns), dtype))
 
 
-def _attention(given: dict[str, Any]) -> Any:
+def _attention(arguments: dict[str, Any]) -> Any:
     """The output, and its LSE [..., rows, heads] where it is asked for."""
-    return _with_lse(given) if _wants_lse(given) else _output(given)
+    return _with_lse(arguments) if _wants_lse(arguments) else _output(arguments)
 
 
-def _with_lse(given: dict[str, Any]) -> Any:
-    lse = _float32(next(iter(given.values())).shape[:-1])
-    return _output(given), _or_made(given, "lse", lse)
+def _with_lse(arguments: dict[str, Any]) -> Any:
+    lse = _float32(next(iter(arguments.values())).shape[:-1])
+    return _output(arguments), _or_new(arguments, "lse", lse)
 
 
-def _heads_first(given: dict[str, Any]) -> Any:
+def _heads_first(arguments: dict[str, Any]) -> Any:
     """The output and the LSE [..., heads, rows]; a third array is empty."""
-    out = _output(given)
-    if not _wants_lse(given):
+    out = _output(arguments)
+    if not _wants_lse(arguments):
         return out
-    *lead, rows, heads, _ = next(iter(given.values())).shape
+    *lead, rows, heads, _ = next(iter(arguments.values())).shape
     lse = _float32((*lead, heads, rows))
-    return (out, lse, Made((0,), out.dtype)) if given.get("return_attn_probs") else (out, lse)
+    return (
+        (out, lse, NewArray((0,), out.dtype)) if arguments.get("return_attn_probs") else (out, lse)
+    )
 
 
-def _nothing(given: dict[str, Any]) -> Any:
+def _nothing(arguments: dict[str, Any]) -> Any:
     return None
 
 
-def _xqa(given: dict[str, Any]) -> Any:
+def _xqa(arguments: dict[str, Any]) -> Any:
     """None for what `output` takes, as the call gives."""
-    query = given["q"]
-    out = _output(given) if given["output"] is None else None
+    query = arguments["q"]
+    out = _output(arguments) if arguments["output"] is None else None
     lse = _float32(query.shape[:-1])
-    return (out, _or_made(given, "lse", lse)) if given["return_lse"] else out
+    return (out, _or_new(arguments, "lse", lse)) if arguments["return_lse"] else out
 
 
-def _xqa_mla(given: dict[str, Any]) -> Any:
-    if given["output"] is not None:
+def _xqa_mla(arguments: dict[str, Any]) -> Any:
+    if arguments["output"] is not None:
         return None
-    query = given["q"]
-    return Made((*query.shape[:-1], _LATENT), _dtype(given, query, given["k_cache"]))
+    query = arguments["q"]
+    return NewArray((*query.shape[:-1], _LATENT), _dtype(arguments, query, arguments["k_cache"]))
 
 
-def _fmha(given: dict[str, Any]) -> Any:
-    qkv = given["qkv"]
+def _fmha(arguments: dict[str, Any]) -> Any:
+    qkv = arguments["qkv"]
     query = qkv[0] if isinstance(qkv, (list, tuple)) else qkv[:, 0]
-    values = qkv[2] if given["input_layout"] == "SEPARATE_Q_K_V" else query
-    out = _or_made(given, "out", Made((*query.shape[:-1], values.shape[-1]), query.dtype))
-    if given["save_softmax_stats"]:
+    values = qkv[2] if arguments["input_layout"] == "SEPARATE_Q_K_V" else query
+    out = _or_new(arguments, "out", NewArray((*query.shape[:-1], values.shape[-1]), query.dtype))
+    if arguments["save_softmax_stats"]:
         return out, _float32((*query.shape[:-1], 2))
     lse = _float32(query.shape[:-1])
-    return (out, _or_made(given, "lse", lse)) if given["return_lse"] else out
+    return (out, _or_new(arguments, "lse", lse)) if arguments["return_lse"] else out
 
 
-def _cudnn_prefill(given: dict[str, Any]) -> Any:
+def _cudnn_prefill(arguments: dict[str, Any]) -> Any:
     """The LSE has the rows of the longest prompt for each."""
-    out = _output(given)
-    if not given["return_lse"]:
+    out = _output(arguments)
+    if not arguments["return_lse"]:
         return out, None
-    lens = given["actual_seq_lens_q"]
-    count = (given["actual_seq_lens_kv"] if lens is None else lens).shape[0]
-    lse = _float32((count, given["max_token_per_sequence"], given["q"].shape[-2]))
-    return out, _or_made(given, "lse", lse)
+    lens = arguments["actual_seq_lens_q"]
+    count = (arguments["actual_seq_lens_kv"] if lens is None else lens).shape[0]
+    lse = _float32((count, arguments["max_token_per_sequence"], arguments["q"].shape[-2]))
+    return out, _or_new(arguments, "lse", lse)
 
 
-def _merged(given: dict[str, Any]) -> Any:
+def _merged(arguments: dict[str, Any]) -> Any:
     """The merged states: of two states a row, of a list of states a row, or of such by offsets."""
-    v = next(iter(given.values()))
+    v = next(iter(arguments.values()))
     shape = tuple(v.shape)
-    if "indptr" in given:
-        shape = given["indptr"].shape[0] - 1, *shape[1:]
-    elif "v_b" not in given:
+    if "indptr" in arguments:
+        shape = arguments["indptr"].shape[0] - 1, *shape[1:]
+    elif "v_b" not in arguments:
         shape = shape[0], *shape[2:]
-    names = ("v_merged", "s_merged") if "v_merged" in given else ("out", "lse")
-    out = _or_made(given, names[0], Made(shape, v.dtype))
-    return out, _or_made(given, names[1], _float32(shape[:-1]))
+    names = ("v_merged", "s_merged") if "v_merged" in arguments else ("out", "lse")
+    out = _or_new(arguments, names[0], NewArray(shape, v.dtype))
+    return out, _or_new(arguments, names[1], _float32(shape[:-1]))
 
 
-def _combined(given: dict[str, Any]) -> Any:
-    parts = given["out_partial"]
-    out = Made(tuple(parts.shape[1:]), given["out_dtype"] or parts.dtype)
-    return _or_made(given, "out", out), _float32(parts.shape[1:-1])
+def _combined(arguments: dict[str, Any]) -> Any:
+    parts = arguments["out_partial"]
+    out = NewArray(tuple(parts.shape[1:]), arguments["out_dtype"] or parts.dtype)
+    return _or_new(arguments, "out", out), _float32(parts.shape[1:-1])
 
 
-def _positions(given: dict[str, Any]) -> Any:
-    made = Made((given["nnz"],), "int32")
-    return tuple(_or_made(given, x, made) for x in ("batch_indices", "positions"))
+def _positions(arguments: dict[str, Any]) -> Any:
+    new = NewArray((arguments["nnz"],), "int32")
+    return tuple(_or_new(arguments, x, new) for x in ("batch_indices", "positions"))
 
 
-def _seq_lens(given: dict[str, Any]) -> Any:
-    return Made(tuple(given["kv_last_page_len"].shape), "int32")
+def _seq_lens(arguments: dict[str, Any]) -> Any:
+    return NewArray(tuple(arguments["kv_last_page_len"].shape), "int32")
 
 
-def _as_first(given: dict[str, Any]) -> Any:
-    """As many integers as are given."""
-    return _or_made(given, "out", Made(tuple(next(iter(given.values())).shape), "int32"))
+def _as_first(arguments: dict[str, Any]) -> Any:
+    """As many integers as the first argument has."""
+    return _or_new(arguments, "out", NewArray(tuple(next(iter(arguments.values())).shape), "int32"))
 
 
-def _lists(given: dict[str, Any]) -> Any:
-    counts = Made(tuple(given["lists"].shape[:-1]), "int32")
-    return _as_first(given), _or_made(given, "counts", counts)
+def _lists(arguments: dict[str, Any]) -> Any:
+    counts = NewArray(tuple(arguments["lists"].shape[:-1]), "int32")
+    return _as_first(arguments), _or_new(arguments, "counts", counts)
 
 
-def _packed(given: dict[str, Any]) -> Any:
-    return Made(((given["x"].shape[0] + 7) // 8,), "uint8")
+def _packed(arguments: dict[str, Any]) -> Any:
+    return NewArray(((arguments["x"].shape[0] + 7) // 8,), "uint8")
 
 
-def _flash_mla(given: dict[str, Any]) -> Any:
-    q = given["q"]
-    out = Made((*q.shape[:-1], given["head_dim_v"]), q.dtype)
+def _flash_mla(arguments: dict[str, Any]) -> Any:
+    q = arguments["q"]
+    out = NewArray((*q.shape[:-1], arguments["head_dim_v"]), q.dtype)
     return out, _float32((q.shape[0], q.shape[2], q.shape[1]))
 
 
-def _flash_mla_sparse(given: dict[str, Any]) -> Any:
-    q = given["q"]
-    out = _or_made(given, "out", Made((*q.shape[:-1], given["d_v"]), q.dtype))
+def _flash_mla_sparse(arguments: dict[str, Any]) -> Any:
+    q = arguments["q"]
+    out = _or_new(arguments, "out", NewArray((*q.shape[:-1], arguments["d_v"]), q.dtype))
     return out, _float32(q.shape[:-1]), _float32(q.shape[:-1])
 
 
-def _latent(given: dict[str, Any]) -> Any:
-    q = given["q_nope"] if given["query"] is None else given["query"]
-    columns = q.shape[-1] if given["query"] is None else _LATENT
-    out = _or_made(given, "out", Made((*q.shape[:-1], columns), q.dtype))
+def _latent(arguments: dict[str, Any]) -> Any:
+    q = arguments["q_nope"] if arguments["query"] is None else arguments["query"]
+    columns = q.shape[-1] if arguments["query"] is None else _LATENT
+    out = _or_new(arguments, "out", NewArray((*q.shape[:-1], columns), q.dtype))
     lse = _float32(q.shape[:-1])
-    return (out, _or_made(given, "lse", lse)) if given["return_lse"] else out
+    return (out, _or_new(arguments, "lse", lse)) if arguments["return_lse"] else out
 
 
-def _pod(given: dict[str, Any]) -> Any:
+def _pod(arguments: dict[str, Any]) -> Any:
     """(prefill, decode); of whole batches with the LSE of each, if that is asked for."""
-    queries = given["q_p"], given["q_d"]
-    outputs = tuple(Made(tuple(q.shape), q.dtype) for q in queries)
-    if not given.get("return_lse"):
+    queries = arguments["q_p"], arguments["q_d"]
+    outputs = tuple(NewArray(tuple(q.shape), q.dtype) for q in queries)
+    if not arguments.get("return_lse"):
         return outputs
     return tuple((x, _float32(x.shape[:-1])) for x in outputs)
 
@@ -261,8 +263,8 @@ class Call:
     """A public call in a graph.
 
     path      "module:function", or "module:Class.method" of a planned wrapper
-    answers   what it answers with
-    writes    arguments that it writes, beside OUTPUTS
+    outputs   what it returns
+    writes    arguments that it writes, besides OUTPUTS
     appends   the argument of new keys, without which it only reads what `writes` names
     results   how many arrays its own operator returns; None: the output, and the LSE if asked for
     is_operator   whether it has an operator of its own
@@ -270,7 +272,7 @@ class Call:
     """
 
     path: str
-    answers: Answers = _attention
+    outputs: Outputs = _attention
     writes: tuple[str, ...] = ()
     appends: str = ""
     results: int | None = None
@@ -294,8 +296,8 @@ class Call:
     @property
     def function(self) -> Any:
         """The call itself, not what asks for a graph."""
-        found = self._members[-1]
-        return getattr(found, "outside_of_graphs", found)
+        member = self._members[-1]
+        return getattr(member, "outside_of_graphs", member)
 
     @property
     def _members(self) -> list[Any]:
@@ -309,9 +311,9 @@ class Call:
 
     @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        found = inspect.signature(self.function).parameters
+        parameters = inspect.signature(self.function).parameters
         variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-        return {n: x for n, x in found.items() if n != "self" and x.kind not in variadic}
+        return {n: x for n, x in parameters.items() if n != "self" and x.kind not in variadic}
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
@@ -345,10 +347,10 @@ class Call:
         if not self.is_operator:
             return {}
         plain = self.writes if not self.appends else ()
-        found = self._forms(plain)
+        forms = self._forms(plain)
         for form, schema in self._forms(self.writes).items() if self.appends else ():
-            found[f"append_{form}" if form else "append"] = schema
-        return found
+            forms[f"append_{form}" if form else "append"] = schema
+        return forms
 
     def _forms(self, written: tuple[str, ...]) -> dict[str, str]:
         wrapper = ["int wrapper"] if self.owner is not None else []
@@ -384,9 +386,9 @@ class Call:
 
 def positional(function: Any) -> tuple[str, ...]:
     """Arguments of a function that may be given by position."""
-    found = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(x.name for x in found if x.kind in kinds and x.name != "self")
+    return tuple(x.name for x in parameters if x.kind in kinds and x.name != "self")
 
 
 _FA3 = "flash_attn_interface"
@@ -463,7 +465,7 @@ def is_default(x: Any, default: Any) -> bool:
 
 
 def leaves(path: str, x: Any) -> list[tuple[str, Any]]:
-    """The parts of an argument or of an answer, each with where it is: "kv_cache.1" is the second
+    """The parts of an argument or of a result, each with where it is: "kv_cache.1" is the second
     of a tuple, "logits_params.slopes" an item of a dict."""
     if isinstance(x, dict):
         parts = list(x.items())
@@ -471,10 +473,10 @@ def leaves(path: str, x: Any) -> list[tuple[str, Any]]:
         parts = list(enumerate(x))
     else:
         return [(path, x)]
-    found = []
+    result = []
     for name, part in parts:
-        found.extend(leaves(f"{path}.{name}", part))
-    return found
+        result.extend(leaves(f"{path}.{name}", part))
+    return result
 
 
 def joined(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -99,12 +99,12 @@ def attention_fn(
     common = jax.numpy.result_type(query, key, value) if dtype is None else dtype
     parts = [x.astype(common) for x in (query, key, value)]
     lead = parts[0].shape[:-3]
-    flat = [x.reshape(-1, *x.shape[-3:]) for x in parts]
+    batched = [x.reshape(-1, *x.shape[-3:]) for x in parts]
     if bias is not None:
         bias = _over_logits(bias, lead)
     if mask is not None:
         mask = _over_logits(mask if str(mask.dtype) == "bool" else mask != 0, lead)
-    q, k, v = flat
+    q, k, v = batched
     out = dot_product_attention(
         q, k, v, bias, mask, is_causal=bool(is_causal), causal_alignment="first"
     )
@@ -218,20 +218,20 @@ def _call(
 def _shapes(arrays: dict[str, Any], outputs: list[tuple[Any, Any]]) -> list[Any] | None:
     """Shapes and dtypes of all arrays, which the calls of a call site have in common; None if they
     have not (jax.export's symbolic ones)."""
-    found = [(x.shape, x.dtype) for x in arrays.values()] + outputs
-    if not all(isinstance(extent, int) for shape, _ in found for extent in shape):
+    specs = [(x.shape, x.dtype) for x in arrays.values()] + outputs
+    if not all(isinstance(extent, int) for shape, _ in specs for extent in shape):
         return None
-    return [[list(shape), str(dtype)] for shape, dtype in found]
+    return [[list(shape), str(dtype)] for shape, dtype in specs]
 
 
-def _refuse_float32(given: dict[str, Any]) -> None:
+def _refuse_float32(arrays: dict[str, Any]) -> None:
     """UnsupportedError for queries that no kernel has, as far as JAX says where they will be."""
     import jax
 
-    name, query = next(iter(given.items()))
+    name, query = next(iter(arrays.items()))
     if str(query.dtype) != "float32" or name not in ("q", "query"):
         return
-    if jax.default_backend() != "gpu" or _is_for_cpu(given.values()):
+    if jax.default_backend() != "gpu" or _is_for_cpu(arrays.values()):
         return
     raise UnsupportedError(
         f"{name}: float32 has no kernel on a GPU; cast query, keys and values to bfloat16 or "
@@ -289,17 +289,17 @@ def _function(function: _F) -> _F:
     def traced(*args: Any, **kwargs: Any) -> Any:
         # A signature need not show all synonyms.
         shown = {n if n in signature.parameters else call.own_name(n): x for n, x in kwargs.items()}
-        given = {**call.defaults, **signature.bind(*args, **shown).arguments}
-        if given.get("out_dtype") is not None:
-            given["out_dtype"] = dtypes.parse(given["out_dtype"], "out_dtype").name
-        arrays, constants = _arguments(call, given)
+        arguments = {**call.defaults, **signature.bind(*args, **shown).arguments}
+        if arguments.get("out_dtype") is not None:
+            arguments["out_dtype"] = dtypes.parse(arguments["out_dtype"], "out_dtype").name
+        arrays, constants = _arguments(call, arguments)
         if written:
             return _written(call, arrays, constants, written)
-        outputs = [(x.shape, x.dtype) for _, x in leaves("", call.answers(given))][:2]
-        made = _call(call.name, arrays, constants, outputs)
-        if given.get("return_residual"):
-            return made[0], made[1].astype(outputs[0][1])
-        return made[0] if len(made) == 1 else tuple(made)
+        outputs = [(x.shape, x.dtype) for _, x in leaves("", call.outputs(arguments))][:2]
+        results = _call(call.name, arrays, constants, outputs)
+        if arguments.get("return_residual"):
+            return results[0], results[1].astype(outputs[0][1])
+        return results[0] if len(results) == 1 else tuple(results)
 
     path = call.path.replace(":", ".")
     traced.__doc__ = _TEXT.format(path=path, returns=_WRITTEN if written else "")
@@ -313,15 +313,15 @@ def _written(call: Call, arrays: dict[str, Any], constants: dict[str, Any], argu
     own = [at for at in arrays if at.partition(".")[0] == argument]
     outputs = [(arrays[at].shape, arrays[at].dtype) for at in own]
     aliases = {[*arrays].index(at): index for index, at in enumerate(own)}
-    made = _call(call.name, arrays, constants, outputs, aliases)
-    return made[0] if own == [argument] else tuple(made)
+    results = _call(call.name, arrays, constants, outputs, aliases)
+    return results[0] if own == [argument] else tuple(results)
 
 
-def _arguments(call: Call, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _arguments(call: Call, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of a call, by calls.leaves, and its constants but those that change nothing."""
     arrays: dict[str, Any] = {}
     constants: dict[str, Any] = {}
-    for name, x in given.items():
+    for name, x in arguments.items():
         if name in IGNORED or name in FLAGS or x is None:
             continue
         if name in (*OUTPUTS, "workspace_buffer"):
@@ -380,10 +380,10 @@ def _register() -> tuple[Any, ...]:
         is_recorded = target == _RECORDED_TARGET
         on_gpu = _on_gpu_or_recorded if is_recorded else _on_gpu
         for platform, function in (("cpu", _on_cpu), ("CUDA", on_gpu)):
-            made = handler(function, may_be_recorded=is_recorded and platform == "CUDA")
-            pointer = ctypes.cast(made, ctypes.c_void_p).value
+            c_function = handler(function, may_be_recorded=is_recorded and platform == "CUDA")
+            pointer = ctypes.cast(c_function, ctypes.c_void_p).value
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(pointer), platform=platform)
-            kept.append(made)
+            kept.append(c_function)
     _settle_at_exit()
     return tuple(kept)
 
@@ -430,7 +430,7 @@ def _on_gpu(frame: Frame) -> None:
 
 
 class _Site:
-    """A call site on one stream: the same call each time, though XLA may place its buffers anew.
+    """A call site on one stream: the same call each time, though XLA may move its buffers.
 
     The first run checks its arguments. The next ones find the call in the call cache, and what they
     launch is recorded, until that is known on any memory; later ones do no more than launch it.
@@ -464,15 +464,15 @@ class _Site:
                 call()
                 self._has_run = True
                 return
-            with Recording() as made:
+            with Recording() as recording:
                 this_thread.launch_buffer.clear()
                 call()
-        if not made.is_whole:
+        if not recording.is_whole:
             _keep(self._calls, addresses, call)
             return
-        self.launches.learn(addresses, made)
+        self.launches.learn(addresses, recording)
         if self.launches.is_hopeless:
-            _keep(self._kept, addresses, made)
+            _keep(self._kept, addresses, recording)
 
 
 _MAX_SITES = 4096
@@ -533,7 +533,7 @@ def _prepare(text: bytes, inputs: list[Any], outputs: list[Any]) -> Callable[[],
         return functools.partial(call.function, **named)
     if "workspace_buffer" in call.parameters:
         named["workspace_buffer"] = None
-    return functools.partial(_answer, call, named, outputs)
+    return functools.partial(_call_into, call, named, outputs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -542,8 +542,8 @@ def _parse(text: bytes) -> tuple[str, list[str], dict[str, Any]]:
     return name, names, constants
 
 
-def _answer(call: Call, named: dict[str, Any], outputs: list[Any]) -> None:
-    """Call for the output, and for the LSE if there is a place for it."""
+def _call_into(call: Call, named: dict[str, Any], outputs: list[Any]) -> None:
+    """Call for the output, and for the LSE if there is an array for it."""
     out, *more = outputs
     flag = {call.flag: bool(more)} if call.flag else {}
     if more and "lse" in call.parameters:
@@ -551,9 +551,9 @@ def _answer(call: Call, named: dict[str, Any], outputs: list[Any]) -> None:
         return
     if more:
         spoil()
-    answer = call.function(**named, **flag, out=out)
+    result = call.function(**named, **flag, out=out)
     if more:
-        more[0][...] = answer[1]
+        more[0][...] = result[1]
 
 
 def _is_one_request(arrays: dict[str, Any], constants: dict[str, Any]) -> bool:

@@ -89,8 +89,8 @@ class Backend:
         """Send the lengths of a batch to the device, in one copy."""
         from minisgl.attention import BaseAttnMetadata
 
-        made = joined("CupyAttnMetadata", Metadata, BaseAttnMetadata)
-        batch.attn_metadata = made(*self._send(batch.padded_reqs, batch.is_decode))
+        cls = joined("CupyAttnMetadata", Metadata, BaseAttnMetadata)
+        batch.attn_metadata = cls(*self._send(batch.padded_reqs, batch.is_decode))
 
     def _send(self, requests: list[Any], is_decode: bool) -> tuple[BatchInfo, Any]:
         count = len(requests)
@@ -114,10 +114,10 @@ class Backend:
 
     def forward(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any) -> Any:
         """Write k and v, [rows, kv_heads * head_dim], and attend. q is [rows, heads, head_dim]."""
-        found = batch.attn_metadata
-        if not found.is_written:
-            self.core.init_forward_metadata(found.batch)
-            found.is_written = True
+        metadata = batch.attn_metadata
+        if not metadata.is_written:
+            self.core.init_forward_metadata(metadata.batch)
+            metadata.is_written = True
         layer = self.layers.get(layer_id)
         if layer is None:
             layer = self.layers[layer_id] = LayerSpec(layer_id)
@@ -137,9 +137,9 @@ class Backend:
         batch.attn_metadata.is_written = True
 
     def prepare_for_replay(self, batch: Any) -> None:
-        found = batch.attn_metadata
-        self.core.init_forward_metadata_replay(batch.padded_size, found.batch)
-        found.is_written = True
+        metadata = batch.attn_metadata
+        self.core.init_forward_metadata_replay(batch.padded_size, metadata.batch)
+        metadata.is_written = True
 
 
 class Pool:

@@ -87,8 +87,8 @@ class Backend(FlashAttentionBackend):
         return self.core.forward_metadata
 
     @forward_metadata.setter
-    def forward_metadata(self, found: Any) -> None:
-        self.core.forward_metadata = found
+    def forward_metadata(self, metadata: Any) -> None:
+        self.core.forward_metadata = metadata
 
     def forward(
         self,
@@ -113,15 +113,15 @@ class Backend(FlashAttentionBackend):
 def _refuse_layer(layer: Any) -> None:
     """UnsupportedError for what a RadixAttention asks beyond cupyattn.serving."""
     kind = getattr(layer, "attn_type", "decoder")
-    found = {
+    features = {
         "attn_type": (getattr(kind, "value", kind), "decoder"),
         "pos_encoding_mode": (getattr(layer, "pos_encoding_mode", "NONE"), "NONE"),
         "logit_capping_method": (getattr(layer, "logit_capping_method", "tanh"), "tanh"),
         "xai_temperature_len": (getattr(layer, "xai_temperature_len", -1), -1),
     }
-    for name, (given, wanted) in found.items():
-        if given != wanted:
+    for name, (value, wanted) in features.items():
+        if value != wanted:
             raise UnsupportedError(
-                f"{name}: layer {layer.layer_id} has {given}; only {wanted} is served, choose "
+                f"{name}: layer {layer.layer_id} has {value}; only {wanted} is served, choose "
                 "another attention backend"
             )

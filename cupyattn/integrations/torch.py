@@ -5,15 +5,15 @@ Operators work on CPU and CUDA tensors, FakeTensors and dynamic shapes; CUDA gra
 them. There is no backward pass: tensors that require grad are refused where grad is enabled.
 
 Many calls have an operator of their own, with the call's arguments in its order. It has four forms,
-by what it returns and writes: `default` returns the answer, `lse` the answer and its LSE, `out`
+by what it returns and writes: `default` returns the output, `lse` the output and its LSE, `out`
 writes its last argument, and `out_lse` does so and returns the LSE. A call that appends to a cache
 has each form once more, behind `append`, which writes the cache. All other calls, and arguments
 that those operators do not take, share
 
     torch.ops.cupyattn.call(function, wrapper, names, read, written, ints, floats, words)
 
-which names the call and its arguments, so that a graph needs nothing beside itself. What the call
-answers is made by the graph and written by the operator.
+which names the call and its arguments, so that a graph needs nothing else. What the call
+returns is made by the graph and written by the operator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .calls import (
     IGNORED,
     OUTPUTS,
     Call,
-    Made,
+    NewArray,
     is_default,
     joined,
     leaves,
@@ -43,11 +43,11 @@ from .calls import (
 
 # Wrappers whose runs are in a graph, by id. A graph is guarded by that id, and dropped with them.
 wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Older Dynamo keeps no object of a user beside its graph, which run() needs for its wrapper.
+# Older Dynamo keeps no object of a user with its graph, which run() needs for its wrapper.
 RUNS_SINCE = (2, 13)
 # `names` are those of `read`, `written`, `ints`, `floats` and `words`, see calls.leaves; those of
-# answers begin with _ANSWER. A word is a string, None or a bool in Python's spelling, or a dtype.
-_ANSWER = "return"
+# results begin with _RETURN. A word is a string, None or a bool in Python's spelling, or a dtype.
+_RETURN = "return"
 _CALL = (
     "call(str function, int wrapper, str[] names, Tensor[] read, Tensor(a!)[] written, SymInt[] "
     "ints, float[] floats, str[] words) -> ()"
@@ -128,13 +128,13 @@ def _operator(call: Call, form: str) -> Any:
             args = wrappers[args[0]], *args[1:]
         if wants_lse:
             named[flag] = True
-        answer = function(*args, **named)
+        result = function(*args, **named)
         if writes_out:
-            return answer[1].contiguous() if wants_lse else None
+            return result[1].contiguous() if wants_lse else None
         if returns_nothing:
             return None
         # What a compiled graph was told: rows one after another.
-        return tuple(x.contiguous() for x in answer) if returns_many else answer.contiguous()
+        return tuple(x.contiguous() for x in result) if returns_many else result.contiguous()
 
     return operator
 
@@ -158,33 +158,33 @@ def _fake(call: Call, form: str) -> Any:
     def fake(*args: Any, **named: Any) -> Any:
         named.update(zip(names, args, strict=False))
         refuse_grad(named.items())
-        given = {**call.defaults, **named}
+        arguments = {**call.defaults, **named}
         if form.endswith("lse"):
-            given[flag] = True
+            arguments[flag] = True
         if is_method:
-            given["planned"] = planned(wrappers[given.pop("wrapper")])
-        made = [x for _, x in leaves(_ANSWER, _filled(call.answers(given), given))]
+            arguments["planned"] = planned(wrappers[arguments.pop("wrapper")])
+        outputs = [x for _, x in leaves(_RETURN, _filled(call.outputs(arguments), arguments))]
         if "out" in form:
-            made = made[1:]
-        return tuple(made) if len(made) > 1 else made[0] if made else None
+            outputs = outputs[1:]
+        return tuple(outputs) if len(outputs) > 1 else outputs[0] if outputs else None
 
     return fake
 
 
-def _filled(answers: Any, given: dict[str, Any]) -> Any:
-    """The answers of a call, with tensors for arrays that it makes."""
-    if isinstance(answers, tuple):
-        return tuple(_filled(x, given) for x in answers)
-    if not isinstance(answers, Made):
-        return answers
+def _filled(outputs: Any, arguments: dict[str, Any]) -> Any:
+    """The outputs of a call, with tensors for arrays that it makes."""
+    if isinstance(outputs, tuple):
+        return tuple(_filled(x, arguments) for x in outputs)
+    if not isinstance(outputs, NewArray):
+        return outputs
     import torch
 
-    dtype = answers.dtype
+    dtype = outputs.dtype
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    for x in given.values():
+    for x in arguments.values():
         x = x[0] if isinstance(x, (list, tuple)) and len(x) else x
         if isinstance(x, torch.Tensor):
-            return x.new_empty(answers.shape, dtype=dtype)
+            return x.new_empty(outputs.shape, dtype=dtype)
     raise ArgumentError("got no tensor")
 
 
@@ -216,7 +216,7 @@ def _traced(call: Call) -> Callable[..., Any]:
     def traced(named: dict[str, Any], wrapper: int = 0, planned: Any = None) -> Any:
         if packet is None:
             return with_all(named, wrapper, planned)
-        given = {name: defaults[name] for name in kinds}
+        arguments = {name: defaults[name] for name in kinds}
         wants_lse, out = False, None
         for name, x in named.items():
             own = own_names.get(name, name)
@@ -227,25 +227,25 @@ def _traced(call: Call) -> Callable[..., Any]:
             elif own in kinds and fits(kinds[own], x):
                 # A synonym that is not given leaves the other one.
                 if x is not None or own == name:
-                    given[own] = plain(kinds[own], x)
+                    arguments[own] = plain(kinds[own], x)
             elif name not in ignored and not is_same(x, defaults.get(name)):
                 return with_all(named, wrapper, planned)
-        form = "append" if appends and given[appends] is not None else ""
+        form = "append" if appends and arguments[appends] is not None else ""
         if out is not None:
             form = form + "_out" if form else "out"
         if wants_lse:
             form = form + "_lse" if form else "lse"
         if form not in operators:
             return with_all(named, wrapper, planned)
-        values = [wrapper, *given.values()] if is_method else [*given.values()]
+        values = [wrapper, *arguments.values()] if is_method else [*arguments.values()]
         if out is not None:
             lse = operators[form](*values, out)
-            answer = (out, lse) if wants_lse else out
+            result = (out, lse) if wants_lse else out
         else:
-            answer = operators[form](*values)
+            result = operators[form](*values)
         if third and named.get("return_attn_probs"):
-            return answer[0], answer[1], answer[0].new_empty(0)
-        return answer
+            return result[0], result[1], result[0].new_empty(0)
+        return result
 
     return traced
 
@@ -353,17 +353,17 @@ def _with_all(call: Call) -> Callable[..., Any]:
     import torch
 
     operator = torch.ops.cupyattn.call.default
-    path, name, defaults, answers = call.path, call.name, call.defaults, call.answers
+    path, name, defaults, outputs = call.path, call.name, call.defaults, call.outputs
     writes, appends = call.writes, call.appends
 
     def with_all(named: dict[str, Any], wrapper: int, planned: Any) -> Any:
-        given = {**defaults, **named}
+        arguments = {**defaults, **named}
         if planned is not None:
-            given["planned"] = planned
-        answer = _filled(answers(given), given)
-        made = [(at, x) for at, x in leaves(_ANSWER, answer) if x is not None]
-        made = [(at, x) for at, x in made if not any(x is y for y in named.values())]
-        written = OUTPUTS if appends and given[appends] is None else (*OUTPUTS, *writes)
+            arguments["planned"] = planned
+        result = _filled(outputs(arguments), arguments)
+        new = [(at, x) for at, x in leaves(_RETURN, result) if x is not None]
+        new = [(at, x) for at, x in new if not any(x is y for y in named.values())]
+        written = OUTPUTS if appends and arguments[appends] is None else (*OUTPUTS, *writes)
         groups: dict[str, list[Any]] = {
             x: [] for x in ("read", "written", "ints", "floats", "words")
         }
@@ -371,14 +371,14 @@ def _with_all(call: Call) -> Callable[..., Any]:
             for at, leaf in leaves(argument, x):
                 group, value = _spelled(name, at, leaf, argument in written)
                 groups[group].append((at, value))
-        groups["written"] += made
+        groups["written"] += new
         operator(
             function=path,
             wrapper=wrapper,
             names=[at for group in groups.values() for at, _ in group],
             **{name: [x for _, x in group] for name, group in groups.items()},
         )
-        return answer
+        return result
 
     return with_all
 
@@ -410,15 +410,15 @@ def _run(
     floats: list[float],
     words: list[str],
 ) -> None:
-    """Make the call that the arguments spell, and write its answers."""
+    """Make the call that the arguments spell, and write its results."""
     call = _BY_PATH[function]
     parts = dict(zip(names, [*read, *written, *ints, *floats, *map(_read, words)], strict=True))
-    to = {at: parts.pop(at) for at in names if at.partition(".")[0] == _ANSWER}
+    to = {at: parts.pop(at) for at in names if at.partition(".")[0] == _RETURN}
     called = call.function
     if call.owner is not None:
         called = functools.partial(called, wrappers[wrapper])
-    answer = called(**joined(parts.items()))
-    for at, x in leaves(_ANSWER, answer):
+    result = called(**joined(parts.items()))
+    for at, x in leaves(_RETURN, result):
         if at in to:
             to[at].copy_(x)
 

@@ -68,25 +68,25 @@ def _is_ours(implementation: Any) -> bool:
 
 
 def _replace(owner: Any, name: str, make: Any) -> None:
-    """Put make(what is there) in its place, once."""
-    found = getattr(owner, name, None)
-    if found is None or getattr(found, "serves_cupyattn", False):
+    """Replace an attribute by `make` of it, once."""
+    original = getattr(owner, name, None)
+    if original is None or getattr(original, "serves_cupyattn", False):
         return
-    made: Any = functools.wraps(found)(make(found))
-    made.serves_cupyattn = True
-    setattr(owner, name, made)
+    replacement: Any = functools.wraps(original)(make(original))
+    replacement.serves_cupyattn = True
+    setattr(owner, name, replacement)
 
 
 def _serve_flash_path() -> None:
     """Let transformers find flash_attn's functions by our alias, where it looks for a package."""
     from transformers import modeling_flash_attention_utils as utils
 
-    def make(found: Any) -> Any:
+    def make(original: Any) -> Any:
         def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
             if implementation is not None and implementation.removeprefix("paged|") == FLASH_NAME:
                 functions = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
                 return *functions, utils._pad_input, utils._unpad_input
-            return found(implementation, *args, **kwargs)
+            return original(implementation, *args, **kwargs)
 
         return lazy_imports
 
@@ -98,13 +98,13 @@ def _serve_continuous_batching() -> None:
     no other name, and any would take an installed flash-attn instead of a name without "flash"."""
     from transformers.generation.continuous_batching import continuous_api
 
-    def make(found: Any) -> Any:
+    def make(original: Any) -> Any:
         def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             before = model.config._attn_implementation
             if not _is_ours(before) or before.removeprefix("paged|") != NAME:
-                return found(self, model, *args, **kwargs)
+                return original(self, model, *args, **kwargs)
             model.set_attn_implementation(before.replace(NAME, FLASH_NAME))
-            found(self, model, *args, **kwargs)
+            original(self, model, *args, **kwargs)
             self._original_attn_impl = before
 
         return switch
@@ -128,25 +128,25 @@ def _check_models() -> None:
     """Let models say that they cannot take our names, where they say it of transformers' own."""
     from transformers import PreTrainedModel
 
-    def make_correct(found: Any) -> Any:
+    def make_correct(original: Any) -> Any:
         def correct(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
             if _is_ours(requested):
                 model: Any = type(self)
                 _require_interface(model, str(requested))
                 if _READS_MASKS.search(_source(model) or ""):
                     _configs_with_plain_masks.add(type(self.config))
-            return str(found(self, requested, *args, **kwargs))
+            return str(original(self, requested, *args, **kwargs))
 
         return correct
 
-    def make_check(found: Any) -> Any:
+    def make_check(original: Any) -> Any:
         def check(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
             if not _is_ours(requested):
-                return str(found(self, requested, *args, **kwargs))
+                return str(original(self, requested, *args, **kwargs))
             # The flash kernels that a model is for are so because others have no sinks.
             self._compatible_flash_implementations = None
             try:
-                return str(found(self, requested, *args, **kwargs))
+                return str(original(self, requested, *args, **kwargs))
             finally:
                 del self._compatible_flash_implementations
 
@@ -180,7 +180,7 @@ def _has_interface(model: Any) -> bool:
     if source is None:  # its flags are all there is
         return is_served
     if _ATTENTION.search(source) is None:
-        return True  # parts that are models answer for themselves
+        return True  # parts that are models are asked themselves
     if not is_served:
         return False
     by_class = _CLASSES.search(source) is not None
@@ -236,7 +236,7 @@ def attention_mask(
         is_plain = causal and attention_mask is None
     else:
         is_plain = _is_plain(mask_function)
-    # transformers itself says so too of steps over static caches, whose place is an array.
+    # transformers itself says so too of steps over static caches, whose offset is an array.
     reads_mask = not kwargs.get("allow_is_causal_skip", True) and isinstance(q_offset, int)
     reads_mask = reads_mask or type(kwargs.get("config")) in _configs_with_plain_masks
     if is_plain and not reads_mask:
@@ -246,10 +246,10 @@ def attention_mask(
             is_number = isinstance(end, int)
             if is_number and end == kv_length and isinstance(padding, int) and says_causal:
                 return None
-            made = _ranges(padding, end, batch_size, device)
+            ranges = _ranges(padding, end, batch_size, device)
             if is_number and end == kv_length and q_length == 1 and not isinstance(padding, int):
-                made.cupyattn_padding = padding
-            return made
+                ranges.cupyattn_padding = padding
+            return ranges
     kwargs["allow_is_causal_skip"] = False
     return masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -286,8 +286,8 @@ def _parts(mask_function: Any) -> tuple[Any, ...]:
     if not getattr(mask_function, "__qualname__", "").startswith("and_masks."):
         return ()
     names, cells = mask_function.__code__.co_freevars, mask_function.__closure__ or ()
-    found = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
-    return tuple(found.get("mask_functions", ()))
+    enclosed = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
+    return tuple(enclosed.get("mask_functions", ()))
 
 
 def _left_padding(attention_mask: Any, kv_length: int, kv_offset: Any) -> Any:
@@ -308,10 +308,10 @@ def _left_padding(attention_mask: Any, kv_length: int, kv_offset: Any) -> Any:
 def _ranges(padding: Any, end: Any, batch_size: int, device: Any) -> Any:
     import torch
 
-    made = torch.empty(batch_size, 2, 1, 1, dtype=torch.int32, device=device)
-    made[:, 0, 0, 0] = padding
-    made[:, 1] = end
-    return made
+    ranges = torch.empty(batch_size, 2, 1, 1, dtype=torch.int32, device=device)
+    ranges[:, 0, 0, 0] = padding
+    ranges[:, 1] = end
+    return ranges
 
 
 # --- attention ---
@@ -350,9 +350,9 @@ def attention(
     is_plain = attention_mask is s_aux is None and not dropout
     if is_plain and query.shape[2] == 1 and _is_known(kwargs):
         window = _window(sliding_window, _is_causal(module, is_causal))
-        made = find_step(query, key, value, step_options(window[0], scaling, softcap))
-        if made is not None:
-            return made, None
+        out = find_step(query, key, value, step_options(window[0], scaling, softcap))
+        if out is not None:
+            return out, None
     _refuse(dropout, kwargs)
     if query.dtype != value.dtype or query.dtype != key.dtype or query.dtype.itemsize == 4:
         query, key, value = _cast(query, key, value)
@@ -361,17 +361,17 @@ def attention(
     is_whole = attention_mask is None and offsets is None and bias is None
     if is_whole and query.shape[2] == 1:
         window = _window(sliding_window, causal)
-        made = _one_row(query, key, value, window[0], scaling, softcap, s_aux)
-        if made is not None:
-            return made, None
+        out = _one_row(query, key, value, window[0], scaling, softcap, s_aux)
+        if out is not None:
+            return out, None
     # What ranges mark is causal, whatever the layer says.
     has_ranges = attention_mask is not None and attention_mask.shape[1:] == (2, 1, 1)
     causal = causal or has_ranges
     if has_ranges and offsets is bias is s_aux is None and query.shape[2] == 1:
         window = _window(sliding_window, causal)
-        made = _one_padded_row(query, key, value, attention_mask, window, scaling, softcap)
-        if made is not None:
-            return made, None
+        out = _one_padded_row(query, key, value, attention_mask, window, scaling, softcap)
+        if out is not None:
+            return out, None
     q, k, v = (_with_columns(x).transpose(1, 2) for x in (query, key, value))
     if is_whole and q.shape[0] == 1 and s_aux is None:
         window = _window(sliding_window, causal)
@@ -411,8 +411,8 @@ def _is_known(kwargs: dict[str, Any]) -> bool:
     return all(kwargs.get(name) is None or kwargs[name] is False for name in _MORE)
 
 
-def _is_causal(module: Any, given: bool | None) -> bool:
-    return getattr(module, "is_causal", True) if given is None else given
+def _is_causal(module: Any, is_causal: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
@@ -470,8 +470,8 @@ def _one_request(
         "return_softmax_lse": False,
     }
     function, arrays, named = single_call(q, k, v, q.shape[1], options)
-    made = function(*arrays, **named)
-    return made[None, None] if q.shape[1] == 1 else made[None]
+    out = function(*arrays, **named)
+    return out[None, None] if q.shape[1] == 1 else out[None]
 
 
 def _with_columns(x: Any) -> Any:
@@ -483,7 +483,7 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
     """A step of decoding over keys of one length, as one row of b * heads heads: nothing is to be
     planned. None where the heads of all requests are not equally far apart."""
     count, heads, _, head_dim = q.shape
-    given = q, k, v
+    arrays = q, k, v
     is_in_place = k.is_contiguous() and v.is_contiguous()
     if not is_in_place:
         k, v = _with_columns(k), _with_columns(v)
@@ -499,7 +499,7 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
         sinks = s_aux.detach().float()
         sinks = sinks if count == 1 else sinks.repeat(count)
     rows = q.reshape(-1, head_dim).contiguous()
-    made = single_decode_with_kv_cache(
+    out = single_decode_with_kv_cache(
         rows,
         k,
         v,
@@ -510,12 +510,12 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
         sinks=sinks,
     )
     if is_in_place and sinks is None and _is_known({}) and rows.data_ptr() == q.data_ptr():
-        keep_step(given, (rows, k, v), step_options(window_left, scale, softcap))
-    return made.view(count, 1, heads, -1)
+        keep_step(arrays, (rows, k, v), step_options(window_left, scale, softcap))
+    return out.view(count, 1, heads, -1)
 
 
 # Without a plan, which is made on the GPU.
-_MOST_REQUESTS = 8192
+_MAX_REQUESTS = 8192
 
 
 def _one_padded_row(
@@ -533,14 +533,14 @@ def _one_padded_row(
         return None
     count, heads, _, head_dim = q.shape
     kv_heads, length = k.shape[1:3]
-    if count * kv_heads > _MOST_REQUESTS:
+    if count * kv_heads > _MAX_REQUESTS:
         return None
-    places = getattr(ranges, "cupyattn_places", None)
-    if places is None or places[0] != (kv_heads, length):
-        places = (kv_heads, length), *_places(padding, kv_heads, length)
-        ranges.cupyattn_places = places  # for the other layers
-    _, row_offsets, starts, lens = places
-    made = flash_attn_varlen_func(
+    lengths = getattr(ranges, "cupyattn_lengths", None)
+    if lengths is None or lengths[0] != (kv_heads, length):
+        lengths = (kv_heads, length), *_lengths_by_head(padding, kv_heads, length)
+        ranges.cupyattn_lengths = lengths  # for the other layers
+    _, row_offsets, starts, lens = lengths
+    out = flash_attn_varlen_func(
         q.reshape(count * kv_heads, -1, head_dim),
         k.view(-1, 1, head_dim),
         v.view(-1, 1, v.shape[3]),
@@ -554,10 +554,10 @@ def _one_padded_row(
         softcap=softcap or 0.0,
         seqused_k=lens,
     )
-    return made.view(count, 1, heads, -1)
+    return out.view(count, 1, heads, -1)
 
 
-def _places(padding: Any, kv_heads: int, length: int) -> tuple[Any, Any, Any]:
+def _lengths_by_head(padding: Any, kv_heads: int, length: int) -> tuple[Any, Any, Any]:
     """Of each KV head of each request: its row, its first key among all, how many keys count."""
     import torch
 
@@ -585,10 +585,10 @@ def _packed(q: Any, k: Any, v: Any, kwargs: dict[str, Any], options: dict[str, A
         caches = kwargs["k_cache"], kwargs["v_cache"]
         return _over_blocks(arrays, caches, kv_offsets, kwargs["block_table"], options)
     rows, keys, values = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    most = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
-    named: dict[str, Any] = options | most
-    made = flash_attn_varlen_func(rows, keys, values, q_offsets, kv_offsets, **named)
-    return made.reshape(*q.shape[:2], *made.shape[1:])
+    bounds = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
+    named: dict[str, Any] = options | bounds
+    out = flash_attn_varlen_func(rows, keys, values, q_offsets, kv_offsets, **named)
+    return out.reshape(*q.shape[:2], *out.shape[1:])
 
 
 def _over_blocks(
@@ -599,10 +599,10 @@ def _over_blocks(
     k_cache, v_cache = caches
     count = q.shape[0]
     before = kv_offsets[1 : count + 1] - kv_offsets[:count] - 1
-    made = flash_attn_with_kvcache(
+    out = flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=before, block_table=table, **options
     )
-    return made.transpose(0, 1)
+    return out.transpose(0, 1)
 
 
 def _masked(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
@@ -620,7 +620,7 @@ def _masked(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
 
 
 # Masks of floats hide keys by the least number there is, or by this. In base 2 the one is no
-# number, and logits beside the other have no digits.
+# number, and logits added to the other have no digits.
 _HIDES = -1e9
 
 
@@ -657,9 +657,9 @@ def _seen(q: Any, k: Any, ranges: Any, options: dict[str, Any]) -> Any:
     rows = torch.arange(q.shape[1], device=q.device)[:, None]
     column = torch.arange(k.shape[1], device=q.device)
     first, end = (0, k.shape[1]) if ranges is None else (ranges[:, :1], ranges[:, 1:])
-    place = rows + end - q.shape[1]
-    seen = column >= (first if left < 0 else (place - left).clamp(min=first))
-    seen = seen & (column < end if right < 0 else column <= place + right)
+    position = rows + end - q.shape[1]
+    seen = column >= (first if left < 0 else (position - left).clamp(min=first))
+    seen = seen & (column < end if right < 0 else column <= position + right)
     return seen.expand(-1, -1, *seen.shape[-2:]) if seen.dim() == 4 else seen[None, None]
 
 
@@ -733,10 +733,10 @@ def paged_attention(
         write_index=kwargs["write_index"],
     )
     rows = query.transpose(1, 2)[0]
-    made = flash_attn_varlen_func(
+    out = flash_attn_varlen_func(
         rows, key, value, cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k, **options
     )
-    return made, None
+    return out, None
 
 
 def _decode(

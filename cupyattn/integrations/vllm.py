@@ -55,16 +55,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     own, path = _BASES[name]
     module, _, base = path.partition(":")
-    made = joined(name, own, getattr(importlib.import_module(module), base))
+    cls = joined(name, own, getattr(importlib.import_module(module), base))
     if own in (Builder, MLABuilder):
         from vllm.v1.attention.backend import AttentionCGSupport
 
-        made._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+        cls._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     if own is MLABuilder:
         from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
-        made.query_len_support = QueryLenSupport.UNIFORM
-    return made
+        cls.query_len_support = QueryLenSupport.UNIFORM
+    return cls
 
 
 # --- dense ---
@@ -118,7 +118,7 @@ class Asked:
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """A sentence beside vLLM's own reasons: what is refused, and what to choose."""
+        """A sentence that joins vLLM's own reasons: what is refused, and what to choose."""
         known = cls.supported_kv_cache_dtypes
         if kv_cache_dtype is not None and kv_cache_dtype not in known:
             return (
@@ -126,8 +126,8 @@ class Asked:
                 f"{', '.join(known)}"
             )
         if not cls.supports_compute_capability(device_capability):
-            given = f"{device_capability.major}.{device_capability.minor}"
-            return f"compute capability: cupyattn has no kernels for {given}"
+            capability = f"{device_capability.major}.{device_capability.minor}"
+            return f"compute capability: cupyattn has no kernels for {capability}"
         return None
 
 
@@ -190,16 +190,16 @@ class Builder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
-        found = common_attn_metadata
+        common = common_attn_metadata
         return Metadata(
-            num_actual_tokens=found.num_actual_tokens,
-            max_query_len=found.max_query_len,
-            max_seq_len=found.max_seq_len,
-            query_start_loc=found.query_start_loc,
-            seq_lens=found.seq_lens,
-            block_table=found.block_table_tensor,
-            slot_mapping=found.slot_mapping,
-            causal=found.causal,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
         )
 
 
@@ -260,8 +260,8 @@ class Impl:
         _refuse(output_scale=output_scale, output_block_scale=output_block_scale)
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        found, count = attn_metadata, attn_metadata.num_actual_tokens
-        is_mixed = not isinstance(found.causal, bool)
+        metadata, count = attn_metadata, attn_metadata.num_actual_tokens
+        is_mixed = not isinstance(metadata.causal, bool)
         k_cache, v_cache = self._caches(kv_cache)
         scales: dict[str, Any] = {}
         if k_cache.dtype != query.dtype:
@@ -273,16 +273,16 @@ class Impl:
             query[:count],
             k_cache,
             v_cache,
-            found.query_start_loc,
-            max_seqlen_q=found.max_query_len,
-            max_seqlen_k=found.max_seq_len,
-            seqused_k=found.seq_lens,
-            block_table=found.block_table,
+            metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_seq_len,
+            seqused_k=metadata.seq_lens,
+            block_table=metadata.block_table,
             softmax_scale=self.scale,
-            causal=is_mixed or found.causal,
-            dynamic_causal=found.causal if is_mixed else None,
+            causal=is_mixed or metadata.causal,
+            dynamic_causal=metadata.causal if is_mixed else None,
             # A causal request sees none of the keys that the second side adds.
-            window_size=self._both_sides() if is_mixed or not found.causal else self.window_size,
+            window_size=self._both_sides() if is_mixed or not metadata.causal else self.window_size,
             softcap=self.softcap,
             sinks=self.sinks,
             out=output[:count].view(count, self.num_heads, self.head_size),
@@ -401,30 +401,30 @@ class MLAImpl:
             import torch
 
             q = torch.cat(q, dim=-1)
-        found = attn_metadata.decode
+        decode = attn_metadata.decode
         rows, heads, columns = q.shape
-        count = found.seq_lens.shape[0]
+        count = decode.seq_lens.shape[0]
         if count == 0 or rows % count:
             raise ArgumentError(f"q: has {rows} rows for {count} requests; wanted as many of each")
         cache, scale = kv_c_and_k_pe_cache, 1.0
         if self.kv_cache_dtype.startswith("fp8"):
             cache, scale = _as_fp8(cache, self.kv_cache_dtype), float(layer._k_scale_float)
         wants_lse = bool(self.need_to_return_lse_for_decode)
-        made = trtllm_batch_decode_with_kv_cache_mla(
+        result = trtllm_batch_decode_with_kv_cache_mla(
             q.view(count, rows // count, heads, columns),
             cache,
             None,
             self.qk_nope_head_dim,
             self.kv_lora_rank,
             self.qk_rope_head_dim,
-            found.block_table,
-            found.seq_lens,
+            decode.block_table,
+            decode.seq_lens,
             attn_metadata.max_seq_len,
             bmm1_scale=self.scale * scale,
             bmm2_scale=scale,
             return_lse=wants_lse,
         )
-        out, lse = made if wants_lse else (made, None)
+        out, lse = result if wants_lse else (result, None)
         return out.reshape(rows, heads, -1), None if lse is None else lse.reshape(rows, heads)
 
 
@@ -440,8 +440,8 @@ def _as_fp8(kv_cache: Any, name: str) -> Any:
     return kv_cache.view(torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn)
 
 
-def _refuse(**given: Any) -> None:
-    for name, x in given.items():
+def _refuse(**options: Any) -> None:
+    for name, x in options.items():
         if x is not None:
             raise UnsupportedError(
                 f"{name}: got {parse.shown(x)}, which is not supported here; choose another "

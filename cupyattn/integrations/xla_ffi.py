@@ -142,7 +142,7 @@ class _StreamGet(ctypes.Structure):
     )
 
 
-# Places of fields among words of 8 bytes: of a buffer, and of a call. The sizes of args, rets and
+# Offsets of fields among words of 8 bytes: of a buffer, and of a call. The sizes of args, rets and
 # attributes are followed by what is read of them.
 _FRAME_WORDS = ctypes.sizeof(_CallFrame) // 8
 _EXTENSION, _API, _CONTEXT, _STAGE = (
@@ -226,10 +226,10 @@ class Frame:
         """Those of all buffers."""
         words = self._words
         ins, outs = words[_ARGS], words[_RETS]
-        places = _readers[ins](_MEMORY, words[_ARGS + 2]) if ins else ()
+        pointers = _readers[ins](_MEMORY, words[_ARGS + 2]) if ins else ()
         if outs:
-            places += _readers[outs](_MEMORY, words[_RETS + 2])
-        return tuple([_read_ptr(_MEMORY, place)[0] for place in places])
+            pointers += _readers[outs](_MEMORY, words[_RETS + 2])
+        return tuple([_read_ptr(_MEMORY, pointer)[0] for pointer in pointers])
 
     def stream(self) -> int:
         """XLA's CUDA stream."""
@@ -265,16 +265,16 @@ _readers = [_reader(f"{count}Q") for count in range(257)]
 _EXTENTS = [_reader(f"{rank}Q") for rank in range(65)]
 
 
-def _buffers(count: int, places: int) -> tuple[Buffer, ...]:
-    found = []
-    for place in _reader(f"{count}Q")(_MEMORY, places) if count else ():
-        code, ptr, rank, dims = _read_buffer(_MEMORY, place)
+def _buffers(count: int, pointers: int) -> tuple[Buffer, ...]:
+    buffers = []
+    for pointer in _reader(f"{count}Q")(_MEMORY, pointers) if count else ():
+        code, ptr, rank, dims = _read_buffer(_MEMORY, pointer)
         dtype = _DTYPES.get(code)
         if dtype is None:
             raise ValueError(f"an array has XLA's dtype {code}, which is not supported")
         shape = _EXTENTS[rank](_MEMORY, dims) if rank else ()
-        found.append(Buffer(ptr, shape, dtype))
-    return tuple(found)
+        buffers.append(Buffer(ptr, shape, dtype))
+    return tuple(buffers)
 
 
 def handler(function: Callable[[Frame], None], *, may_be_recorded: bool = False) -> Any:
@@ -297,17 +297,17 @@ def handler(function: Callable[[Frame], None], *, may_be_recorded: bool = False)
         except Exception as error:  # nothing may pass through C
             code = _INVALID_ARGUMENT if isinstance(error, ValueError) else _INTERNAL
             text = f"{type(error).__name__}: {error}".encode()
-            made = _ErrorCreate(_ERROR_CREATE_SIZE, None, text, code)
+            arguments = _ErrorCreate(_ERROR_CREATE_SIZE, None, text, code)
             create = _create_error(_Api.from_address(words[_API]).error_create)
-            answer: int | None = create(ctypes.byref(made))
-            return answer
+            failure: int | None = create(ctypes.byref(arguments))
+            return failure
         return None
 
     return _Handler(handle)
 
 
 def _describe(frame: Any, traits: int) -> None:
-    """Answer XLA's question for the version that the handler was written for, and its traits."""
+    """Tell XLA, which asks, the version that the handler was written for, and its traits."""
     extension = ctypes.cast(frame.extension_start, ctypes.POINTER(_MetadataExtension))
     metadata = extension.contents.metadata.contents
     metadata.api_version.major = _MAJOR

@@ -105,14 +105,14 @@ def _hold(stream: int, owners: list[_Memory]) -> None:
     with _lock:
         _held[:] = [x for x in _held if driver.try_wait(x[0])]  # 0: it was posted
         _held.append((semaphore, owners))
-    made = ctypes.c_void_p()
-    found = driver.capture_info(
+    user_object = ctypes.c_void_p()
+    code = driver.capture_info(
         stream,
         ctypes.addressof(status),
         ctypes.addressof(number),
         ctypes.addressof(graph),
     )
-    if found == 0 and graph:
-        begin, address = ctypes.addressof(made), ctypes.addressof(semaphore)
+    if code == 0 and graph:
+        begin, address = ctypes.addressof(user_object), ctypes.addressof(semaphore)
         if driver.create(begin, address, driver.post, 1, _NO_DESTRUCTOR_SYNC) == 0:
-            driver.retain(graph, made, 1, _MOVE)
+            driver.retain(graph, user_object, 1, _MOVE)

@@ -1,4 +1,4 @@
-"""What a call site launches, on memory that XLA places anew each time.
+"""What a call site launches, on memory that XLA allocates anew each time.
 
 Words of params structs that follow an address of the call, and by how much, are found by comparing
 what equal calls launched on different memory.
@@ -20,7 +20,7 @@ _MAX_FAILURES = 4
 _ALIGNMENT = 16  # what kernels are chosen by
 _WORD = 8
 _MASK = 2**64 - 1
-# Offset of a word in its struct -> its value in the first recording, and the places of the
+# Offset of a word in its struct -> its value in the first recording, and the indices of the
 # addresses that it may follow.
 _Rules = dict[int, tuple[int, tuple[int, ...]]]
 
@@ -31,7 +31,7 @@ class _Launch(NamedTuple):
     params  the struct itself
     write   struct's pack_into of all that is in it, words that follow an address for themselves
     parts   what is written, in its order; calls of a site change it one after another
-    follows   (which part, place of the address that it follows, how far it is from there)
+    follows   (which part, index of the address that it follows, how far it is from there)
     """
 
     launch: Any
@@ -46,16 +46,16 @@ class _State(NamedTuple):
     """What is known.
 
     base    the first call's addresses
-    made    its recording
+    recording  of it
     moved   which of its addresses have moved since
     launches  its launches
     alike   which pairs of addresses must have moved equally far, since it is not known which of
             them a word follows
-    steady  (place, address) of those that have not moved
+    steady  (index, address) of those that have not moved
     """
 
     base: tuple[int, ...]
-    made: Recording
+    recording: Recording
     moved: frozenset[int]
     launches: list[_Launch]
     alike: frozenset[tuple[int, int]]
@@ -75,17 +75,19 @@ class Launches:
         self._failures = 0
         self.is_hopeless = False
 
-    def learn(self, addresses: tuple[int, ...], made: Recording) -> None:
-        """A call on this memory launched what is in `made`, which is whole."""
+    def learn(self, addresses: tuple[int, ...], recording: Recording) -> None:
+        """A call on this memory launched what is in `recording`, which is whole."""
         state = self._state
         if state is not None:
-            known = _compare(state, addresses, made)
+            known = _compare(state, addresses, recording)
             if known is not None:
                 self._state = known
                 return
             self._failures += 1
             self.is_hopeless = self._failures >= _MAX_FAILURES
-        self._state = _known(addresses, made, frozenset(), [_Rules() for _ in made.launches])
+        self._state = _known(
+            addresses, recording, frozenset(), [_Rules() for _ in recording.launches]
+        )
 
     def again(self, addresses: tuple[int, ...], device_index: int, stream: int) -> bool:
         """Launch it on this memory; False, and nothing is done, where that was not learnt yet."""
@@ -93,39 +95,39 @@ class Launches:
         if state is None:
             return False
         base, _, moved, launches, alike, steady = state
-        for place, address in steady:
-            if addresses[place] != address:
+        for index, address in steady:
+            if addresses[index] != address:
                 return False
         steps = 0
-        for place in moved:
-            steps |= addresses[place] - base[place]
+        for index in moved:
+            steps |= addresses[index] - base[index]
         if steps % _ALIGNMENT:
             return False
-        for place, other in alike:
-            if addresses[place] - base[place] != addresses[other] - base[other]:
+        for index, other in alike:
+            if addresses[index] - base[index] != addresses[other] - base[other]:
                 return False
         arguments = this_thread.launch_buffer
         buffer, begin = arguments.buffer, arguments.offset
         for launch, _, _, write, parts, follows in launches:
-            for part, place, distance in follows:
-                parts[part] = addresses[place] + distance & _MASK
+            for part, index, distance in follows:
+                parts[part] = addresses[index] + distance & _MASK
             write(buffer, begin, *parts)
             enqueue(launch, arguments, device_index, stream)
         return True
 
 
 def _known(
-    base: tuple[int, ...], made: Recording, moved: frozenset[int], rules_of: Sequence[_Rules]
+    base: tuple[int, ...], recording: Recording, moved: frozenset[int], rules_of: Sequence[_Rules]
 ) -> _State:
     launches = []
-    for (launch, params), rules in zip(made.launches, rules_of, strict=True):
+    for (launch, params), rules in zip(recording.launches, rules_of, strict=True):
         parts: list[Any] = []
         fields, follows, end = "<", [], 0
-        for offset, (word, places) in sorted(rules.items()):
+        for offset, (word, indices) in sorted(rules.items()):
             if offset > end:
                 fields += f"{offset - end}s"
                 parts.append(params[end:offset])
-            follows.append((len(parts), places[0], word - base[places[0]]))
+            follows.append((len(parts), indices[0], word - base[indices[0]]))
             fields += "Q"
             parts.append(word)
             end = offset + _WORD
@@ -133,26 +135,26 @@ def _known(
         parts.append(params[end:])
         write = struct.Struct(fields).pack_into
         launches.append(_Launch(launch, params, rules, write, parts, follows))
-    follows_of = [places for rules in rules_of for _, places in rules.values()]
-    alike = frozenset((places[0], x) for places in follows_of for x in places[1:])
-    steady = [(place, address) for place, address in enumerate(base) if place not in moved]
-    return _State(base, made, moved, launches, alike, steady)
+    follows_of = [indices for rules in rules_of for _, indices in rules.values()]
+    alike = frozenset((indices[0], x) for indices in follows_of for x in indices[1:])
+    steady = [(index, address) for index, address in enumerate(base) if index not in moved]
+    return _State(base, recording, moved, launches, alike, steady)
 
 
-def _compare(state: _State, addresses: tuple[int, ...], made: Recording) -> _State | None:
+def _compare(state: _State, addresses: tuple[int, ...], recording: Recording) -> _State | None:
     """What is known with one more call; None if addresses do not explain in what it differs from
     the first one."""
     base, first, had_moved, known = state[:4]
-    if [x for x, _ in made.launches] != [x for x, _ in first.launches]:
+    if [x for x, _ in recording.launches] != [x for x, _ in first.launches]:
         return None
-    steps, owned = _steps(base, addresses), _steps(_owned(first), _owned(made))
+    steps, owned = _steps(base, addresses), _steps(_owned(first), _owned(recording))
     if steps is None or owned is None:
         return None
     rules_of = []
-    for (_, params, rules, *_), (_, other) in zip(known, made.launches, strict=True):
+    for (_, params, rules, *_), (_, other) in zip(known, recording.launches, strict=True):
         old, new = (np.frombuffer(x, "<u8", len(x) // _WORD) for x in (params, other))
         change = new - old
-        found: _Rules = {}
+        changed: _Rules = {}
         for at in {*map(int, np.flatnonzero(change)), *(x // _WORD for x in rules)}:
             follows = set(map(int, np.flatnonzero(steps == change[at])))
             if at * _WORD in rules:
@@ -160,17 +162,17 @@ def _compare(state: _State, addresses: tuple[int, ...], made: Recording) -> _Sta
             else:
                 follows -= had_moved
             if follows:
-                found[at * _WORD] = int(old[at]), tuple(sorted(follows))
+                changed[at * _WORD] = int(old[at]), tuple(sorted(follows))
             elif at * _WORD in rules or not (owned == change[at]).any():
                 return None
-        rules_of.append(found)
+        rules_of.append(changed)
     moved = had_moved | set(map(int, np.flatnonzero(steps)))
     return _known(base, first, moved, rules_of)
 
 
-def _owned(made: Recording) -> tuple[int, ...]:
+def _owned(recording: Recording) -> tuple[int, ...]:
     """Scratch memory of a recording, which its owners keep: the first one's serves all."""
-    return tuple(getattr(x, "ptr", 0) for x in made.kept)
+    return tuple(getattr(x, "ptr", 0) for x in recording.kept)
 
 
 def _steps(old: Sequence[int], new: Sequence[int]) -> Any:

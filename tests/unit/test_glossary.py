@@ -30,7 +30,6 @@ LATER = {
     "dot_product",
     "engine",
     "flash_attn",
-    "integrations",
     "serving",
 }
 

@@ -456,6 +456,6 @@ def test_scratch_memory_of_a_recording_is_kept(gpu: fake_gpu.Gpu, make: Make) ->
         door._on_gpu(call.frame())
     (site,) = door._sites.values()
     assert site.launches._state is not None
-    made = site.launches._state.made
+    made = site.launches._state.recording
     owners = [kept[2] for kept in scratch._kept.workspaces.values()]
     assert owners and all(any(x is owner for x in made.kept) for owner in owners)

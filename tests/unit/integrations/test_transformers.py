@@ -453,7 +453,7 @@ def test_a_padded_step_over_a_dynamic_cache(window: Any, softcap: Any) -> None:
     mask = door.attention_mask(3, 1, 11, 10, attention_mask=seen)
     named = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
     got, _ = door.attention(module, q, k, v, mask, **named)
-    assert len(mask.cupyattn_places) == 4
+    assert len(mask.cupyattn_lengths) == 4
     want, _ = door.attention(module, q, k, v, mask.clone(), **named)
     torch.testing.assert_close(got, want)
     own, _ = door.attention(module, q[1:2], k[1:2, :, 4:], v[1:2, :, 4:], None, **named)

@@ -169,9 +169,9 @@ def test_a_padded_step_of_decoding(gpu: Gpu, make: Callable) -> None:
         assert tuple(out.shape) == (3, 1, 8, 64)
         got = unpack(gpu.attentions()[0].params)
         assert got["num_kv_heads"] == 1 and got["k"] == pointer(k) and got["o"] == pointer(out)
-        places = mask.cupyattn_places
-    assert mask.cupyattn_places is places
-    _, row_offsets, starts, lens = places
+        lengths = mask.cupyattn_lengths
+    assert mask.cupyattn_lengths is lengths
+    _, row_offsets, starts, lens = lengths
     assert row_offsets.tolist() == list(range(7))
     assert starts.tolist() == [0, 40, 85, 125, 161, 201, 240]
     assert lens.tolist() == [40, 40, 35, 35, 39, 39]
