@@ -11,6 +11,7 @@ from .group import Group as Group
 from .group import simulate as simulate
 from .heads import HeadRange as HeadRange
 from .heads import head_range as head_range
+from .nccl import new_unique_id as new_unique_id
 from .pieces import ZigZag as ZigZag
 from .prefill import ContextParallelPrefill as ContextParallelPrefill
 from .prefill_cost import Rates as Rates
@@ -27,5 +28,6 @@ __all__ = [
     "Window",
     "ZigZag",
     "head_range",
+    "new_unique_id",
     "simulate",
 ]

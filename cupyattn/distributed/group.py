@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .._version import __version__
+from ..core.cupy_module import cupy_module
 from ..errors import ArgumentError, DeviceError, DistributedError
-from . import handshake, simulated
+from . import handshake, simulated, starts
 from .transport import Transport, Window
+
+_T = TypeVar("_T")
 
 
 class Group:
@@ -23,6 +28,7 @@ class Group:
     block makes the other ranks raise.
 
     rank, size   who this rank is, and how many there are
+    hosts        for every rank, the number of its host, counted from 0
     transport    what carries the bytes (see `Transport`)
     on_gpu       whether arrays are CuPy's; NumPy's otherwise
     can_capture  whether CUDA graphs may hold the collectives
@@ -36,6 +42,7 @@ class Group:
             )
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
+        self.hosts = tuple(transport.hosts)
         self.on_gpu, self.can_capture = transport.on_gpu, transport.can_capture
         self._checks: list[Callable[[], str | None]] = []
         self._failure: str | None = None
@@ -43,16 +50,107 @@ class Group:
 
     @staticmethod
     def simulated(
-        size: int, *, devices: Sequence[int] | None = None, timeout: float = 60.0
+        size: int,
+        *,
+        devices: Sequence[int] | None = None,
+        hosts: Sequence[int] | None = None,
+        timeout: float = 60.0,
     ) -> list[Group]:
         """A group of `size` ranks for threads of this process: one `Group` for each.
 
         Each is used by a thread of its own (`simulate` starts them). Arrays are NumPy's, or CuPy's
-        where `devices` names a CUDA device for every rank, which may be the same one. A rank that
-        does not come to a call within `timeout` seconds counts as lost.
+        where `devices` names a CUDA device for every rank, which may be the same one. `hosts` says
+        on which host each rank shall seem to be: all on one by default. A rank that does not come
+        to a call within `timeout` seconds counts as lost.
         """
-        meeting = simulated.meeting(size, devices, timeout)
+        meeting = simulated.meeting(size, devices, hosts, timeout)
         return [Group(simulated.SimulatedTransport(meeting, rank)) for rank in range(size)]
+
+    @classmethod
+    def from_unique_id(
+        cls,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        *,
+        device: int | None = None,
+        timeout: float = 60.0,
+    ) -> Group:
+        """A group over NCCL. One rank makes `unique_id` by `new_unique_id()`, for all of them.
+
+        NCCL comes through nccl4py where it is installed, and through CuPy otherwise. `device` is
+        the CUDA device of this rank, the current one by default; it becomes the current one. All
+        ranks make this call; DeviceError where they do not all come within `timeout` seconds.
+        """
+        return cls(starts.from_unique_id(unique_id, rank, size, device, timeout))
+
+    @classmethod
+    def from_torch(
+        cls, process_group: Any = None, *, device: int | None = None, timeout: float = 60.0
+    ) -> Group:
+        """A group over a process group of torch.distributed, by default the one of all ranks.
+
+        A backend of NCCL serves CuPy's arrays on CUDA streams, gloo NumPy's arrays. The process
+        group stays its program's; it is aborted if a rank of it ends.
+        """
+        return cls(starts.from_torch(process_group, device, timeout))
+
+    @classmethod
+    def from_cupyx(cls, comm: Any, *, timeout: float = 60.0) -> Group:
+        """A group over what `cupyx.distributed.init_process_group(size, rank)` returns."""
+        return cls(starts.from_cupyx(comm, timeout))
+
+    @classmethod
+    def from_mpi(
+        cls,
+        comm: Any = None,
+        *,
+        device: int | None = None,
+        on_gpu: bool | None = None,
+        timeout: float = 60.0,
+    ) -> Group:
+        """A group of the ranks of an mpi4py communicator, by default `MPI.COMM_WORLD`.
+
+        MPI carries handshakes and NCCL's id, NCCL what lies on GPUs, so MPI need not know CUDA.
+        With `on_gpu=False`, or where there is no GPU, arrays are NumPy's and MPI carries them.
+        """
+        return cls(starts.from_mpi(comm, device, on_gpu, timeout))
+
+    @classmethod
+    def from_jax(cls, *, on_gpu: bool | None = None, timeout: float = 60.0) -> Group:
+        """A group of the processes that `jax.distributed.initialize` has brought together.
+
+        JAX's coordinator carries handshakes and NCCL's id. Each process has one device.
+        """
+        return cls(starts.from_jax(on_gpu, timeout))
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        rank: int,
+        size: int,
+        *,
+        device: int | None = None,
+        on_gpu: bool | None = None,
+        timeout: float = 60.0,
+    ) -> Group:
+        """A group whose ranks find each other in a folder that all of them see.
+
+        It needs no other library to start. The folder must be a new one for every start: files of
+        an earlier one would be taken for those of ranks of this one.
+        """
+        return cls(starts.from_folder(folder, rank, size, device, on_gpu, timeout))
+
+    @classmethod
+    def from_environment(cls, *, on_gpu: bool | None = None, timeout: float = 60.0) -> Group:
+        """A group by what has been started, or by what the launcher has set.
+
+        In this order: torch.distributed or jax.distributed where the program has started them;
+        `torchrun` (RANK, WORLD_SIZE, MASTER_ADDR); `mpirun`. Each rank takes the GPU of its place
+        on its host, which becomes the current device.
+        """
+        return cls(starts.from_environment(on_gpu, timeout))
 
     def all_to_all(self, out: Any, given: Any, stream: int | None = None) -> None:
         """Part i of `given`, of `size` equal parts, goes to rank i; part j of `out` is from rank j.
@@ -92,13 +190,11 @@ class Group:
 
     def barrier(self, stream: int | None = None) -> None:
         """Let no rank's work on its stream go on before every rank's has come here."""
-        self.check()
-        self.transport.barrier(stream)
+        self._guarded(self.transport.barrier, self._stream(stream))
 
     def share_bytes(self, data: bytes) -> list[bytes]:
         """What every rank has given, on the host, in rank order. It may wait for the others."""
-        self.check()
-        return self.transport.share_bytes(data)
+        return self._guarded(self.transport.share_bytes, data)
 
     def window(self, nbytes: int) -> Window | None:
         """Zeroed memory that peers can write, of the same size on all ranks; None if there is none.
@@ -107,8 +203,7 @@ class Group:
         """
         if nbytes < 1:
             raise ArgumentError(f"nbytes: got {nbytes}; wanted the bytes of a window, 1 or more")
-        self.check()
-        return self.transport.window(nbytes)
+        return self._guarded(self.transport.window, nbytes)
 
     def handshake(self, facts: Mapping[str, Any]) -> None:
         """Compare what ranks will call with, before the first call: raises DistributedError on all.
@@ -131,6 +226,28 @@ class Group:
             )
         return num_heads // self.size
 
+    def split(self, part: int) -> Group:
+        """The group of the ranks that give the same number as this one, in their order here.
+
+        All ranks call it. What it makes is closed before this group is.
+        """
+        parts = [int(data) for data in self.share_bytes(str(int(part)).encode())]
+        members = [rank for rank, other in enumerate(parts) if other == part]
+        return Group(self._guarded(self.transport.split, members))
+
+    def two_levels(self) -> tuple[Group, Group]:
+        """The ranks of this host, and those that have this one's place on the other hosts.
+
+        A group over several hosts has no windows; the first of these two has. DistributedError
+        where hosts have different numbers of ranks.
+        """
+        of_hosts = Counter(self.hosts)
+        if len(set(of_hosts.values())) > 1:
+            counts = ", ".join(f"{n} on host {host}" for host, n in sorted(of_hosts.items()))
+            raise DistributedError(f"hosts: got {counts}; wanted as many ranks on every host")
+        place = self.hosts[: self.rank].count(self.hosts[self.rank])
+        return self.split(self.hosts[self.rank]), self.split(place)
+
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Let `check()` ask this function too: a sentence that it returns is a failure."""
         self._checks.append(check)
@@ -145,7 +262,7 @@ class Group:
             if reason is None:
                 return
             self.fail(reason)
-        raise DeviceError(f"{self._failure}; close this group and make a new one")
+        raise DeviceError(self._advice())
 
     def fail(self, reason: str) -> None:
         """Give the group up for this reason, so that neither this rank nor a peer waits on."""
@@ -188,8 +305,25 @@ class Group:
         return array.reshape(-1).view(np.uint8)
 
     def _call(self, call: Callable[..., None], out: Any, given: Any, stream: int | None) -> None:
+        self._guarded(call, out, given, self._stream(stream))
+
+    def _guarded(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """A call that finds a rank gone fails the group, and says what to do."""
         self.check()
-        call(out, given, stream)
+        try:
+            return call(*arguments)
+        except DeviceError as error:
+            self.fail(str(error))
+            raise DeviceError(self._advice()) from error
+
+    def _advice(self) -> str:
+        return f"{self._failure}; close this group and make a new one"
+
+    def _stream(self, stream: int | None) -> int | None:
+        """CuPy's current one, where a GPU's rank names none."""
+        if stream is None and self.on_gpu:
+            return int(cupy_module().cuda.get_current_stream().ptr)
+        return stream
 
 
 def simulate(
@@ -197,6 +331,7 @@ def simulate(
     work: Callable[[Group], Any],
     *,
     devices: Sequence[int] | None = None,
+    hosts: Sequence[int] | None = None,
     timeout: float = 60.0,
 ) -> list[Any]:
     """What `work(group)` returns on each of `size` simulated ranks, run in a thread for each.
@@ -214,5 +349,5 @@ def simulate(
         >>> simulate(2, work)
         [[0.0, 10.0], [1.0, 11.0]]
     """
-    groups = Group.simulated(size, devices=devices, timeout=timeout)
+    groups = Group.simulated(size, devices=devices, hosts=hosts, timeout=timeout)
     return simulated.run_ranks(size, lambda rank: work(groups[rank]), groups[0].fail)

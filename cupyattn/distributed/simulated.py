@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.cupy_module import as_stream, cupy_module
 from ..errors import ArgumentError, DeviceError, DistributedError
-from .transport import Window
+from .transport import Transport, Window
 
 _ALIGNMENT = 256
 
@@ -23,12 +23,16 @@ class Meeting:
     """Where the ranks of one process wait for each other, and put what the others take.
 
     devices   the CUDA device of each rank; None: arrays are NumPy's
+    hosts     the host of each rank, for programs of several hosts
     timeout   seconds after which a rank that has not come counts as lost
     """
 
-    def __init__(self, size: int, devices: Sequence[int] | None, timeout: float) -> None:
+    def __init__(
+        self, size: int, devices: Sequence[int] | None, hosts: Sequence[int], timeout: float
+    ) -> None:
         self.size = size
         self.devices = devices
+        self.hosts = hosts
         self.timeout = timeout
         self.reason: str | None = None
         self._posted: list[Any] = [None] * size
@@ -86,6 +90,7 @@ class SimulatedTransport:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
+        self.hosts: Sequence[int] = meeting.hosts
         self.on_gpu = meeting.devices is not None
         self.name = "threads of one process" + (", over GPUs" if self.on_gpu else ", in NumPy")
         self._meeting = meeting
@@ -117,6 +122,8 @@ class SimulatedTransport:
         return shared
 
     def window(self, nbytes: int) -> Window | None:
+        if len(set(self.hosts)) > 1:
+            return None
         if self.on_gpu:
             with cupy_module().cuda.Device(self._device()):
                 local = cupy_module().zeros(nbytes, np.uint8)
@@ -128,6 +135,19 @@ class SimulatedTransport:
         peers = np.array([_address(memory) for memory in memories], np.uint64)
         table = cupy_module().asarray(peers) if self.on_gpu else None
         return Window(local, peers, source="simulated", table=table, memories=memories)
+
+    def split(self, members: Sequence[int]) -> Transport:
+        devices, hosts = self._meeting.devices, self._meeting.hosts
+        own = Meeting(
+            len(members),
+            None if devices is None else [devices[rank] for rank in members],
+            [hosts[rank] for rank in members],
+            self._meeting.timeout,
+        )
+        # The first of a part brings what its ranks meet in.
+        brought = self._meeting.meet(self.rank, "split", own)
+        self._meeting.leave(self.rank)
+        return SimulatedTransport(brought[members[0]], members.index(self.rank))
 
     def failure(self) -> str | None:
         return self._meeting.reason
@@ -173,7 +193,9 @@ def _address(memory: Any) -> int:
     return int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data.ptr)
 
 
-def meeting(size: int, devices: Sequence[int] | None, timeout: float) -> Meeting:
+def meeting(
+    size: int, devices: Sequence[int] | None, hosts: Sequence[int] | None, timeout: float
+) -> Meeting:
     if size < 1:
         raise ArgumentError(f"size: got {size}; wanted the number of ranks, 1 or more")
     if devices is not None and len(devices) != size:
@@ -181,7 +203,11 @@ def meeting(size: int, devices: Sequence[int] | None, timeout: float) -> Meeting
             f"devices: got {len(devices)} of them for {size} ranks; wanted one for each rank (the "
             "same one may be given several times)"
         )
-    return Meeting(size, devices, timeout)
+    if hosts is not None and len(hosts) != size:
+        raise ArgumentError(
+            f"hosts: got {len(hosts)} of them for {size} ranks; wanted one for each"
+        )
+    return Meeting(size, devices, [0] * size if hosts is None else hosts, timeout)
 
 
 def run_ranks(size: int, work: Callable[[int], Any], stop: Callable[[str], None]) -> list[Any]:

@@ -17,7 +17,7 @@ class Window:
                own among them
     table      the same addresses where kernels read them: in device memory, or `peers` itself
     memories   every rank's array where all are in this process (simulated ranks); None otherwise
-    source     what gave it: "ipc", "nccl", "torch", "one process" or "simulated"
+    source     what gave it, such as "CUDA IPC" or "simulated"
     """
 
     def __init__(
@@ -55,10 +55,14 @@ class Transport(Protocol):
     ended, raised or called something else raises DeviceError, or DistributedError; none hangs.
 
     name         in words, for `Group.describe()`
+    hosts        for every rank, the number of its host, counted from 0
     can_capture  whether a CUDA graph may hold the collectives
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    hosts: Sequence[int]
     rank: int
     size: int
     on_gpu: bool
@@ -81,6 +85,10 @@ class Transport(Protocol):
 
     def window(self, nbytes: int) -> Window | None:
         """Memory that peers can write; None where there is none."""
+
+    def split(self, members: Sequence[int]) -> Transport:
+        """The transport of these ranks, of which this one is one, in this order. All ranks call it,
+        each with the part that it is in."""
 
     def failure(self) -> str | None:
         """Why the transport is of no use any more, in a sentence; None while it is."""
