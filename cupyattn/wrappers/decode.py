@@ -21,7 +21,7 @@ from ..engine.run_batch import NO_OPTIONS, make_options, run
 from ..engine.wrapper import BatchWrapper, Plan, planning
 from ..errors import PlanError
 from ..typing import Array, Pages, Scale, run_returns_lse
-from .legacy import OlderCalls, check_run, read_options
+from .legacy import OlderCalls, as_older_run, check_run, read_options
 
 _NAMES = PageNames("indptr", "indices", "last_page_len")
 
@@ -302,6 +302,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             return plan.by_q_len[q_len]
 
     @run_returns_lse
+    @as_older_run
     def forward(
         self,
         q: Array,
@@ -322,23 +323,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
 
         The next run then schedules anew. In graph mode they must be the plan's.
         """
-        with self._turns.planning:
-            self._change(
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-            )
-            return self.run(
-                q,
-                paged_kv_cache,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                return_lse=return_lse,
-            )
+        raise NotImplementedError
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

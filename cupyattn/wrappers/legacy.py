@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -36,6 +37,35 @@ class OlderCalls(Untraced):
         """forward() that returns (out, lse)."""
         result: tuple[ArrayT, ArrayT] = self.forward(q, *args, **{**kwargs, "return_lse": True})
         return result
+
+
+# Options of plan() that forward() takes, and such of its arguments as mean nothing.
+_PLANNED = frozenset(
+    (
+        *("causal", "pos_encoding_mode", "window_left", "logits_soft_cap", "sm_scale"),
+        *("rope_scale", "rope_theta"),
+    )
+)
+_MEANINGLESS = frozenset(_RENAMED) | frozenset(_RENAMED.values())
+
+
+def as_older_run(forward: _F) -> _F:
+    """Make a forward() that has only a signature: options of plan() that it is given replace the
+    plan's from then on, and all else goes to run(). The next run then schedules anew; in graph mode
+    they must be the plan's."""
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        del given["self"]
+        changes = {name: x for name, x in given.items() if name in _PLANNED}
+        others = given.keys() - _PLANNED - _MEANINGLESS
+        with self._turns.planning:
+            self._change(**changes)
+            return self.run(**{name: given[name] for name in others})
+
+    return wrapper  # type: ignore[return-value]
 
 
 def accepts_old_plans(slot: int) -> Callable[[_F], _F]:

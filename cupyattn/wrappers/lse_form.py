@@ -8,30 +8,38 @@ from typing import Any
 from .. import array
 from ..array.match import Dims, match
 from ..core import dtypes, parse
-from ..engine.arrays import RunArrays
 from ..engine.run_batch import RunOptions, run
 from ..engine.wrapper import BatchWrapper
+from ..errors import UnsupportedError
 
 
 def run_in_form(
     wrapper: BatchWrapper,
-    arrays: RunArrays,
+    *,
+    q: Any,
+    lse: Any,
     options: RunOptions,
+    logits_params: Any,
     lse_base: Any,
     lse_layout: Any,
+    **arrays: Any,
 ) -> Any:
     """engine.run_batch.run with an LSE, given and returned, in this form.
 
     lse_base: "log2" or "ln". lse_layout: "NH" is [rows, num_qo_heads], "HN" [num_qo_heads, rows].
     Kernels write either layout; natural logarithms take one more pass over the LSE.
     """
+    if logits_params is not None:
+        raise UnsupportedError(
+            "logits_params: is not supported beside lse_base and lse_layout; pass it to plan()"
+        )
     base = parse.choice(lse_base, ("log2", "ln"), "lse_base")
     layout = parse.choice(lse_layout, ("NH", "HN"), "lse_layout")
     return_lse = parse.flag(options.return_lse, "return_lse")
-    options, lse = options._replace(return_lse=False), arrays.lse
+    options = options._replace(return_lse=False)
     if lse is None and not return_lse:
-        return run(wrapper, **arrays._asdict(), options=options)
-    plan, vq = wrapper._require_plan(), array.view(arrays.q, "q")
+        return run(wrapper, q=q, options=options, **arrays)
+    plan, vq = wrapper._require_plan(), array.view(q, "q")
     rows, heads = plan.batch.num_rows, plan.geometry.spec.num_qo_heads
     if lse is None:
         shape = (rows, heads) if layout == "NH" else (heads, rows)
@@ -40,7 +48,7 @@ def run_in_form(
     if layout == "HN":
         match(view, "num_qo_heads rows", Dims(num_qo_heads=heads, rows=rows), "lse")
         written = array.restride(lse, "lse", (rows, heads), tuple(view.strides[::-1]))
-    out = run(wrapper, **{**arrays._asdict(), "lse": written}, options=options)
+    out = run(wrapper, q=q, lse=written, options=options, **arrays)
     if base == "ln":
         array.scaled(lse, math.log(2.0))
     return (out, array.deliver(lse, vq)) if return_lse else out

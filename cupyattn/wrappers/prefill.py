@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..array.views import ArrayView
-from ..core.logits import LogitsExpression
 from ..engine import geometry
-from ..engine.arrays import RunArrays
 from ..engine.logits import read as read_logits
-from ..engine.mask import Mask, read_intervals, read_mask
+from ..engine.mask import read_intervals, read_mask
 from ..engine.plan_again import repeated
 from ..engine.requests import (
     Batch,
@@ -25,11 +23,11 @@ from ..engine.requests import (
 )
 from ..engine.run_batch import NO_OPTIONS, RunOptions, make_options, run
 from ..engine.wrapper import BatchWrapper, planning
-from ..errors import UnsupportedError
 from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import (
     OlderCalls,
     accepts_old_plans,
+    as_older_run,
     check_run,
     read_options,
     read_sink,
@@ -40,13 +38,6 @@ from .lse_form import run_in_form
 # Compared as objects, which takes any value; what is equal but not the same takes the longer way.
 _LOG2, _NH = "log2", "NH"
 _NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-
-
-def _refuse_form(logits_params: Any) -> None:
-    if logits_params is not None:
-        raise UnsupportedError(
-            "logits_params: is not supported beside lse_base and lse_layout; pass it to plan()"
-        )
 
 
 def _count_token(num_heads: Any, name: str, head_dim: Any) -> int:
@@ -77,14 +68,31 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         page_size: int,
         data_types: tuple[Any, Any],
         *,
-        logits: tuple[LogitsExpression | None, tuple[ArrayView, ...]],
-        mask: Mask,
-        fixed_split_size: int | None,
-        disable_split_kv: bool,
+        lens: tuple[Any, Any],
+        logits: tuple[Any, Any, Any],
+        masks: tuple[Any, Any],
+        items: tuple[Any, Any, Any, Any],
+        split: tuple[Any, Any],
         **plan_options: Any,
     ) -> None:
-        """Install a batch; `plan_options` are arguments of plan()."""
-        expression, arrays = logits
+        """Install a batch; the rest are arguments of plan().
+
+        lens: of q and of keys. items: of multi-item scoring.
+        """
+        if self._in_elements:
+            for x, name, own in zip(
+                lens,
+                ("seq_lens_q", "seq_lens"),
+                (batch.requests.qo_len, batch.requests.kv_len),
+                strict=True,
+            ):
+                require_same_lengths(x, name, own)
+        transform, mask_fn, params = logits
+        expression, arrays = read_logits(transform, mask_fn, params)
+        prefix, token_pos, token_pos_len, longest = items
+        intervals = read_intervals(batch, prefix, token_pos, token_pos_len, longest)
+        bools, bits = masks
+        mask = read_mask(bools, bits, intervals)
         if self._takes_sinks:
             plan_options["sm_scale"] = 1.0
         if mask.view is not None:
@@ -92,7 +100,8 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         options = self._options(
             heads_and_dims, page_size, data_types, mask.form, logits=expression, **plan_options
         )
-        split = geometry.split_size(fixed_split_size, disable_split_kv, page_size or 1)
+        size, is_disabled = split
+        split = geometry.split_size(size, is_disabled, page_size or 1)
         self._install(options, batch, mask, split, arrays)
 
 
@@ -241,27 +250,21 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             _NAMES,
             self._is_debugging(),
         )
-        if self._in_elements:
-            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
-            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
-        logits = read_logits(logits_transform, mask_fn, logits_params)
-        intervals = read_intervals(
-            batch,
-            prefix_len_ptr,
-            token_pos_in_items_ptr,
-            token_pos_in_items_len,
-            max_item_len_ptr,
-        )
-        mask = read_mask(custom_mask, packed_custom_mask, intervals)
         self._plan(
             batch,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             page_size,
             (q_data_type, kv_data_type),
-            logits=logits,
-            mask=mask,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+            lens=(seq_lens_q, seq_lens),
+            logits=(logits_transform, mask_fn, logits_params),
+            masks=(custom_mask, packed_custom_mask),
+            items=(
+                prefix_len_ptr,
+                token_pos_in_items_ptr,
+                token_pos_in_items_len,
+                max_item_len_ptr,
+            ),
+            split=(fixed_split_size, disable_split_kv),
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
@@ -331,30 +334,23 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         if not (window_left is skip_softmax_threshold_scale_factor is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
-        if lse_base is _LOG2 and lse_layout is _NH:
-            return run(
-                self,
-                q=q,
-                k=paged_kv_cache,
-                out=out,
-                lse=lse,
-                sinks=sinks,
-                output_gate=output_gate,
-                options=options,
-                logits_params=logits_params,
-            )
-        _refuse_form(logits_params)
-        arrays = RunArrays(
+        answer: Any = run
+        if not (lse_base is _LOG2 and lse_layout is _NH):
+            answer = functools.partial(run_in_form, lse_base=lse_base, lse_layout=lse_layout)
+        return answer(
+            self,
             q=q,
             k=paged_kv_cache,
             out=out,
             lse=lse,
             sinks=sinks,
             output_gate=output_gate,
+            options=options,
+            logits_params=logits_params,
         )
-        return run_in_form(self, arrays, options, lse_base, lse_layout)
 
     @run_returns_lse
+    @as_older_run
     def forward(
         self,
         q: Array,
@@ -374,19 +370,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         return_lse: Literal[False] = False,
     ) -> Any:
         """run() in its older form, as BatchDecodeWithPagedKVCacheWrapper.forward."""
-        with self._turns.planning:
-            self._change(
-                causal=causal,
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-            )
-            return self.run(
-                q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
-            )
+        raise NotImplementedError
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
@@ -498,27 +482,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         if not o_indptr is v_indptr is None:
             require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
             require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
-        if self._in_elements:
-            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
-            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
-        logits = read_logits(logits_transform, mask_fn, logits_params)
-        intervals = read_intervals(
-            batch,
-            prefix_len_ptr,
-            token_pos_in_items_ptr,
-            token_pos_in_items_len,
-            max_item_len_ptr,
-        )
-        mask = read_mask(custom_mask, packed_custom_mask, intervals)
         self._plan(
             batch,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             0,
             (q_data_type, kv_data_type),
-            logits=logits,
-            mask=mask,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+            lens=(seq_lens_q, seq_lens),
+            logits=(logits_transform, mask_fn, logits_params),
+            masks=(custom_mask, packed_custom_mask),
+            items=(
+                prefix_len_ptr,
+                token_pos_in_items_ptr,
+                token_pos_in_items_len,
+                max_item_len_ptr,
+            ),
+            split=(fixed_split_size, disable_split_kv),
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
@@ -579,21 +557,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf)
             geometry.refuse("not supported", o_scale=o_scale)
-        if lse_base is _LOG2 and lse_layout is _NH:
-            return run(
-                self,
-                q=q,
-                k=k,
-                v=v,
-                out=out,
-                lse=lse,
-                sinks=sinks,
-                output_gate=output_gate,
-                options=options,
-                logits_params=logits_params,
-            )
-        _refuse_form(logits_params)
-        arrays = RunArrays(
+        answer: Any = run
+        if not (lse_base is _LOG2 and lse_layout is _NH):
+            answer = functools.partial(run_in_form, lse_base=lse_base, lse_layout=lse_layout)
+        return answer(
+            self,
             q=q,
             k=k,
             v=v,
@@ -601,10 +569,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             lse=lse,
             sinks=sinks,
             output_gate=output_gate,
+            options=options,
+            logits_params=logits_params,
         )
-        return run_in_form(self, arrays, options, lse_base, lse_layout)
 
     @run_returns_lse
+    @as_older_run
     def forward(
         self,
         q: Array,
@@ -623,14 +593,4 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         return_lse: Literal[False] = False,
     ) -> Any:
         """run() in its older form, as BatchDecodeWithPagedKVCacheWrapper.forward."""
-        with self._turns.planning:
-            self._change(
-                causal=causal,
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-            )
-            return self.run(q, k, v, return_lse=return_lse)
+        raise NotImplementedError
