@@ -23,7 +23,7 @@ from .engine.check_planless import Options
 from .engine.index_arrays import fresh_progression, full
 from .engine.latent_rows import Dims
 from .engine.planless_cache import Asked
-from .engine.run_planless_latent import run, run_cached
+from .engine.run_planless import run, run_cached
 from .engine.views import LATENT_NAMES, are_numbers
 from .errors import ArgumentError, UnsupportedError
 from .launch.driver import params
@@ -195,7 +195,7 @@ def flash_mla_sparse_fwd(
         )
         if are_numbers(sm_scale):
             asked = Asked(arrays, arguments, {})
-        result = run(arrays, options, asked)
+        result = run(arrays, options, asked=asked)
     out, lse = result
     if type(max_logits) is not type(lse):
         max_logits = array.deliver(max_logits, array.view(q, "q"))
@@ -253,7 +253,7 @@ def _attend(arrays: Arrays, topk_length: Any, arguments: _CacheOptions, asked: A
         options = options._replace(
             names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
         )
-    return run(arrays, options, asked)
+    return run(arrays, options, asked=asked)
 
 
 def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]:

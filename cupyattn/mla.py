@@ -30,7 +30,7 @@ from .engine.mla_dimensions import (
     supported_mla_layer_dimensions,
 )
 from .engine.planless_cache import Asked
-from .engine.run_planless_latent import run, run_cached
+from .engine.run_planless import run, run_cached
 from .engine.views import LATENT_NAMES, are_numbers, bounded, next_power_of_two, read_scale
 from .errors import ArgumentError, UnsupportedError
 from .page import append_paged_mla_kv_cache
@@ -219,7 +219,7 @@ def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | No
         read = read._replace(qo_offsets=None)
     else:
         read = read._replace(kv_lens=seq_lens)
-    return run(read, options, asked)
+    return run(read, options, asked=asked)
 
 
 def _refuse_others(arguments: _Decode) -> None:
@@ -322,7 +322,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         causal=False,
         o_dtype=o_dtype,
     )
-    return run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked)
+    return run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked=asked)
 
 
 _make_decode = maker(_Decode)
@@ -418,7 +418,7 @@ def xqa_mla(
     if output is not None and len(array.view(output, "output").shape) == 3:
         options = options._replace(q_axes=(3,))
         arrays = arrays._replace(q=_one_row(q, "q"))
-    result = run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked)
+    result = run(arrays._replace(scale_q=scale_q, scale_v=scale_v), options, asked=asked)
     return result if output is None else None
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from .. import array
 from ..errors import CupyAttnError
 from ..launch.driver import scratch
+from ..launch.driver.enqueue import cuda
 from .arrays import NO_MORE, ROLES, Arrays, MoreArrays
 from .call_cache import Argument, CallCache, Found, Scalars, after_launch
 from .check_planless import Call, Extents, LengthForm
@@ -161,9 +162,9 @@ CALLS: CallCache[Checked] = CallCache(
         for name in ROLES
     )
 )
-_Q, _K, _V, _WORKSPACE, _TABLE, _OUT, _LSE, _GATE = map(
+_Q, _K, _V, _WORKSPACE, _TABLE, _KV_LENS, _OUT, _LSE, _GATE = map(
     Arrays._fields.index,
-    ("q", "k", "v", "workspace", "block_tables", "out", "lse", "output_gate"),
+    ("q", "k", "v", "workspace", "block_tables", "kv_lens", "out", "lse", "output_gate"),
 )
 
 
@@ -269,13 +270,18 @@ def insert(asked: Asked, call: Call, repeat: Repeat) -> None:
 
 
 def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
-    """How a call of separate heads is launched again; None if what was made for it has no address
-    to keep."""
-    table = call.block_tables
+    """How a call is launched again; None if what was made for it has no address to keep."""
+    table, kv_lens = call.block_tables, call.indices.kv_lens
     if not call.scales.is_constant or is_bool_mask(call):
         return None
     if table is not None and table.ptr != array.view(arrays.block_tables, "block_tables").ptr:
         return None
+    if call.queries is not None:
+        if arrays.kv_lens is not None or kv_lens is None:
+            return Repeat(prepared)
+        if cuda().is_capturing(array.current_stream(call.q)):
+            return None  # only the graph writes those lengths
+        return Repeat(replace(prepared, shared=((_KV_LENS, kv_lens.ptr, kv_lens.owner),)))
     derivation = None
     if _is_derivable(call, arrays):
         per_request, fixed = _places_of_requests(call, arrays)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
+from .. import array
 from ..array import ArrayView
 from ..array.match import are_rows_aligned
 from ..core import dtypes
@@ -21,8 +24,9 @@ from . import output_gate, row_mask
 from .arrays import ROLES, Arrays
 from .check_planless import Call
 from .geometry import Variant
+from .index_arrays import progression
 from .kv_cache import pack_strides
-from .latent_rows import Second
+from .latent_rows import Lists, Second, second_parts
 from .row_mask import NO_BITS, MaskBits
 
 SCALE_PLACES = tuple(map(Arrays._fields.index, ("scale_q", "scale_k", "scale_v")))
@@ -186,76 +190,69 @@ class InParts(Prepared):
 
 def prepare(call: Call, have: int | None = None) -> Prepared:
     """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
-
-    def of_plan(max_bytes: int) -> tuple[Prepared, int]:
-        prepared = _prepare(call, max_bytes)
-        assert prepared.plan is not None
-        # Besides the plan a workspace holds what is packed or padded.
-        return prepared, prepared.num_bytes - prepared.plan.num_bytes
-
-    return prepare_within(of_plan, have)
-
-
-def prepare_within(of_plan: Callable[[int], tuple[Prepared, int]], have: int | None) -> Prepared:
-    """The launches that a workspace of so many bytes has room for, if any have.
-
-    of_plan: of the bytes that a plan may take, makes launches, and says what they need besides
-    """
-    prepared, besides = of_plan(ANY_BATCH_BYTES)
+    prepared = _prepare(call, ANY_BATCH_BYTES)
     if have is None or prepared.num_bytes <= have:
         return prepared
-    fewer, _ = of_plan(max(0, have - besides))
+    # Besides the plan a workspace holds what is packed or padded.
+    besides = prepared.num_bytes - _plan_bytes(prepared)
+    fewer = _prepare(call, max(0, have - besides))
     return fewer if fewer.num_bytes <= have else prepared
 
 
+def _plan_bytes(prepared: Prepared) -> int:
+    plan = prepared.plan
+    return prepared.schedule.workspace_bytes if plan is None else plan.num_bytes
+
+
 def _prepare(call: Call, max_bytes: int) -> Prepared:
-    vq, keys, vout, vlse = call.q, call.keys, call.out, call.lse
+    """The launches of a plan that takes up to max_bytes, if there is one."""
+    vq, keys, vout, gate, scales = call.q, call.keys, call.out, call.output_gate, call.scales
     assert vout is not None
-    gate, scales = call.output_gate, call.scales
     is_scaled = not (scales.views[0] is scales.views[1] is None)
-    # Kernels whose rows have scales know requests' scales of values too.
-    prescale_logits = is_scaled or scales.logits <= 0.0 or any(scales.steps)
-    variant = Variant(
-        _is_aligned(call),
-        prescale_logits,
-        call.mask is not None,
-        output_gate=output_gate.kind_of(gate),
-    )
-    launcher = call.geometry.launcher(variant)
+    # --- 1. Plan the requests, or as many as are planned at once ---
+    launcher = call.geometry.launcher(_variant(call, is_scaled))
     count = call.lengths.num_requests
-    size = _requests_of_a_part(call, launcher)
-    lengths, lse_shape, num_rows = call.lengths, call.lse_shape, vq.shape[0]
-    if size < count:
-        lengths, lse_shape, num_rows = _part(call, size)
-    plan = plan_of(launcher, lengths, max_bytes)
-    lse_strides = None if vlse is None else vlse.strides
+    size, num_rows = _requests_of_a_part(call, launcher), vq.shape[0]
+    plan, schedule = None, _schedule_lists(call, launcher, max_bytes)
+    shape, lse_strides, pads_lse = _lse_form(call)
+    if schedule is None:
+        _give_lens(call)
+        lengths = call.lengths._replace(list_gap=call.gaps[2])
+        if size < count:
+            lengths, shape, num_rows = _part(call, size)
+        plan = plan_of(launcher, lengths, max_bytes)
+        schedule = plan.schedule
+    # --- 2. What launches read besides ---
     prepared = Prepared(
         launcher,
         plan,
-        plan.schedule,
-        plan.partials,
+        schedule,
+        partials=0,
         padding=None,
         lse_rows=0,
-        num_bytes=plan.num_bytes,
+        num_bytes=0,
         strides=pack_strides(vq, keys.strides, vout, (0, 0)),
         num_keys=keys.size,
         sm_scale=scales.logits,
         output_scale=scales.output,
         has_scales=is_scaled or scales.views[2] is not None,
-        lse_shape=lse_shape,
-        num_rows=num_rows,
+        lse_shape=shape,
+        lse_scale=math.log(2.0) if call.options.natural_lse and not pads_lse else 1.0,
+        lse_form=call.options.lse_form,
         mask=_mask_bits(call, num_rows),
         scale_places=tuple((name and Arrays._fields.index(name)) or 0 for name in scales.names),
         scales_by_head=scales.by_head,
         steps=params.STEPS.pack(_slope_step(call), *scales.steps),
         slopes=_slope_extents(call),
         gate_strides=() if gate is None else gate.strides,
+        second=_second(call, has_plan=plan is not None),
     )
-    prepared = of_lengths(
-        prepared, plan, num_rows, keys.size, lse_shape, lse_strides, call.pads_lse
-    )
-    if size < count:
-        prepared = _in_parts(call, prepared, size, lse_strides, max_bytes)
+    # --- 3. For so many rows, or part by part ---
+    prepared = of_lengths(prepared, plan, num_rows, keys.size, shape, lse_strides, pads_lse)
+    if plan is not None and size < count:
+        prepared = _in_parts(call, prepared, size, max_bytes)
+    if call.queries is not None:
+        prepared = replace(prepared, num_rows=0, lse_shape=call.lse_shape)
     if not is_bool_mask(call):
         return prepared
     # Bits of all rows lie behind what launches share.
@@ -264,14 +261,66 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
     return replace(prepared, mask=mask, num_bytes=num_bytes + mask.num_bytes)
 
 
+def _variant(call: Call, is_scaled: bool) -> Variant:
+    # Kernels whose rows have scales know requests' scales of values too.
+    return Variant(
+        _is_aligned(call),
+        is_scaled or call.scales.logits <= 0.0 or any(call.scales.steps),
+        call.mask is not None,
+        call.options.key_scales,
+        output_gate.kind_of(call.output_gate),
+    )
+
+
 def _is_aligned(call: Call) -> bool:
     """Whether all rows start on 16-byte boundaries."""
-    vq, keys, vout = call.q, call.keys, call.out
-    assert vout is not None
-    strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
-    strides.append((keys.strides, keys.k.dtype))
-    is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
-    return is_aligned and output_gate.is_aligned(call.output_gate)
+    vq, keys, queries, pages = call.q, call.keys, call.queries, call.pages
+    rows = [x for x in (vq, call.out, queries and queries.rope, pages and pages.rope) if x]
+    strides = [(x.strides[:2], x.dtype) for x in rows]
+    strides += [(keys.strides, keys.k.dtype), (call.gaps[:2], vq.dtype)]
+    pointers = functools.reduce(operator.or_, (x.ptr for x in (*rows, keys.k, keys.v)))
+    return are_rows_aligned(pointers, strides) and output_gate.is_aligned(call.output_gate)
+
+
+def _schedule_lists(call: Call, launcher: BatchLauncher, max_bytes: int) -> BatchSchedule | None:
+    """The launches of lists that are all as long as the table, but for what tokens do not see yet;
+    None for other calls."""
+    knows_length = call.indices.kv_lens is None or call.options.counts_later
+    if not call.options.is_list or not knows_length or any(call.scales.views):
+        return None
+    assert call.block_tables is not None
+    count, entries = call.block_tables.shape
+    return launcher.schedule_lists(count, entries, max_bytes)
+
+
+def _give_lens(call: Call) -> None:
+    """Lengths of lists that are as long as their table, for what plans on the device."""
+    if call.indices.kv_lens is None and call.block_tables is not None:
+        count, entries = call.block_tables.shape
+        lens = array.view(progression(count, entries, 0, call.q), call.names.kv_lens)
+        call.indices = call.indices._replace(kv_lens=lens)
+
+
+def _second(call: Call, has_plan: bool) -> Second | None:
+    """How launches are told of the second parts of latent rows, and of lists."""
+    queries, pages, kv_lens, lens_stride = call.queries, call.pages, call.indices.kv_lens, 0
+    if queries is None or pages is None:
+        return None
+    if not has_plan and kv_lens is not None:
+        lens_stride = kv_lens.strides[0] * kv_lens.dtype.itemsize // 4
+    lists = Lists(call.lengths.kv_step, call.gaps, call.options.request_tokens, lens_stride)
+    return second_parts(queries, pages, call.options.rope_scale, lists)
+
+
+def _lse_form(call: Call) -> tuple[tuple[int, ...], tuple[int, ...] | None, bool]:
+    """(shape, strides, whether a launch of its own pads it) of an LSE as kernels write it; no
+    strides where there is none."""
+    vlse = call.lse
+    if vlse is None:
+        return call.lse_shape, None, call.pads_lse
+    if call.queries is None:
+        return call.lse_shape, vlse.strides, call.pads_lse
+    return vlse.shape, vlse.strides, len(vlse.shape) == 3
 
 
 def _mask_bits(call: Call, num_rows: int) -> MaskBits:
@@ -286,8 +335,12 @@ def _mask_bits(call: Call, num_rows: int) -> MaskBits:
 
 def _requests_of_a_part(call: Call, launcher: BatchLauncher) -> int:
     """How many requests are planned at once: all where they are few, or cannot be taken apart."""
-    count, indices = call.lengths.num_requests, call.indices
-    if indices.qo_offsets is None and call.lengths.qo_len <= 0:
+    count, form = call.lengths.num_requests, call.form
+    if not form.has_qo_offsets and call.lengths.qo_len <= 0:
+        return count
+    if call.options.request_tokens > 1 or any(call.gaps):
+        return count
+    if call.queries is not None and form.has_kv_offsets:
         return count
     num_parts = -(-count // plan_batch.max_requests(launcher.device_index))
     sharers = call.lengths.sharers
@@ -299,29 +352,36 @@ def _part(call: Call, count: int) -> tuple[Lengths, tuple[int, ...], int]:
     """The lengths of so many of the requests, the shape of their LSE, and the rows of q that they
     are among."""
     num_rows = call.q.shape[0]
-    if call.indices.qo_offsets is None:
+    if not call.form.has_qo_offsets:
         num_rows = count * call.lengths.qo_len
     lengths = call.lengths._replace(num_requests=count, num_rows=num_rows)
-    return lengths, (count if call.pads_lse else num_rows, *call.lse_shape[1:]), num_rows
+    shape, _, pads_lse = _lse_form(call)
+    return lengths, (count if pads_lse else num_rows, *shape[1:]), num_rows
 
 
 def _in_parts(
     call: Call,
     first: Prepared,
     size: int,
-    lse_strides: Sequence[int] | None,
     max_bytes: int,
 ) -> Prepared:
     """What a call launches whose first `size` requests launch `first`."""
     count, steps = call.lengths.num_requests, _steps(call)
+    _, lse_strides, pads_lse = _lse_form(call)
+    if call.queries is not None:
+        first.num_rows = 0
     parts = []
     for begin in range(0, count, size):
         lengths, lse_shape, num_rows = _part(call, min(size, count - begin))
         part = first
         if lengths.num_requests < size:
             plan = plan_of(first.launcher, lengths, max_bytes)
-            rest = num_rows, first.num_keys, lse_shape, lse_strides, call.pads_lse
-            part = of_lengths(replace(first, mask=_mask_bits(call, num_rows)), plan, *rest)
+            part = replace(first, mask=_mask_bits(call, num_rows))
+            part = of_lengths(
+                part, plan, num_rows, first.num_keys, lse_shape, lse_strides, pads_lse
+            )
+            if call.queries is not None:
+                part.num_rows = 0
         parts.append((tuple(begin // sharers * step for step, sharers in steps), part))
     known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
     known |= {"num_bytes": max(part.num_bytes for _, part in parts), "lse_shape": call.lse_shape}
@@ -331,9 +391,8 @@ def _in_parts(
 
 def _steps(call: Call) -> tuple[tuple[int, int], ...]:
     """(bytes, requests that they are for) of each of ROLES; 0 bytes for what all share."""
-    indices, lengths, vout, vlse = call.indices, call.lengths, call.out, call.lse
-    assert vout is not None
-    tokens = 0 if indices.qo_offsets is not None else lengths.qo_len
+    lengths, queries = call.lengths, call.queries
+    tokens, (_, _, pads_lse) = 0 if call.form.has_qo_offsets else lengths.qo_len, _lse_form(call)
 
     def step(v: ArrayView | None, count: int = 1) -> int:
         return 0 if v is None else count * v.strides[0] * v.dtype.itemsize
@@ -341,14 +400,16 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
     table = call.block_tables if not call.form.has_table_offsets else None
     at = {
         "q": step(call.q, tokens),
+        "q_rope": step(None if queries is None else queries.rope, tokens),
         "block_tables": step(table),
-        "out": step(vout, tokens),
-        "lse": step(vlse, 1 if call.pads_lse else tokens),
+        "out": step(call.out, tokens),
+        "lse": step(call.lse, 1 if pads_lse else tokens),
+        "max_logits": step(call.max_logits, tokens),
         "mask": _mask_bits(call, tokens).num_bytes,
         "output_gate": step(call.output_gate, tokens),
     }
     for name in ("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "kv_begin"):
-        at[name] = step(getattr(indices, name))
+        at[name] = step(getattr(call.indices, name))
     owned = {"alibi_slopes": 4 * _slope_step(call)}
     owned |= zip(("scale_q", "scale_k", "scale_v"), (4 * x for x in call.scales.steps), strict=True)
     found = {name: (x, 1) for name, x in at.items()}
@@ -365,7 +426,7 @@ def plan_of(
 
 def of_lengths(
     first: Prepared,
-    plan: DevicePlan,
+    plan: DevicePlan | None,
     num_rows: int,
     num_keys: int,
     lse_shape: tuple[int, ...],
@@ -374,8 +435,10 @@ def of_lengths(
 ) -> Prepared:
     """What calls like `first` launch over so many rows and keys, with an LSE of these strides, or
     without one if None."""
-    launcher, strides, num_bytes = first.launcher, first.strides, plan.num_bytes
-    padding, lse_rows = None, 0
+    launcher, strides, schedule, partials = first.launcher, first.strides, first.schedule, 0
+    padding, lse_rows, num_bytes = None, 0, schedule.workspace_bytes
+    if plan is not None:
+        schedule, partials, num_bytes = plan.schedule, plan.partials, plan.num_bytes
     if lse_strides is not None:
         of_rows = lse_strides[-2], lse_strides[-1]
         if pads_lse:
@@ -388,8 +451,8 @@ def of_lengths(
     known = {f.name: getattr(first, f.name) for f in fields(Prepared) if f.name != "bound"}
     changed = {
         "plan": plan,
-        "schedule": plan.schedule,
-        "partials": plan.partials,
+        "schedule": schedule,
+        "partials": partials,
         "padding": padding,
         "lse_rows": lse_rows,
         "num_bytes": num_bytes,

@@ -8,9 +8,8 @@ capture a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from . import row_mask
 from .arrays import NO_MORE, Arrays, MoreArrays
 from .call_cache import Scalars
 from .check_planless import Call, Options, check
-from .planless_cache import CALLS, Append, Asked, Repeat, insert, prepared_for, repeat_of
+from .planless_cache import CALLS, Append, Asked, insert, prepared_for, repeat_of
 from .prepared import Prepared, is_bool_mask, prepare
 from .views import merge_leading
 from .workspace import num_bytes, view_workspace
@@ -34,17 +33,6 @@ from .workspace import num_bytes, view_workspace
 _Q, _K, _V, _WORKSPACE, _OUT, _LSE = map(
     Arrays._fields.index, ("q", "k", "v", "workspace", "out", "lse")
 )
-
-
-class Layout(NamedTuple):
-    """What calls over a layout of keys, heads of their own or latent rows, do each in their way.
-
-    prepare      of a checked call, and the bytes of its workspace: what is launched
-    repeat       how such calls are launched again; None if they need the full checks
-    """
-
-    prepare: Callable[[Call, int | None], Prepared]
-    repeat: Callable[[Call, Arrays, Prepared], Repeat | None]
 
 
 class DoorOptions(Protocol):
@@ -63,24 +51,21 @@ def run(
     given: DoorOptions,
     append: Append | None = None,
     asked: Asked | None = None,
-    layout: Layout | None = None,
 ) -> Any:
     """The answer of a call: out, or (out, lse) if `return_lse`.
 
     append  what writes new keys and values to k and v, once everything is checked
     asked   the call as its caller made it, if `arrays` are others; it was looked up before
-    layout  of the keys; default: heads of their own
     """
     if asked is None or not asked.covers(arrays, append):
         answer = run_cached(arrays, given, append)
         if answer is not None:
             return answer
         asked = Asked(arrays, given, {})
-    layout = layout or SEPARATE_HEADS
-    return _serve(layout, check(arrays, given.resolve(arrays)), arrays, asked, append)
+    return _serve(check(arrays, given.resolve(arrays)), arrays, asked, append)
 
 
-def _serve(layout: Layout, call: Call, arrays: Arrays, asked: Asked, append: Append | None) -> Any:
+def _serve(call: Call, arrays: Arrays, asked: Asked, append: Append | None) -> Any:
     """The answer of a checked call, which `run_cached` finds as it was asked from now on."""
     vq = call.q
     vworkspace = _view_workspace(arrays.workspace, call)
@@ -89,7 +74,7 @@ def _serve(layout: Layout, call: Call, arrays: Arrays, asked: Asked, append: App
     # --- 1. Answer on the CPU ---
     if vq.device.kind == "cpu":
         if have is not None and vq.shape[0]:
-            _require_size(have, layout.prepare(_with_outputs(call), have).num_bytes)
+            _require_size(have, prepare(_with_outputs(call), have).num_bytes)
         return reference.answer(call, arrays, append)
 
     # --- 2. Make what is not given ---
@@ -104,7 +89,7 @@ def _serve(layout: Layout, call: Call, arrays: Arrays, asked: Asked, append: App
     if call.launches:
         if cuda().is_debugging:
             reference.check_values(call)
-        prepared = layout.prepare(call, have)
+        prepared = prepare(call, have)
         if have is not None:
             _require_size(have, prepared.num_bytes)
 
@@ -116,7 +101,7 @@ def _serve(layout: Layout, call: Call, arrays: Arrays, asked: Asked, append: App
         # What is made in a graph that is captured is the graph's.
         is_kept = not asked.shared or not cuda().is_capturing(array.current_stream(vq))
         if is_kept and not cuda().is_debugging:
-            repeat = layout.repeat(call, arrays, prepared)
+            repeat = repeat_of(call, arrays, prepared)
             if repeat is not None:
                 insert(asked, call, asked.again(repeat, arrays, append))
     out = array.deliver(out, vq)
@@ -244,7 +229,3 @@ def _views(call: Call) -> Arrays:
         max_logits=call.max_logits,
         **of_roles,
     )
-
-
-# Heads of their own.
-SEPARATE_HEADS = Layout(prepare, repeat_of)

@@ -12,7 +12,7 @@ from ..engine.arrays import Arrays, MoreArrays
 from ..engine.check_planless import Options
 from ..engine.index_arrays import progression
 from ..engine.latent_rows import Dims
-from ..engine.run_planless_latent import run
+from ..engine.run_planless import run
 from ..engine.views import LATENT_NAMES
 from ..errors import ArgumentError
 from .batch import FlashOptions

@@ -12,7 +12,7 @@ from .. import array
 from ..core import parse
 from ..engine.arrays import Arrays, make_arrays
 from ..engine.latent_rows import Dims
-from ..engine.run_planless_latent import run
+from ..engine.run_planless import run
 from ..engine.views import LATENT_NAMES, read_scale
 from ..errors import ArgumentError, UnsupportedError
 from .attend import Cache, Call, LayerOptions, Pass, bounds_of, passes_of

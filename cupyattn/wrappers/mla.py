@@ -12,13 +12,16 @@ from .. import array
 from ..core import parse
 from ..core.parse import require_int
 from ..engine import geometry
-from ..engine import run_planless_latent as planless
+from ..engine import run_planless as planless
 from ..engine.arrays import Arrays, RunArrays
+from ..engine.check_planless import Options
+from ..engine.latent_rows import Dims
 from ..engine.mask import NO_MASK
 from ..engine.plan_again import repeated
 from ..engine.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..engine.run_batch import run
 from ..engine.run_latent import LatentOptions, make_latent_options
+from ..engine.views import LATENT_NAMES
 from ..engine.wrapper import BatchWrapper, planning
 from ..errors import ArgumentError, UnsupportedError
 from ..typing import Array
@@ -28,6 +31,9 @@ _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
 _SPLIT_Q, _SPLIT_K = "q_nope/q_pe", "ckv_cache/kpe_cache"
 _SPLIT_NAMES = f"{_SPLIT_Q}/{_SPLIT_K}"
 _SPLIT = LatentOptions(_SPLIT_NAMES)
+_WITHOUT_PLAN = LATENT_NAMES.but(
+    q="q", q_rope="q[1]", block_tables="page_table", sm_scale="sm_scale"
+)
 _LSE_MODES = "none", "base2", "basee"
 _SCALE_MODES = "default", "kv-per-tensor", "bmm-scalar"
 
@@ -383,24 +389,27 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             raise ArgumentError(
                 f"page_table, {lengths_name}: got one of them; wanted both, or none"
             )
-        workspace = self._workspace.owner if self._has_workspace else None
-        return planless.decode(
-            Arrays(
-                q=arrays.q,
-                k=arrays.k,
-                workspace=workspace,
-                block_tables=page_table,
-                kv_lens=kv_lens,
-                out=arrays.out,
-                lse=arrays.lse,
-                sinks=arrays.sinks,
-                q_rope=arrays.q_rope,
-                k_rope=arrays.k_rope,
-            ),
-            sm_scale=1.0 / math.sqrt(192.0) if sm_scale is None else sm_scale,
-            output_scale=output_scale,
-            return_lse=return_lse,
+        given = Arrays(
+            q=arrays.q,
+            k=arrays.k,
+            workspace=self._workspace.owner if self._has_workspace else None,
+            block_tables=page_table,
+            kv_lens=kv_lens,
+            out=arrays.out,
+            lse=arrays.lse,
+            sinks=arrays.sinks,
+            q_rope=arrays.q_rope,
+            k_rope=arrays.k_rope,
         )
+        options = Options(
+            _WITHOUT_PLAN,
+            dims=Dims(512, 64),
+            sm_scale=parse.finite(sm_scale, "sm_scale", 1.0 / math.sqrt(192.0)),
+            output_scale=parse.finite(output_scale, "bmm2_scale", 1.0),
+            causal=False,
+            return_lse=parse.flag(return_lse, "return_lse"),
+        )
+        return planless.run(given, options)
 
 
 def _scale_of_output(o_scale: Any, out: Any, bmm2_scale: Any) -> float:

@@ -32,7 +32,6 @@ _STAR_CALLS: dict[str, int] = {
     "cupyattn/engine/planless_cache.py": 1,
     "cupyattn/engine/run_planless.py": 1,
     "cupyattn/engine/check_planless.py": 1,
-    "cupyattn/engine/prepared.py": 1,
     "cupyattn/engine/planless_reference.py": 1,
     "cupyattn/engine/views.py": 1,
     "cupyattn/engine/run_single.py": 3,
