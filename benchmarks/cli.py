@@ -48,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from . import plan_times
 
         return plan_times.main(given[1:])
+    if given[:1] == ["distributed"]:
+        from .distributed import cli as ranks
+
+        return ranks.main(given[1:])
     args = parse(given)
     if args.list:
         for case in args.cases:

@@ -1,0 +1,1 @@
+"""Attention over several GPUs, beside one of them: `python -m benchmarks distributed`."""
