@@ -297,7 +297,8 @@ class Group:
 
     def _bytes(self, array: Any, name: str) -> Any:
         """A contiguous array as one of bytes, without a copy."""
-        if not hasattr(array, "flags") or isinstance(array, np.ndarray) is self.on_gpu:
+        is_cupy = hasattr(getattr(array, "data", None), "ptr")
+        if is_cupy is not self.on_gpu or not (is_cupy or isinstance(array, np.ndarray)):
             wanted = "a CuPy array" if self.on_gpu else "a NumPy array"
             raise ArgumentError(f"{name}: got {type(array).__name__}; wanted {wanted}")
         if not array.flags.c_contiguous:
@@ -350,4 +351,4 @@ def simulate(
         [[0.0, 10.0], [1.0, 11.0]]
     """
     groups = Group.simulated(size, devices=devices, hosts=hosts, timeout=timeout)
-    return simulated.run_ranks(size, lambda rank: work(groups[rank]), groups[0].fail)
+    return simulated.run_ranks(size, lambda rank: work(groups[rank]), groups[0].fail, devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -114,7 +115,8 @@ class LibraryTransport:
 
     def close(self) -> None:
         for window in self._windows:
-            window.close()
+            with contextlib.suppress(Exception):  # memory of a rank that has ended
+                window.close()
         self._windows.clear()
         self._ranks.stop()
         if self._ranks.reason is None:

@@ -107,9 +107,9 @@ class SimulatedTransport:
         mine = slice(self.rank * out.size, (self.rank + 1) * out.size)
 
         def add(arrays: list[Any]) -> None:
-            out[...] = arrays[0][mine]
+            out[...] = self._here(arrays[0][mine])
             for array in arrays[1:]:  # in rank order, so that the sums are the same every time
-                out[...] += array[mine]
+                out[...] += self._here(array[mine])
 
         self._collect("reduce_scatter", given, stream, add)
 
@@ -130,10 +130,17 @@ class SimulatedTransport:
                 cupy_module().cuda.get_current_stream().synchronize()
         else:
             local = _zeros(nbytes)
-        memories = self._meeting.meet(self.rank, f"window of {nbytes} bytes", local)
+        reached = not self.on_gpu or self._reaches_peers()
+        brought = self._meeting.meet(self.rank, f"window of {nbytes} bytes", (local, reached))
         self._meeting.leave(self.rank)
+        if not all(reached for _, reached in brought):
+            return None
+        memories = [memory for memory, _ in brought]
         peers = np.array([_address(memory) for memory in memories], np.uint64)
-        table = cupy_module().asarray(peers) if self.on_gpu else None
+        table = None
+        if self.on_gpu:
+            with cupy_module().cuda.Device(self._device()):
+                table = cupy_module().asarray(peers)
         return Window(local, peers, source="simulated", table=table, memories=memories)
 
     def split(self, members: Sequence[int]) -> Transport:
@@ -162,6 +169,21 @@ class SimulatedTransport:
         assert self._meeting.devices is not None
         return self._meeting.devices[self.rank]
 
+    def _reaches_peers(self) -> bool:
+        """Let this rank's GPU write the memory of the others; whether it can."""
+        assert self._meeting.devices is not None
+        runtime, own = cupy_module().cuda.runtime, self._device()
+        for device in set(self._meeting.devices) - {own}:
+            if not runtime.deviceCanAccessPeer(own, device):
+                return False
+            with cupy_module().cuda.Device(own):
+                try:
+                    runtime.deviceEnablePeerAccess(device)
+                except runtime.CUDARuntimeError as error:
+                    if "already enabled" not in str(error):
+                        return False
+        return True
+
     def _collect(
         self, name: str, given: Any, stream: int | None, take: Callable[[list[Any]], None]
     ) -> None:
@@ -179,7 +201,17 @@ class SimulatedTransport:
     def _copy(self, out: Any, arrays: list[Any], part: slice = slice(None)) -> None:
         size = out.size // self.size
         for rank, array in enumerate(arrays):
-            out[rank * size : (rank + 1) * size] = array[part]
+            out[rank * size : (rank + 1) * size] = self._here(array[part])
+
+    def _here(self, array: Any) -> Any:
+        """The array, in memory of this rank's GPU."""
+        if not self.on_gpu or array.device.id == self._device():
+            return array
+        cupy = cupy_module()
+        here = cupy.empty(array.shape, array.dtype)
+        stream = cupy.cuda.get_current_stream()
+        here.data.copy_from_device_async(array.data, array.nbytes, stream)
+        return here
 
 
 def _zeros(nbytes: int) -> np.ndarray:
@@ -210,8 +242,13 @@ def meeting(
     return Meeting(size, devices, [0] * size if hosts is None else hosts, timeout)
 
 
-def run_ranks(size: int, work: Callable[[int], Any], stop: Callable[[str], None]) -> list[Any]:
-    """What `work(rank)` returns on each rank, run in a thread for each.
+def run_ranks(
+    size: int,
+    work: Callable[[int], Any],
+    stop: Callable[[str], None],
+    devices: Sequence[int] | None = None,
+) -> list[Any]:
+    """What `work(rank)` returns on each rank, run in a thread for each, on its device.
 
     The first rank that raises calls `stop` with a sentence, and its error is the one raised here.
     """
@@ -221,6 +258,8 @@ def run_ranks(size: int, work: Callable[[int], Any], stop: Callable[[str], None]
 
     def run(rank: int) -> None:
         try:
+            if devices is not None:
+                cupy_module().cuda.Device(devices[rank]).use()
             answers[rank] = work(rank)
         except BaseException as error:
             with lock:
