@@ -50,7 +50,8 @@ class AttentionProblem:
     `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, runs, or an
     expression of `logits`, which are the caller's own; `latent` that a value is the first
     head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
-    latent keys have (KEY_SCALES), `output_gate` what multiplies the output. Causality, windows,
+    latent keys have (KEY_SCALES), `output_gate` what multiplies the output; `key_share` that rows
+    see keys by their places in a sequence that ranks share (key_share.py). Causality, windows,
     sinks, scales and LSE are run-time facts: they cost nothing when off, so they do not multiply
     the number of kernels.
     """
@@ -73,6 +74,7 @@ class AttentionProblem:
     key_scales: str = ""
     logits: LogitsExpression | None = None
     output_gate: OutputGate | None = None
+    key_share: bool = False
 
     @property
     def is_wide(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from . import dtypes
 from .dtypes import DType
+from .key_share import KeyShare
 from .logits import LogitsExpression
 from .problem import AttentionProblem
 
@@ -26,6 +27,7 @@ class AttentionSpec:
     latent        a value is the first head_dim_vo columns of its key
     sparse        a list names the rows of the cache that are keys, and negative numbers for none
     logits        expressions of the caller's; a mask of its own has mask_form "expression"
+    key_share     the keys of this rank, where ranks share those of every request; else None
     """
 
     num_qo_heads: int
@@ -51,11 +53,18 @@ class AttentionSpec:
     latent: bool = False
     sparse: bool = False
     logits: LogitsExpression | None = None
+    key_share: KeyShare | None = None
 
     @property
     def right_limit(self) -> int:
         """What window_right is with causality, which is a right window of 0."""
         return 0 if self.causal else self.window_right
+
+    @property
+    def sees_by_position(self) -> bool:
+        """Whether a row may not see all keys, so that their places in the sequence count."""
+        is_limited = self.window_left >= 0 or self.right_limit >= 0
+        return is_limited or self.mask_form == "rows"
 
     @property
     def group_size(self) -> int:
@@ -81,6 +90,7 @@ class AttentionSpec:
             latent=self.latent,
             sparse=self.sparse,
             logits=None if self.logits is None else self.logits.compiled,
+            key_share=self.key_share is not None and self.sees_by_position,
         )
 
     def with_row_mask(self) -> AttentionSpec:

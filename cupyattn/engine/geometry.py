@@ -190,6 +190,13 @@ def refuse(what: str, **arguments: Any) -> None:
             raise UnsupportedError(f"{name}: {what}; pass None")
 
 
+# Fields whose arguments have other names.
+_PUBLIC_NAMES = {
+    "mask_form": "custom_mask",
+    "key_share": "cp_world_size, cp_rank, cp_kv_cache_interleave_size",
+}
+
+
 def require_frozen(before: PlanOptions, now: PlanOptions) -> None:
     """PlanError naming what differs between the plans of a wrapper in graph mode."""
     names = (*PlanOptions._fields[:-1], *RawOptions._fields)
@@ -197,7 +204,7 @@ def require_frozen(before: PlanOptions, now: PlanOptions) -> None:
         names, (*before[:-1], *before.raw_options), (*now[:-1], *now.raw_options), strict=True
     ):
         if old != new:
-            name = "custom_mask" if name == "mask_form" else name
+            name = _PUBLIC_NAMES.get(name, name)
             raise PlanError(
                 f"{name}: the first plan of this wrapper said {old!r} and this one says {new!r}, "
                 "but a captured graph keeps it; use a separate wrapper for each"

@@ -308,6 +308,7 @@ def _is_plain(wrapper: BatchWrapper, plan: Plan, scalars: tuple[Any, ...]) -> bo
     """Whether nothing but tables and scalars decides such plans."""
     spec, raw_options = plan.geometry.spec, plan.geometry.options.raw_options
     is_plain = plan.mask is NO_MASK and spec.logits is None and raw_options.is_constant
+    is_plain = is_plain and spec.key_share is None
     # Offsets that count elements need all checks.
     if not is_plain or wrapper._is_debugging() or getattr(wrapper, "_in_elements", False):
         return False

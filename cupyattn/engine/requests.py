@@ -52,6 +52,8 @@ class Batch:
     mask_indptr       int64 [B + 1] in bytes of the packed mask, None without one
     levels, parts     of a cascade: what its requests are, and the batch of each level
     matrix            of a block-sparse mask: the extents that its wrapper was told
+    others            int64 [B], keys of each request that other ranks hold, where ranks share them
+                      (key_share.py) and the caller says; else None
     """
 
     requests: BatchRequests
@@ -68,6 +70,7 @@ class Batch:
     levels: Levels | None = None
     parts: tuple[Batch, ...] = ()
     matrix: tuple[int, ...] = ()
+    others: np.ndarray | None = None
 
     @property
     def num_requests(self) -> int:

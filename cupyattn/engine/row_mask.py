@@ -111,10 +111,20 @@ def visible(v: ArrayView, num_rows: int, q_len: int) -> np.ndarray:
     return np.unpackbits(rows.view(np.uint8), axis=1, count=q_len, bitorder="little").view(np.bool_)
 
 
-def with_earlier_keys(rows: np.ndarray, kv_len: int) -> np.ndarray:
-    """On the CPU: bool [q_len, kv_len] from one request's rows [q_len, q_len]."""
+def with_earlier_keys(
+    rows: np.ndarray,
+    kv_len: int,
+    key_positions: np.ndarray | None = None,
+    whole_len: int = -1,
+) -> np.ndarray:
+    """On the CPU: bool [q_len, kv_len] from one request's rows [q_len, q_len].
+
+    key_positions: of these keys in a sequence of whole_len, whose last q_len tokens the rows are.
+    """
     q_len = rows.shape[-1]
     mask = np.ones((q_len, kv_len), np.bool_)
-    own = min(q_len, kv_len)
-    mask[:, kv_len - own :] = rows[:, q_len - own :]
+    if key_positions is None:
+        key_positions, whole_len = np.arange(kv_len), kv_len
+    token = key_positions - (whole_len - q_len)
+    mask[:, token >= 0] = rows[:, token[token >= 0]]
     return mask

@@ -31,6 +31,7 @@ from .batch_reference import requests_of
 from .call_cache import Apart, Argument, CallCache, Found
 from .checked_run import CheckedRun, Layout, check_outputs, view_optional
 from .geometry import Variant
+from .key_share import require_sinks_once
 from .kv_cache import Keys, pack_strides, planned, view_paged, view_ragged
 from .latent_rows import Second
 from .row_mask import MaskBits
@@ -498,6 +499,7 @@ def _check(
     sinks, mask = view_optional(arrays.sinks, "sinks"), None
     if arrays.mask is not None:
         mask = row_mask.view_row_mask(arrays.mask, batch.num_rows, batch.requests.uniform)
+    require_sinks_once(spec, sinks)
     scales = _read_scales(options, spec)
     _check_by_head(plan, {"sinks": sinks, **scales.by_head})
     k_name, v_name = keys.names

@@ -20,6 +20,7 @@ from . import latent_rows as latent
 from .arrays import RunArrays
 from .checked_run import CheckedRun, Layout, view_optional
 from .cpu import Request
+from .key_share import reference_places, require_sinks_once
 from .latent_rows import Dims, Parts
 from .wrapper import Plan
 
@@ -71,6 +72,7 @@ def _check(
     _check_extents(plan, queries, pages)
     # --- 2. Sinks and scales ---
     sinks = view_optional(arrays.sinks, "sinks")
+    require_sinks_once(spec, sinks)
     if sinks is not None:
         known = {"num_qo_heads": spec.num_qo_heads}
         match_array(sinks, "num_qo_heads", dtypes.float32, "sinks", known)
@@ -178,4 +180,5 @@ def _requests_of(plan: Plan, pages: Parts, token_scales: np.ndarray | None) -> I
         start = int(lengths.kv_start[index])
         ids = batch.page_ids[start : start - (-kv_len // plan.geometry.spec.page_size)]
         keys, values = latent.gather(pages, ids, kv_len, token_scales)
-        yield Request(rows, keys, values)
+        options = reference_places(batch, plan.geometry.spec, index)
+        yield Request(rows, keys, values, options=options)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..core import dtypes, parse
 from ..core.dtypes import DType
+from ..core.key_share import KeyShare
 from ..core.logits import LogitsExpression
 from ..core.problem import MAX_LENGTH
 from ..core.spec import AttentionSpec
@@ -35,11 +36,12 @@ class RawOptions(NamedTuple):
     latent: bool = False
     sparse: bool = False
     logits: LogitsExpression | None = None
+    key_share: KeyShare | None = None
 
     @property
     def is_constant(self) -> bool:
         """Whether equal options always mean the same: a tensor may change its value."""
-        kinds = (str, int, float, np.generic, LogitsExpression)
+        kinds = (str, int, float, np.generic, LogitsExpression, KeyShare)
         return all(x is None or isinstance(x, kinds) for x in self._replace(o_dtype=None))
 
 
@@ -107,9 +109,32 @@ def make_spec(
         latent=options.latent,
         sparse=options.sparse,
         logits=logits,
+        key_share=options.key_share,
     )
     spec.problem().check_dtypes()
+    if spec.key_share is not None:
+        _require_shareable(spec, spec.key_share.cp_world_size)
     return spec
+
+
+def _require_shareable(spec: AttentionSpec, world_size: int) -> None:
+    """UnsupportedError for options that would have to know the place of each key."""
+    what = f"is not supported with cp_world_size={world_size}"
+    if spec.pos_encoding != "NONE":
+        remedy = "rotate q and k by their positions before the call"
+        if spec.pos_encoding == "ALIBI":
+            remedy = "biases count keys between a row and a key, of which this rank holds some"
+        raise UnsupportedError(f"pos_encoding_mode: {spec.pos_encoding!r} {what}; {remedy}")
+    if spec.logits is not None:
+        name = "mask_fn" if spec.logits.transform is None else "logits_transform"
+        raise UnsupportedError(
+            f"{name}: {what}; its kv_idx would be that among this rank's own keys"
+        )
+    if spec.mask_form == "runs":
+        raise UnsupportedError(
+            f"prefix_len_ptr, token_pos_in_items_ptr: multi-item scoring {what}; pass a mask of "
+            "this rank's own keys, custom_mask"
+        )
 
 
 def narrower(first: int, second: int) -> int:

@@ -24,6 +24,7 @@ from . import batch_logits as logits
 from . import geometry as batch_geometry
 from .geometry import Geometry, PlanOptions, Variant, find_geometry, find_known
 from .graph_buffers import GraphBuffers
+from .key_share import requests_of_share
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
 from .requests import Batch, require_row_limit
@@ -543,10 +544,13 @@ class BatchWrapper(Untraced):
         self, plan: Plan, variant: Variant
     ) -> tuple[BatchLauncher, BatchSchedule]:
         launcher = plan.geometry.launcher(variant)
+        requests = plan.batch.requests
+        if launcher.masking.share is not None:
+            requests = requests_of_share(plan.batch, launcher.masking.share)
         split_tokens, may_split = plan.split
         room = self._room(variant)
         schedule = launcher.schedule(
-            plan.batch.requests,
+            requests,
             split_tokens=split_tokens,
             may_split=may_split,
             capacity=plan.capacity,
@@ -556,9 +560,7 @@ class BatchWrapper(Untraced):
         if not is_planned and room is not None and schedule.workspace_bytes > room:
             # What nobody could foresee when the workspace was made does without splits.
             if may_split and not split_tokens:
-                schedule = launcher.schedule(
-                    plan.batch.requests, may_split=False, capacity=plan.capacity
-                )
+                schedule = launcher.schedule(requests, may_split=False, capacity=plan.capacity)
         self._enlarge_workspace(schedule.workspace_bytes)
         return launcher, schedule
 

@@ -208,7 +208,7 @@ def _key_bytes(launcher: BatchLauncher, requests: BatchRequests) -> int:
     """The bytes of the keys and values that rows see, once for each request."""
     keys, masking = requests.kv_len * (requests.qo_len > 0), launcher.masking
     if masking.window_left >= 0:
-        keys = np.minimum(keys, requests.qo_len + masking.window_left)
+        keys = np.minimum(keys, masking.keys_among(requests.qo_len + masking.window_left))
     return int(keys.sum()) * row_bytes(launcher) * launcher.num_kv_heads
 
 

@@ -16,8 +16,8 @@ from ..schedule.masking import Masking
 from .record import PlannedLaunch
 from .timeline import BLOCK, LaunchBlocks, Rates
 
-_QO_LEN, _KV_LEN, _FIRST_ROW, _SPLIT, _NUM_SPLITS = map(
-    WORK_FIELDS.index, ("qo_len", "kv_len", "first_row", "split", "num_splits")
+_QO_LEN, _KV_LEN, _FIRST_ROW, _SPLIT, _NUM_SPLITS, _KEY_OFFSET = map(
+    WORK_FIELDS.index, ("qo_len", "kv_len", "first_row", "split", "num_splits", "key_offset")
 )
 
 
@@ -85,7 +85,8 @@ def _work_of(launcher: BatchLauncher, schedule: BatchSchedule, part: LaunchPart)
     row = items[:, _FIRST_ROW]
     first_token, last_token = row // group, (row + tile_q - 1) // group
     max_keys = int(tile_kv.max(initial=1))
-    spans = masking.span_lengths(first_token, last_token, qo_len, kv_len, None, max_keys)
+    others = items[:, _KEY_OFFSET]
+    spans = masking.span_lengths(first_token, last_token, qo_len, kv_len, None, max_keys, others)
     count_of = -(-spans // tile_kv)
     begin = count_of * items[:, _SPLIT] // splits
     end = count_of * (items[:, _SPLIT] + 1) // splits

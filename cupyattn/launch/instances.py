@@ -72,6 +72,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "multi_item": {"custom_mask": True, "mask_form": "runs"},
         "scales": {"prescale_logits": True},
         "output_gate": {"output_gate": OutputGate(dtypes.bfloat16, True)},
+        "key_share": {"key_share": True},
         "head_gate": {"output_gate": OutputGate(dtypes.bfloat16, False)},
     }
 )

@@ -28,6 +28,9 @@ class Visibility:
     window_right  the same to the right: j <= i + kv_len - qo_len + W; -1: off.
     mask         bool [qo_len, kv_len], True = visible; ANDed with the windows.
     attention_chunk  C > 0: key j is in the chunk of C keys that holds i + kv_len - qo_len; 0: off.
+    key_positions  int64 [kv_len], rising: where these keys lie in a sequence of whole_len keys. All
+                 rules but the mask's then hold of positions in that, j of a key and i + whole_len -
+                 qo_len of a row.
     """
 
     qo_len: int
@@ -37,6 +40,8 @@ class Visibility:
     window_right: int = -1
     mask: np.ndarray | None = None
     attention_chunk: int = 0
+    key_positions: np.ndarray | None = None
+    whole_len: int = -1
 
     def __post_init__(self) -> None:
         for side, window in (("left", self.window_left), ("right", self.window_right)):
@@ -51,6 +56,31 @@ class Visibility:
                 f"mask: got {self.mask.dtype} {list(self.mask.shape)}; wanted bool {list(shape)}, "
                 "[qo_len, kv_len]; unpack packed masks with unpack_mask"
             )
+        positions = self.key_positions
+        if positions is not None and (positions.shape != (self.kv_len,) or self.whole_len < 0):
+            raise ArgumentError(
+                f"key_positions: got shape {list(positions.shape)} with whole_len="
+                f"{self.whole_len}; wanted [{self.kv_len}], that of each key, with the length of "
+                "the sequence"
+            )
+
+    @property
+    def first_position(self) -> int:
+        """The position of row 0."""
+        length = self.kv_len if self.key_positions is None else self.whole_len
+        return length - self.qo_len
+
+    def positions(self, keys: slice) -> np.ndarray:
+        """Those of keys."""
+        if self.key_positions is None:
+            return np.arange(keys.start, keys.stop)
+        return self.key_positions[keys]
+
+    def _index(self, position: int) -> int:
+        """How many keys lie before a position."""
+        if self.key_positions is None:
+            return position
+        return int(np.searchsorted(self.key_positions, position))
 
     @property
     def _right_limit(self) -> int:
@@ -58,8 +88,8 @@ class Visibility:
 
     def key_range(self, rows: slice) -> slice:
         """The keys that any of `rows` can see by causality and windows; may be empty."""
-        diagonal = self.kv_len - self.qo_len
-        first, end = 0, self.kv_len
+        diagonal = self.first_position
+        first, end = 0, self.kv_len if self.key_positions is None else self.whole_len
         if self._right_limit >= 0:
             end = min(end, max(0, rows.stop + diagonal + self._right_limit))
         if self.window_left >= 0:
@@ -69,15 +99,15 @@ class Visibility:
             end = min(
                 end, max(0, self._chunk_start(rows.stop - 1 + diagonal + self.attention_chunk))
             )
-        return slice(first, end)
+        return slice(self._index(first), self._index(end))
 
     def _chunk_start(self, position: Any) -> Any:
         return position // self.attention_chunk * self.attention_chunk
 
     def tile(self, rows: slice, keys: slice) -> np.ndarray:
         """bool [rows, keys]: True where the row sees the key."""
-        query_pos = np.arange(rows.start, rows.stop)[:, None] + (self.kv_len - self.qo_len)
-        key_pos = np.arange(keys.start, keys.stop)[None, :]
+        query_pos = np.arange(rows.start, rows.stop)[:, None] + self.first_position
+        key_pos = self.positions(keys)[None, :]
         if self.mask is not None:
             seen = self.mask[rows, keys].copy()
         else:
@@ -156,6 +186,8 @@ def attention(
     logits_arrays: Sequence[np.ndarray] = (),
     batch: int = 0,
     output_gate: np.ndarray | None = None,
+    key_positions: np.ndarray | None = None,
+    whole_len: int = -1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention with every option of the library, freely combined.
 
@@ -181,6 +213,9 @@ def attention(
                  above, the mask hides keys besides. `batch` is what they read by that name.
     output_gate  [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo]: the output is
                  multiplied by its sigmoid; the LSE stays.
+    key_positions, whole_len   k and v are some keys of a sequence of whole_len, those at these
+                 places [kv_len], which rise: rows, windows, rotations and biases go by them. A mask
+                 is of these keys alone.
 
     Returns (o [qo_len, num_qo_heads, head_dim_vo], lse [qo_len, num_qo_heads]), float64; the LSE
     is base 2. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink's own LSE).
@@ -204,6 +239,8 @@ def attention(
             window_right=int(window_right),
             mask=mask,
             attention_chunk=int(attention_chunk),
+            key_positions=key_positions,
+            whole_len=int(whole_len),
         ),
         scale=np.repeat(_per_head("scale_k", scale_k, num_kv_heads), num_qo_heads // num_kv_heads)
         * _per_head("scale_q", scale_q, num_qo_heads)
@@ -277,14 +314,14 @@ def _attend_kv_head(
     v_head = v[:, kv_head].astype(np.float64)
     if variant.is_rotated:
         turn = {"rope_scale": variant.rope_scale, "rope_theta": variant.rope_theta}
-        q_head = rope(q_head, np.arange(qo_len) + (kv_len - qo_len), **turn)
-        k_head = rope(k_head, np.arange(kv_len), **turn)
+        q_head = rope(q_head, np.arange(qo_len) + variant.sees.first_position, **turn)
+        k_head = rope(k_head, variant.sees.positions(slice(0, kv_len)), **turn)
     q_head *= variant.scale[heads, None]
     for rows in _row_blocks(qo_len, group * kv_len):
         keys = variant.sees.key_range(rows)
         logits = _logits(q_head[rows], k_head[keys])
-        position = np.arange(rows.start, rows.stop)[:, None] + (kv_len - qo_len)
-        offset = np.arange(keys.start, keys.stop) - position
+        position = np.arange(rows.start, rows.stop)[:, None] + variant.sees.first_position
+        offset = variant.sees.positions(keys) - position
         if variant.slopes.any():
             logits += variant.slopes[heads, None, None] * offset
         if variant.soft_cap:
@@ -311,19 +348,19 @@ def _express(
     kv_head: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The caller's logits [group, rows, keys], and what rows see: alike for a group, or by head."""
-    expression, qo_len, kv_len = variant.logits, variant.sees.qo_len, variant.sees.kv_len
+    expression, qo_len, sees = variant.logits, variant.sees.qo_len, variant.sees
     assert expression is not None
     token = np.arange(rows.start, rows.stop)[:, None]
     variables = {
         "logit": logits,
         "q_row": token,
-        "q_idx": token + (kv_len - qo_len),
-        "kv_idx": np.arange(keys.start, keys.stop),
+        "q_idx": token + sees.first_position,
+        "kv_idx": sees.positions(keys),
         "head": np.arange(heads.start, heads.stop)[:, None, None],
         "kv_head": kv_head,
         "batch": variant.batch,
         "q_len": qo_len,
-        "kv_len": kv_len,
+        "kv_len": sees.first_position + qo_len,
     }
     arrays, values = variant.logits_arrays, expression.values
     if expression.mask is not None:

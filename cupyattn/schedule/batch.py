@@ -55,7 +55,8 @@ class BatchRequests:
     kv_start    paged: first entry of kv_indices; ragged: first row of k and v
     mask_start  first byte of the packed mask, or None without one
     uniform     the length of all of qo_len, if q_start counts in steps of it; else -1
-    key_offset  place of each one's first key where positions of rows count; None if all are 0
+    key_offset  place of each one's first key where positions of rows count; where ranks share
+                keys, how many the others hold; None if all are 0
     is_shared   bool: rows are behind all these keys, which causality hides from none; None if not
     """
 
@@ -304,7 +305,7 @@ def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | No
     """
     keys = requests.kv_len
     if masking.window_left >= 0:
-        keys = np.minimum(keys, requests.qo_len + masking.window_left)
+        keys = np.minimum(keys, masking.keys_among(requests.qo_len + masking.window_left))
     if not keys.size or are_equal(keys):
         return None
     # A sort of numbers is faster than one of indices: keys in the high half, downwards, and the
@@ -383,8 +384,8 @@ def _spans(
     masking: Masking,
 ) -> np.ndarray:
     """The keys from the first to the last that any row of a tile sees; of shared ones at most."""
-    is_shared = requests.is_shared
-    if tiles.first_row is not None and masking.window_left < 0 and is_shared is None:
+    is_shared, is_plain = requests.is_shared, masking.window_left < 0 and masking.share is None
+    if tiles.first_row is not None and is_plain and is_shared is None:
         assert tiles.request is not None
         last = tiles.first_row + (shape.tile_q - 1)
         last //= group_size
@@ -397,7 +398,13 @@ def _spans(
     # Only a window asks for the first one.
     first = first_row // group_size if masking.window_left >= 0 else 0
     last_of_all = (first_row + (shape.tile_q - 1)) // group_size
-    return masking.span_lengths(first, last_of_all, qo_len, kv_len, is_shared, shape.tile_kv)
+    others = None
+    if masking.share is not None and requests.key_offset is not None:
+        others = requests.key_offset
+        others = others if tiles.request is None else others[tiles.request]
+    return masking.span_lengths(
+        first, last_of_all, qo_len, kv_len, is_shared, shape.tile_kv, others
+    )
 
 
 def _splits(

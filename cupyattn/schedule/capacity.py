@@ -62,7 +62,7 @@ def plan_capacity(
     keys = min(likely_kv_len, max_kv_len)
     if masking.window_left >= 0:
         longest_q = qo_len if qo_len >= 0 else num_rows
-        keys = min(keys, masking.window_left + longest_q)
+        keys = min(keys, int(masking.keys_among(masking.window_left + longest_q)))
     key_tiles = -(-keys // shape.tile_kv)
     num_more = min(int(waves * per_wave), num_tiles * max(key_tiles - 1, 0))
     # Many tiles balance by themselves, and then a merge is not worth its launch.

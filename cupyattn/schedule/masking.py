@@ -9,8 +9,12 @@ alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..core.key_share import KeyShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +22,21 @@ class Masking:
     """A row sees the keys from its position - window_left to its position + window_right.
 
     A negative window has no limit; causality is window_right = 0. has_mask: a custom mask hides
-    more of them, and key tiles start at multiples of their size.
+    more of them, and key tiles start at multiples of their size. share: lengths are of a rank that
+    holds these keys of each sequence, and positions are those in the whole sequence.
     """
 
     window_left: int = -1
     window_right: int = -1
     has_mask: bool = False
+    share: KeyShare | None = None
+
+    def keys_among(self, tokens: Any) -> Any:
+        """The most keys that lie on so many tokens (a number, or an array), one after another."""
+        if self.share is None:
+            return tokens
+        run, period = self.share.cp_kv_cache_interleave_size, self.share.period
+        return tokens // period * run + np.minimum(tokens % period, run)
 
     def key_span(
         self, first_token: int, last_token: int, qo_len: int, kv_len: int
@@ -47,11 +60,15 @@ class Masking:
         kv_len: np.ndarray,
         is_shared: np.ndarray | None,
         tile_kv: int,
+        others: np.ndarray | None = None,
     ) -> np.ndarray:
         """The lengths of key_span for many tiles of rows; at most those of shared keys.
 
-        is_shared: the rows come after all these keys.
+        is_shared: the rows come after all these keys. others: keys that other ranks hold, where
+        they share them.
         """
+        if self.share is not None:
+            return self._share_lengths(first_token, last_token, qo_len, kv_len, tile_kv, others)
         end = kv_len
         if self.window_right >= 0:
             # Tokens that a request does not have would see no more than all keys.
@@ -64,6 +81,28 @@ class Masking:
         begin = np.maximum(first_token + (kv_len - qo_len - self.window_left), 0)
         if is_shared is not None:
             begin = np.where(is_shared, np.maximum(kv_len - self.window_left, 0), begin)
+        if self.has_mask:
+            begin = begin // tile_kv * tile_kv
+        return np.maximum(end - begin, 0)
+
+    def _share_lengths(
+        self,
+        first_token: np.ndarray | int,
+        last_token: np.ndarray | int,
+        qo_len: np.ndarray,
+        kv_len: np.ndarray,
+        tile_kv: int,
+        others: np.ndarray | None,
+    ) -> np.ndarray:
+        """span_lengths where ranks share the keys."""
+        assert self.share is not None and others is not None
+        before_rows = kv_len + others - qo_len
+        begin, end = np.zeros_like(kv_len), kv_len
+        if self.window_right >= 0:
+            last = last_token + before_rows
+            end = np.minimum(kv_len, self.share.count(last + (1 + self.window_right)))
+        if self.window_left >= 0:
+            begin = self.share.count(first_token + before_rows - self.window_left)
         if self.has_mask:
             begin = begin // tile_kv * tile_kv
         return np.maximum(end - begin, 0)

@@ -157,7 +157,7 @@ def decode_load_of(
         keys = np.concatenate([requests.kv_len for requests in decodes])
     if masking.window_left >= 0:
         rows = np.concatenate([requests.qo_len for requests in decodes])
-        keys = np.minimum(keys, rows + masking.window_left)
+        keys = np.minimum(keys, masking.keys_among(rows + masking.window_left))
     num_bytes = float(sum_of(keys)) * num_kv_heads * key_bytes
     num_items = keys.size * num_kv_heads
     return DecodeLoad(keys, num_bytes, num_items, times, len(decodes), has_tiny_pages, is_capped)

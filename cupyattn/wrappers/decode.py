@@ -13,6 +13,7 @@ from ..core.tracing import untraced
 from ..engine import geometry
 from ..engine.batch_logits import check as check_logits
 from ..engine.batch_logits import with_places
+from ..engine.key_share import read_share, with_whole_lengths
 from ..engine.logits import read as read_logits
 from ..engine.mask import NO_MASK
 from ..engine.plan_again import repeated
@@ -115,6 +116,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         logits_transform: str | None = None,
         mask_fn: str | None = None,
         logits_params: Mapping[str, Any] | None = None,
+        cp_world_size: int = 1,
+        cp_rank: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        cp_tot_seqused_k: Array | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -141,6 +146,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
                 as they are; run(logits_params=) may replace arrays. Indices count from the first
                 query token and key of each request, which `batch` tells apart.
+        cp_world_size, cp_rank, cp_kv_cache_interleave_size   several GPUs hold the keys of every
+                request: so many ranks, of which this is one; the tokens of a sequence go round
+                them in runs of so many, token t to rank t // interleave_size % world_size. The
+                arrays above are then of this rank's own keys, and its answers with their LSEs
+                merge with those of the other ranks (cascade.merge_states).
+        cp_tot_seqused_k   int32 or int64 [B], on the host or the device: keys of each request on
+                all ranks together. Needed for several rows of a request, a window or a run's
+                mask, which go by places in the whole sequence; its last tokens are the rows.
         Other options as in single_decode_with_kv_cache. non_blocking, block_tables and seq_lens are
         accepted for compatibility: copies never block, the arrays above say it all.
 
@@ -154,6 +167,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
         page_size = geometry.count(page_size, "page_size")
         expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
+        share = read_share(cp_world_size, cp_rank, cp_kv_cache_interleave_size)
         batch = read_paged(
             q_len, indptr, indices, last_page_len, page_size, _NAMES, self._is_debugging()
         )
@@ -171,7 +185,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             rope_theta=rope_theta,
             o_dtype=o_data_type,
             logits=expression,
+            key_share=share,
         )
+        batch = with_whole_lengths(batch, share, cp_tot_seqused_k)
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
         if self._frozen is not None and q_len != self._q_len:
             raise PlanError(

@@ -15,6 +15,7 @@ from ..engine import geometry
 from ..engine import run_planless as planless
 from ..engine.arrays import Arrays, RunArrays
 from ..engine.check_planless import Options
+from ..engine.key_share import read_share, with_whole_lengths
 from ..engine.latent_rows import Dims
 from ..engine.mask import NO_MASK
 from ..engine.plan_again import repeated
@@ -144,6 +145,10 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         use_sinks: bool = False,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        cp_world_size: int = 1,
+        cp_rank: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        cp_tot_seqused_k: Array | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -163,6 +168,8 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
                 "float8_e4m3fn". output_dtype: of run()'s outputs, default q_data_type; an `out` of
                 fp8 is planned by it.
         fixed_split_size, disable_split_kv   as in BatchDecodeWithPagedKVCacheWrapper.plan.
+        cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k  as there: this
+                rank's share of the keys; causality needs the last of them.
         lse_mode    "basee": run() gives natural logarithms, else base 2.
         query_layout, kv_cache_layout   "packed" or "split", and scale_mode, use_sinks, enable_pdl,
                 skip_softmax, max_q_len: accepted for compatibility; run() sees what it is given.
@@ -212,6 +219,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             self._is_debugging(),
             has_lengths=True,
         )
+        share = read_share(cp_world_size, cp_rank, cp_kv_cache_interleave_size)
         q_data_type = "bfloat16" if q_data_type is None else q_data_type
         options = self._options(
             (heads, 1, ckv + kpe, ckv),
@@ -221,7 +229,9 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             sm_scale=sm_scale,
             o_dtype=output_dtype,
             latent=True,
+            key_share=share,
         )
+        batch = with_whole_lengths(batch, share, cp_tot_seqused_k)
         self._install(options, batch, NO_MASK, split)
         if not self._is_probe:
             self._lse_mode = lse_mode

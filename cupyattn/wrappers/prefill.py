@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..engine import geometry
+from ..engine.key_share import read_share, with_whole_lengths
 from ..engine.logits import read as read_logits
 from ..engine.mask import read_intervals, read_mask
 from ..engine.plan_again import repeated
@@ -73,6 +74,7 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         masks: tuple[Any, Any],
         items: tuple[Any, Any, Any, Any],
         split: tuple[Any, Any],
+        share: tuple[Any, Any, Any, Any],
         **plan_options: Any,
     ) -> None:
         """Install a batch; the rest are arguments of plan().
@@ -95,6 +97,9 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         mask = read_mask(bools, bits, intervals)
         if self._takes_sinks:
             plan_options["sm_scale"] = 1.0
+        world_size, rank, interleave_size, whole_lens = share
+        plan_options["key_share"] = key_share = read_share(world_size, rank, interleave_size)
+        batch = with_whole_lengths(batch, key_share, whole_lens)
         if mask.view is not None:
             batch = with_mask(batch)
         options = self._options(
@@ -200,6 +205,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         logits_transform: str | None = None,
         mask_fn: str | None = None,
         logits_params: Mapping[str, Any] | None = None,
+        cp_world_size: int = 1,
+        cp_rank: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        cp_tot_seqused_k: Array | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -229,6 +238,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
                 as they are; run(logits_params=) may replace arrays. Indices count from the first
                 query token and key of each request, which `batch` tells apart.
+        cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k  as in
+                BatchDecodeWithPagedKVCacheWrapper.plan: this rank's share of the keys. Causality
+                and windows need the last of them; a custom_mask is of this rank's own keys.
         Other options as in single_prefill_with_kv_cache; the rest is accepted for compatibility.
         Older names and the older order without head_dim_vo are understood; data_type sets q's and
         the cache's.
@@ -265,6 +277,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
                 max_item_len_ptr,
             ),
             split=(fixed_split_size, disable_split_kv),
+            share=(cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k),
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
@@ -455,6 +468,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         logits_transform: str | None = None,
         mask_fn: str | None = None,
         logits_params: Mapping[str, Any] | None = None,
+        cp_world_size: int = 1,
+        cp_rank: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        cp_tot_seqused_k: Array | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -497,6 +514,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
                 max_item_len_ptr,
             ),
             split=(fixed_split_size, disable_split_kv),
+            share=(cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k),
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,

@@ -18,7 +18,7 @@ import pytest
 from cupyattn import array, reference
 from cupyattn.array import match
 from cupyattn.core import dtypes
-from cupyattn.engine import call_cache, geometry, staging, workspace
+from cupyattn.engine import call_cache, geometry, row_mask, staging, workspace
 from cupyattn.engine import latent_rows as latent
 from cupyattn.launch.attention import batch, read_tables
 from cupyattn.launch.driver import params
@@ -238,7 +238,10 @@ def _compute(
     is_cascade = schedule.parts and schedule.parts[-1].merge_sizes[1] > 0
     for request in _requests(schedule, on_device):
         q_start, qo_len, kv_start, kv_len, mask_start, key_offset = request
-        mask = None
+        mask, sequence = None, {}
+        if problem.key_share:
+            own_places = spec.key_share.position(np.arange(kv_len))
+            sequence = {"key_positions": own_places, "whole_len": kv_len + key_offset}
         position = np.arange(qo_len)[:, None] + kv_len - qo_len
         if problem.custom_mask and problem.mask_form == "runs":
             end = q_start + qo_len
@@ -252,8 +255,7 @@ def _compute(
             assert pointers[1] and end <= mask_bytes
             bits = memory(pointers[1], np.dtype(np.uint8), end).reshape(-1, mask_row_bytes)
             own = np.unpackbits(bits[q_start:], axis=1, count=qo_len, bitorder="little")
-            mask = np.ones((qo_len, kv_len), bool)
-            mask[:, max(0, kv_len - qo_len) :] = own[:, max(0, qo_len - kv_len) :]
+            mask = row_mask.with_earlier_keys(own[:qo_len], kv_len, **sequence)
         elif problem.custom_mask:
             size = -(-qo_len * kv_len // 8)
             assert not size or (pointers[1] and mask_start + size <= mask_bytes)
@@ -300,6 +302,7 @@ def _compute(
             own_k,
             own_v,
             **sees,
+            **sequence,
             mask=mask,
             logits_soft_cap=spec.logits_soft_cap,
             sm_scale=sm_scale,

@@ -95,7 +95,8 @@ class BatchLauncher(Binder):
         super().__init__(spec, problem, device_index)
         num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
         self.num_kv_heads = num_kv_heads
-        self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
+        share = spec.key_share if problem.key_share else None
+        self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask, share)
         self._kernels = Kernels(problem, num_kv_heads, group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, num_kv_heads, group_size, device_index)
         self._equal: dict[tuple[object, ...], BatchSchedule | EqualRequests] = {}
@@ -331,7 +332,7 @@ class BatchLauncher(Binder):
         if splitting.is_given:
             return row_class, self._kernels.get(row_class).shapes[0]
         if self.masking.window_left >= 0:
-            keys = keys.within(self.masking.window_left + max_qo_len)
+            keys = keys.within(int(self.masking.keys_among(self.masking.window_left + max_qo_len)))
         return self._kernels.choose(row_class, keys, max_rows)
 
     def reserve(

@@ -180,6 +180,8 @@ def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner 
     masking = launcher.masking
     if masking.window_left >= 0 or masking.has_mask or launcher.spec.logits is not None:
         return None
+    if masking.share is not None:
+        return None
     chosen = launcher.choose_for_any_length(num_requests, qo_len)
     if chosen is None or num_requests > THREADS:
         return None

@@ -25,6 +25,7 @@ def config(tiles: TileConfig) -> jit.Config | None:
             "kMaskForm": tiles.config["kMaskForm"],
             "LogitsExpression": tiles.config["LogitsExpression"],
             "kThreads": _THREADS,
+            **({"kKeyShare": True} if tiles.config.get("kKeyShare") else {}),
         }
     )
 

@@ -175,9 +175,23 @@ def pack_constants(
         *divisor(spec.group_size),
         spec.value_pages,
         lse_form,
-        pack_logits_numbers(spec.logits),
+        _pack_numbers(spec),
     )
     return packed + rope_table(spec)
+
+
+def _pack_numbers(spec: AttentionSpec) -> bytes:
+    """The numbers of user-written logits, or those of a share of keys, which takes their place."""
+    if spec.key_share is not None:
+        return pack_key_share(spec.key_share)
+    return pack_logits_numbers(spec.logits)
+
+
+def pack_key_share(share: KeyShare) -> bytes:
+    """The numbers of kernels/cupyattn/shared/key_share.cuh."""
+    run = share.cp_kv_cache_interleave_size
+    numbers = run, share.period, share.first, *divisor(share.period), *divisor(run)
+    return struct.pack("<7I", *numbers)
 
 
 def pack_logits_numbers(logits: LogitsExpression | None) -> bytes:

@@ -48,8 +48,14 @@ def problem_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
         "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
         "kOwnValuePages": problem.own_value_pages,
+        **share_constants(problem),
         **gate_constants(problem),
     }
+
+
+def share_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
+    """The constant of kernels whose ranks share keys, which others do not have."""
+    return {"kKeyShare": True} if problem.key_share else {}
 
 
 def gate_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:

@@ -287,10 +287,12 @@ def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | 
         return "its tile is compiled for plain logits of 16-bit keys, or under a cap"
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return "no box of a tensor map fits the pages"
-    if name == "lean_persistent" and not problem.dtype_o.is_float16:
-        return "it would spill with float32 outputs"  # as under a cap at head dim 64
+    if name == "lean_persistent" and (problem.key_share or not problem.dtype_o.is_float16):
+        # As under a cap at head dim 64.
+        return "it would spill with float32 outputs, or where ranks share keys"
     # Capped tiles of 192 columns were not timed, and lean ones would spill.
     would_spill = name == "lean_persistent" and dims[0] == 64
+    would_spill |= problem.key_share and name.startswith("lean")
     is_deep = dims[0] >= 192 and dims != (256, 256)
     if problem.soft_cap and (name not in _CAPPED_TILES or is_deep or would_spill):
         return "another tile is faster under a cap"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from ... import jit
 from ...core.dtypes import DType
 from ...core.problem import KEY_SCALES, AttentionProblem
 from . import wide_sm90
-from .common import PATTERN_BYTES, panels
+from .common import PATTERN_BYTES, panels, share_constants
 from .config import Field, Target, TileConfig, refusal_by_room, struct_of
 from .row_classes import DECODE, VERIFY
 from .wide_sm90 import FUSED_SPLITS, ITEM_BYTES, LATENT
@@ -32,6 +35,7 @@ def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConf
         key_scales=problem.key_scales,
         sparse=problem.sparse,
         tma=wide_sm90.has_latent_boxes(problem, target.page_size),
+        more=share_constants(problem),
     )
 
 
@@ -44,11 +48,12 @@ def config(
     key_scales: str = "",
     sparse: bool = False,
     tma: bool = False,
+    more: Mapping[str, jit.Constant] = MappingProxyType({}),
 ) -> TileConfig:
     """The instance for up to `tile_q` packed rows, 16 or 32.
 
     dtype_kv: e4m3, or as `dtype`, that of queries.
-    key_scales: of e4m3 keys (core.problem.KEY_SCALES).
+    key_scales: of e4m3 keys (core.problem.KEY_SCALES). more: constants of options.
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = LATENT
@@ -97,4 +102,4 @@ def config(
         "kSharedBytes": shared,
     }
     name, threads = "wide_decode_sm90", 128 * (1 + consumers)
-    return TileConfig(name, jit.Config(constants), tile_q, tile_kv, threads, shared)
+    return TileConfig(name, jit.Config({**constants, **more}), tile_q, tile_kv, threads, shared)

@@ -9,7 +9,7 @@ from ... import jit
 from ...core.dtypes import DType, float8_e4m3fn
 from ...core.problem import KEY_SCALES, AttentionProblem
 from ..driver import tensor_map
-from .common import gate_constants, panels
+from .common import gate_constants, panels, share_constants
 from .config import (
     Field,
     Target,
@@ -63,7 +63,7 @@ def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConf
         sparse=problem.sparse,
         tma=has_latent_boxes(problem, target.page_size),
         fused_splits=FUSED_SPLITS_OF_FEW if row_class in (DECODE, VERIFY) else 0,
-        gates=gate_constants(problem),
+        more={**gate_constants(problem), **share_constants(problem)},
     )
 
 
@@ -114,7 +114,7 @@ def config(
     sparse: bool = False,
     tma: bool = False,
     fused_splits: int = 0,
-    gates: Mapping[str, jit.Constant] = MappingProxyType({}),
+    more: Mapping[str, jit.Constant] = MappingProxyType({}),
 ) -> TileConfig:
     """The instance for queries and keys of one type, or for latent keys of e4m3.
 
@@ -123,7 +123,7 @@ def config(
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
     fused_splits: so many splits of a tile of ordinary heads are merged by its last block.
-    gates: constants of the gates of the output (common.gate_constants).
+    more: constants of options (common.gate_constants, share_constants).
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
@@ -177,5 +177,5 @@ def config(
         "kSharedBytes": shared,
     }
     return TileConfig(
-        "wide_sm90", jit.Config({**constants, **gates}), TILE_Q, tile_kv, threads, shared
+        "wide_sm90", jit.Config({**constants, **more}), TILE_Q, tile_kv, threads, shared
     )

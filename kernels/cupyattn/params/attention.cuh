@@ -30,8 +30,8 @@ struct alignas(16) WorkItem {
                         // has effect: of user-written logits, slopes and scales
   int32_t split_tile;   // index of this tile among the split tiles; -1 in a cascade, whose states a
                         // later launch merges
-  int32_t key_offset;   // the first key's position, if there are `positions`; else the first key
-                        // that rows see
+  int32_t key_offset;   // the first key's position, if there are `positions`; where ranks share
+                        // the keys, how many the others hold; else the first key that rows see
 };
 
 static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");
@@ -116,7 +116,8 @@ struct AttentionParams {
   int32_t group_shift;
   int32_t value_pages;  // entries of kv_indices from a key's page to its value's, if they differ
   int32_t lse_form;     // flags of LseForm; read by kernels that serve latent attention
-  uint32_t logits_numbers[kMaxLogitsNumbers];  // the bits of a float or of an int32_t each
+  uint32_t logits_numbers[kMaxLogitsNumbers];  // the bits of a float or of an int32_t each; of
+                                               // kernels with a share of keys, see key_share.cuh
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 

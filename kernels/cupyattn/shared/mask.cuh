@@ -2,6 +2,8 @@
 // masks: `KeyLimits` for one token, `KeyRange` for all the tokens of a tile.
 //
 // Causality is aligned to the bottom right: row i of qo_len sees keys up to i + kv_len - qo_len.
+// Where ranks share the keys (kKeyShare), all this holds of positions in the whole sequence, and
+// the limits, counted in this rank's own keys, still rise with the position.
 // A custom mask holds besides causality and window. It has one of four forms, Config::kMaskForm:
 //   DenseMask      bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
 //   RowMask        a row of bits for each row of q, for the last qo_len keys, the query tokens: bit
@@ -11,6 +13,7 @@
 #pragma once
 
 #include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/shared/key_share.cuh"
 #include "cupyattn/shared/logits.cuh"
 #include "cupyattn/shared/work.cuh"
 
@@ -20,8 +23,10 @@ namespace cupyattn {
 struct KeyLimits {
   int begin, end;
 
+  template <bool kKeyShare = false>
   static __device__ __forceinline__ KeyLimits of(const AttentionParams& params,
                                                  const Request& request, int position) {
+    if constexpr (kKeyShare) return of_share(params, request, position);
     KeyLimits limits{0, request.kv_len};
     if (params.window_right >= 0) {
       // mutate: right-window-lost
@@ -32,6 +37,20 @@ struct KeyLimits {
     if (params.window_left >= 0) limits.begin = max_of(0, position - params.window_left);
     return limits;
   }
+
+ private:
+  static __device__ __forceinline__ KeyLimits of_share(const AttentionParams& params,
+                                                       const Request& request, int position) {
+    const KeyShare share = KeyShare::of(params);
+    KeyLimits limits{0, request.kv_len};
+    if (params.window_right >= 0) {
+      // Of a large window as many as do not overflow; this rank's keys end it.
+      const int keys_to_the_right = min_of(params.window_right, 0x7ffffffe - max_of(position, 0));
+      limits.end = min_of(share.count(position + 1 + keys_to_the_right), request.kv_len);
+    }
+    if (params.window_left >= 0) limits.begin = share.count(position - params.window_left);
+    return limits;
+  }
 };
 
 // The least and the greatest position of tokens [first, last]; a whole warp calls this. Rows that
@@ -39,9 +58,13 @@ struct KeyLimits {
 struct PositionSpan {
   int low, high;
 
-  template <bool kMayHavePositions>
+  template <bool kKeyShare, bool kMayHavePositions>
   static __device__ __forceinline__ PositionSpan of(const AttentionParams& params,
                                                     const Request& request, int first, int last) {
+    if constexpr (kKeyShare) {
+      return PositionSpan{request.position<true>(params, first),
+                          request.position<true>(params, last)};
+    }
     // mutate: positions-in-order
     if (!kMayHavePositions || params.positions == nullptr) {
       return PositionSpan{request.position(params, first), request.position(params, last)};
@@ -64,18 +87,19 @@ struct KeyRange {
   int first_token, last_token;
 
   // kMayHavePositions: whether a level of a cascade may ask.
-  template <bool kMayHavePositions = true>
+  template <bool kKeyShare = false, bool kMayHavePositions = true>
   static __device__ __forceinline__ KeyRange of(const AttentionParams& params,
                                                 const BlockWork& work) {
     const int first_row = work.tile.first_row;
     const int last_row = first_row + work.tile.num_rows - 1;
     const int first = ptx::warp_uniform(PackGqaRow::of(params, first_row).token);
     const int last = ptx::warp_uniform(PackGqaRow::of(params, last_row).token);
-    const PositionSpan span = PositionSpan::of<kMayHavePositions>(params, work.request, first, last);
-    const KeyLimits a = KeyLimits::of(params, work.request, span.low);
-    const KeyLimits b = KeyLimits::of(params, work.request, span.high);
+    const PositionSpan span =
+        PositionSpan::of<kKeyShare, kMayHavePositions>(params, work.request, first, last);
+    const KeyLimits a = KeyLimits::of<kKeyShare>(params, work.request, span.low);
+    const KeyLimits b = KeyLimits::of<kKeyShare>(params, work.request, span.high);
     // Tiles begin with the range, so no row has to hide the keys ahead of the first.
-    const int first_key = ptx::warp_uniform(work.request.first_key(params));
+    const int first_key = ptx::warp_uniform(work.request.first_key<kKeyShare>(params));
     const int begin = max_of(a.begin, first_key), full_begin = max_of(b.begin, first_key);
     return KeyRange{begin, b.end, full_begin, a.end, first, last};  // mutate: union-for-intersection
   }
@@ -126,8 +150,9 @@ struct TileSpan {
 
 // The first tile of an item that the mask reaches.
 template <typename Mask, int kTileKV>
-__device__ __forceinline__ int first_masked_tile(const Request& request, const TileSpan& span) {
-  const int ahead = max_of(Mask::first_key(request) - span.origin, 0) / kTileKV;
+__device__ __forceinline__ int first_masked_tile(const AttentionParams& params,
+                                                 const Request& request, const TileSpan& span) {
+  const int ahead = max_of(Mask::first_key(params, request) - span.origin, 0) / kTileKV;
   return min_of(max_of(span.begin, ahead), span.end);
 }
 
@@ -179,8 +204,14 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
 //              An expression says it of one key (`sees`) or of 32 (`seen_of_word`) instead, and its
 //              heads may differ (kReadsHeads)
 //   first_key  the first key that some row may not see
+// kOfRows: it is a RowMask. kKeyShare: ranks share the keys.
 struct AnyMask {
   static constexpr bool kReadsHeads = false, kIsExpression = false;
+  enum : bool { kExists = true, kOfRows = false, kKeyShare = false };
+
+  static __device__ __forceinline__ int first_key(const AttentionParams&, const Request&) {
+    return 0;
+  }
 };
 struct DenseMask : AnyMask {
   template <int kWords>
@@ -189,24 +220,25 @@ struct DenseMask : AnyMask {
                                               int token, int key) {
     load_bits(bits, params, request.mask_start, static_cast<int64_t>(token) * request.kv_len + key);
   }
-  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
 };
 struct RowMask : AnyMask {
+  enum : bool { kOfRows = true };
+
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
     const int64_t row = static_cast<int64_t>(request.q_start) + token;
     // mutate: mask-row-of-token
-    const int64_t bit = 8 * row * params.mask_row_bytes + (key - first_key(request));
+    const int64_t bit = 8 * row * params.mask_row_bytes + (key - first_key(params, request));
     load_bits(bits, params, 0, bit);
     // Keys ahead of the mask are visible.
-    const int ahead = first_key(request) - key;
+    const int ahead = first_key(params, request) - key;
 #pragma unroll
     // mutate: keys-ahead-of-mask-hidden
     for (int i = 0; i < kWords; ++i) bits[i] |= low_bits(ahead - 32 * i);
   }
-  static __device__ __forceinline__ int first_key(const Request& request) {
+  static __device__ __forceinline__ int first_key(const AttentionParams&, const Request& request) {
     return request.kv_len - request.qo_len;  // mutate: row-mask-begins-late
   }
 };
@@ -224,13 +256,11 @@ struct MultiItemMask : AnyMask {
       bits[i] = low_bits(hidden.begin - key - 32 * i) | ~low_bits(hidden.end - key - 32 * i);
     }
   }
-  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
 };
 template <typename Expression>
 struct ExpressionMask : AnyMask {
   static constexpr bool kReadsHeads = Expression::kReadsHeads, kIsExpression = true;
 
-  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
   // Which of 32 keys from `key` on a row sees.
   static __device__ __forceinline__ uint32_t seen_of_word(const AttentionParams& params,
                                                           const Request& request,
@@ -288,7 +318,54 @@ struct TileSight {
     return TileSight{ptx::warp_any(some), !ptx::warp_any(!all)};
   }
 };
-struct NoMask : AnyMask {};
+struct NoMask : AnyMask {
+  enum : bool { kExists = false };
+};
+
+// The same masks where ranks share the keys. Bits of a DenseMask are of this rank's own keys; those
+// of a RowMask are of the last qo_len tokens of the whole sequence, of which a rank holds some.
+template <typename Mask>
+struct OfKeyShare : Mask {
+  enum : bool { kKeyShare = true };
+};
+template <>
+struct OfKeyShare<RowMask> : AnyMask {
+  enum : bool { kOfRows = true, kKeyShare = true };
+
+  template <int kWords>
+  static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
+                                              const AttentionParams& params, const Request& request,
+                                              int token, int key) {
+    const KeyShare share = KeyShare::of(params);
+    const int first = first_key(params, request), begin = first_token(request);
+    const int64_t row = static_cast<int64_t>(request.q_start) + token;
+    const int64_t row_byte = row * params.mask_row_bytes;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t word = low_bits(first - key - 32 * i);
+      const int low = max_of(first - key - 32 * i, 0);
+      const int high = min_of(request.kv_len - key - 32 * i, 32);
+#pragma unroll 1
+      for (int b = low; b < high; ++b) {
+        const int bit = share.position(key + 32 * i + b) - begin;  // mutate: share-bits-of-own-keys
+        const int64_t byte = row_byte + (bit >> 3);
+        if (bit >= request.qo_len || byte >= params.mask_bytes) break;
+        word |= ((static_cast<uint32_t>(params.mask[byte]) >> (bit & 7)) & 1u) << b;
+      }
+      bits[i] = word;
+    }
+  }
+  static __device__ __forceinline__ int first_key(const AttentionParams& params,
+                                                  const Request& request) {
+    return KeyShare::of(params).count(first_token(request));
+  }
+
+ private:
+  // The token of the whole sequence that the first bit of a row is of.
+  static __device__ __forceinline__ int first_token(const Request& request) {
+    return request.whole_len() - request.qo_len;
+  }
+};
 
 // The bits of 64 keys, as one number.
 template <typename Mask>
@@ -305,10 +382,15 @@ using MaskOfForm =
                 conditional<kForm == 1, RowMask,
                             conditional<kForm == 2, MultiItemMask, ExpressionMask<Expression>>>>;
 
+template <bool kKeyShare, typename Mask>
+using OfShareIf = conditional<kKeyShare, OfKeyShare<Mask>, Mask>;
+
 // The mask that a Config asks for.
 template <typename Config>
-using MaskOf = conditional<Config::kCustomMask,
-                           MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>, NoMask>;
+using MaskOf = OfShareIf<
+    HasKeyShare<Config>::kValue,
+    conditional<Config::kCustomMask,
+                MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>, NoMask>>;
 
 // Sets the logits of hidden keys, in `Form`. The thread's accumulators are rows lane / 4 + 16 m
 // (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(row)` returns a test
@@ -347,13 +429,13 @@ __device__ __forceinline__ bool apply_mask(float (&s)[kMmaQ][kTilesS][4],
   bool any = false;
   if (range.cuts_end(first_key, 8 * kTilesS)) {
     any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-      const int end = KeyLimits::of(params, request, row.position).end - first;
+      const int end = KeyLimits::of<Mask::kKeyShare>(params, request, row.position).end - first;
       return [=](int offset) { return offset >= end; };
     });
   }
   if (range.cuts_begin(first_key)) {
     any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-      const int begin = KeyLimits::of(params, request, row.position).begin - first;
+      const int begin = KeyLimits::of<Mask::kKeyShare>(params, request, row.position).begin - first;
       return [=](int offset) { return offset < begin; };
     });
   }
@@ -363,7 +445,7 @@ __device__ __forceinline__ bool apply_mask(float (&s)[kMmaQ][kTilesS][4],
       const auto sees = Mask::test(params, request, row, first);  // mutate: expression-mask-of-lane-0
       return [=](int offset) { return !sees(offset); };
     });
-  } else if constexpr (!is_same<Mask, NoMask>) {
+  } else if constexpr (Mask::kExists) {
     static_assert(kTilesS <= 8, "64 bits hold what a row sees of a tile");
     if (!is_partial) return any;
     any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
@@ -396,7 +478,7 @@ struct MaskTileMap {
                                        int threads) {
     static_assert(kTileKV <= 64, "64 bits hold what a row sees of a tile");
     const Request& request = work.request;
-    const int ahead = max_of(Mask::first_key(request) - span.origin, 0);
+    const int ahead = max_of(Mask::first_key(params, request) - span.origin, 0);
     // mutate: mask-map-one-tile-late
     const int first_tile = min_of(max_of(span.begin, ahead / kTileKV), span.end);
     if (thread == 0) first = first_tile;

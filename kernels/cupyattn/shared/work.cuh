@@ -40,12 +40,20 @@ struct Request {
   int64_t mask_start;
 
   // The first key that any row sees.
+  template <bool kKeyShare = false>
   __device__ __forceinline__ int first_key(const AttentionParams& params) const {
+    if constexpr (kKeyShare) return 0;
     return params.positions == nullptr ? key_offset : 0;
   }
 
+  // The keys of all ranks that share them.
+  __device__ __forceinline__ int whole_len() const { return kv_len + key_offset; }
+
   // The position of a query token among the request's keys; later keys are in its future.
+  // kKeyShare: among those of all ranks.
+  template <bool kKeyShare = false>
   __device__ __forceinline__ int position(const AttentionParams& params, int token) const {
+    if constexpr (kKeyShare) return token + whole_len() - qo_len;  // mutate: position-in-own-keys
     if (params.positions == nullptr) return token + kv_len - qo_len;  // mutate: causality-top-left
     return params.positions[q_start + token] - key_offset;  // mutate: level-positions-not-shifted
   }

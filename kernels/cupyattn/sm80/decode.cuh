@@ -83,8 +83,8 @@ struct DecodeSm80 {
 
   // Describes the rows, then starts the copy of Q.
   __device__ __forceinline__ void load_q() {
-    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, request, work, thread,
-                             kThreads);
+    fill_rows<LogitsVariant, Traits::Mask::kKeyShare>(shared.rows, shared.q_offset, kTileQ, params,
+                                                      request, work, thread, kThreads);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
     if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
@@ -153,9 +153,9 @@ struct DecodeSm80 {
                                                      bool& hides_keys) {
     using Mask = typename Traits::Mask;
     bool is_partial = Config::kCustomMask;
-    if constexpr (is_same<Mask, RowMask>) {
+    if constexpr (Mask::kOfRows) {
       // mutate: first-masked-tile-unmasked
-      is_partial = first_key + kKeys > Mask::first_key(request);
+      is_partial = first_key + kKeys > Mask::first_key(params, request);
     }
     const bool is_masked = is_partial || range.cuts(first_key, kKeys);
     const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
@@ -193,7 +193,7 @@ struct DecodeSm80 {
     if (work.num_rows <= 0) return;
     // By the time that the block has its state, its counter is in L2.
     if (merges() && thread == 0) ptx::prefetch_l2(counter());
-    const KeyRange range = KeyRange::of(params, BlockWork{request, work});
+    const KeyRange range = KeyRange::of<Traits::Mask::kKeyShare>(params, BlockWork{request, work});
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, share_of_block());
     Stage* ring = shared.ring[warp];
     const int warp_origin = tiles.origin + warp * kKeys;

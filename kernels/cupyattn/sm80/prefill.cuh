@@ -70,8 +70,8 @@ struct PrefillSm80 {
   // Describes the rows and starts the copy of Q; for a custom mask, finds the tiles to visit.
   __device__ __forceinline__ void begin(const BlockWork& work, const KeyRange& range,
                                         const TileSpan& tiles) {
-    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work.request, work.tile,
-                             thread, kThreads);
+    fill_rows<LogitsVariant, Mask::kKeyShare>(shared.rows, shared.q_offset, kTileQ, params,
+                                              work.request, work.tile, thread, kThreads);
     if (thread == 0) {
       shared.logits = LogitsVariant::make_constants(params);
       shared.nonfinite_keys = NonFiniteKeys{};
@@ -292,7 +292,7 @@ struct PrefillSm80 {
   __device__ __forceinline__ void run() {
     const BlockWork work = BlockWork::of(params, kTileQ);
     if (work.tile.num_rows <= 0) return;
-    const KeyRange range = KeyRange::of(params, work);
+    const KeyRange range = KeyRange::of<Mask::kKeyShare>(params, work);
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work.tile);
     const int end_key = tiles.origin + tiles.end * kTileKV;
     if (thread == 0) {

@@ -92,8 +92,8 @@ struct WideSm80 {
   // --- Copies ---
 
   __device__ __forceinline__ void describe_rows() {
-    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work.request, work.tile,
-                             thread, kThreads);
+    fill_rows<LogitsVariant, Mask::kKeyShare>(shared.rows, shared.q_offset, kTileQ, params,
+                                              work.request, work.tile, thread, kThreads);
     if constexpr (Config::kRope) {
       for (int i = thread; i < kHeadDimQK / 2; i += kThreads) {
         shared.rope.step[i] = i < kMaxRopePairs ? params.rope_step[i]
@@ -380,7 +380,7 @@ struct WideSm80 {
 
   __device__ __forceinline__ void run() {
     if (work.tile.num_rows <= 0) return;
-    const KeyRange range = KeyRange::of(params, work);
+    const KeyRange range = KeyRange::of<Mask::kKeyShare>(params, work);
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work.tile);
     const auto key_of = [&](int tile) { return tiles.origin + tile * kTileKV + thread; };
     const auto look_up = [&](int tile) {
@@ -443,8 +443,8 @@ struct WideSm80 {
         multiply_keys(s, q, k_lane_address<KTile>(keys, lane));
       }
       bool is_partial = Config::kCustomMask;
-      if constexpr (is_same<Mask, RowMask>) {
-        is_partial = first_key + kTileKV > Mask::first_key(work.request);
+      if constexpr (Mask::kOfRows) {
+        is_partial = first_key + kTileKV > Mask::first_key(params, work.request);
       }
       const bool is_masked = is_partial || range.cuts(first_key, kTileKV);
       const auto form = LogitsVariant::apply(s, softmax.row_max, rows, shared.logits, params,

@@ -11,7 +11,8 @@ template <typename Config>
 struct MaskScan {
   static constexpr int kTileKV = Config::kTileKV, kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize, kRowWords = ceil_div(kTileKV, 32);
-  using Mask = MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>;
+  using Mask = OfShareIf<HasKeyShare<Config>::kValue,
+                         MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>>;
   // ptxas would spill what an expression takes to make room for four blocks; 0 leaves it the choice.
   static constexpr int kMinBlocks = Mask::kIsExpression ? 2 : 0;
 
@@ -23,9 +24,9 @@ struct MaskScan {
     const int tile_rows = whole_token_rows(params, Config::kTileQ);
     const BlockWork work = BlockWork::of_index(params, blockIdx.x, 0, tile_rows);
     if (work.tile.num_rows <= 0) return;
-    const KeyRange range = KeyRange::of(params, work);
+    const KeyRange range = KeyRange::of<Mask::kKeyShare>(params, work);
     const TileSpan span = TileSpan::of<true>(range, kTileKV, work.tile);
-    const int first = first_masked_tile<Mask, kTileKV>(work.request, span);
+    const int first = first_masked_tile<Mask, kTileKV>(params, work.request, span);
     const int count = min_of(span.end - first, MaskMap::kCapacity);
     const int num_words = ceil_div(count, 32);
     for (int word = thread; word < num_words; word += kThreads) map.any[word] = map.mixed[word] = 0;

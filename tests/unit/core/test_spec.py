@@ -15,6 +15,7 @@ from helpers import (
     fake_gpu,
     gpu_cases,
     item_cases,
+    key_shares,
     logits_calls,
     mla_calls,
     planless_calls,
@@ -53,6 +54,7 @@ def specs() -> list[AttentionSpec]:
             planless_calls.Call(planless_calls.random_case(seed), np, WORKSPACE).run()
         for seed in range(22):
             mla_calls.Call(mla_calls.random_case(seed), np, WORKSPACE).run()
+        key_shares.merged(key_shares.random_case(0), np.asarray, np.asarray, WORKSPACE)
     return found
 
 

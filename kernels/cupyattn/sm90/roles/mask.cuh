@@ -98,9 +98,10 @@ struct KeyTileMap {
   // Copies what scan_mask has found, by one warp; returns the span without hidden tiles at its
   // ends.
   template <typename Mask>
-  __device__ __forceinline__ TileSpan take(const MaskMap& map, const Request& request,
-                                           const TileSpan& span, int lane) {
-    const int begin = first_masked_tile<Mask, kTileKV>(request, span);
+  __device__ __forceinline__ TileSpan take(const MaskMap& map, const AttentionParams& params,
+                                           const Request& request, const TileSpan& span,
+                                           int lane) {
+    const int begin = first_masked_tile<Mask, kTileKV>(params, request, span);
     const int count = min_of(span.end - begin, MaskMap::kCapacity);
     int low = begin > span.begin ? span.begin : begin + count;
     int high = begin + count < span.end ? span.end : begin;
@@ -173,7 +174,8 @@ struct RowBits {
          token += num_threads) {
       KeyBits<kTileKV> bits;
       Mask::load(bits.word, params, request, token, first_key);
-      const KeyLimits limits = KeyLimits::of(params, request, request.position(params, token));
+      const KeyLimits limits = KeyLimits::of<Mask::kKeyShare>(
+          params, request, request.position<Mask::kKeyShare>(params, token));
 #pragma unroll
       for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
         rows[token - item.range.first_token].word[w] =

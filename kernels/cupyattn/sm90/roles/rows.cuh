@@ -50,7 +50,8 @@ struct PrefillSm90Rows {
     if (lane < 16) {
       const Request& request = item.work.request;
       shared.rows[r] =
-          LogitsVariant::make_row(params, request, row.token, request.position(params, row.token),
+          LogitsVariant::make_row(params, request, row.token,
+                                  request.position<Traits::Mask::kKeyShare>(params, row.token),
                                   kv_head * params.group_size + row.group_head, kv_head);
     }
     ptx::warp_sync();

@@ -15,6 +15,7 @@ struct PrefillSm90Scheduler {
   using ItemFacts = typename Traits::ItemFacts;
   static constexpr int kTileKV = Traits::kTileKV, kItems = Traits::kItems, kSlots = Traits::kSlots;
   static constexpr bool kPaged = Traits::kPaged, kMasked = Traits::kMasked;
+  using Mask = typename Traits::Mask;
   static constexpr bool kStagesOutput = Traits::kStagesOutput;
   static constexpr int kOutputPanels = ceil_div(Traits::kHeadDimVO, QTile::kPanelColumns);
 
@@ -123,7 +124,7 @@ struct PrefillSm90Scheduler {
   }
   __device__ __forceinline__ void skip_masked_tiles(Item& item, int lane) const {
     const TileSpan tiles = item.template take<typename Traits::Mask>(
-        all_params.mask_maps[item.place], item.work.request, item.tiles, lane);
+        all_params.mask_maps[item.place], params, item.work.request, item.tiles, lane);
     ptx::warp_sync();
     if (lane != 0) return;
     item.tiles = tiles;
@@ -180,11 +181,12 @@ struct PrefillSm90Scheduler {
     item.place = at.place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
-    item.range = KeyRange::of(params, item.work);
+    item.range = KeyRange::of<Mask::kKeyShare>(params, item.work);
     item.tiles = TileSpan::of<Traits::kAlignsTiles>(item.range, kTileKV, item.work.tile);
     // Rows ahead of the range may be copied; pages may not.
     if constexpr (!kPaged && !kMasked) {
-      item.tiles.gather_cuts(item.range, kTileKV, item.work.request.first_key(params));
+      item.tiles.gather_cuts(item.range, kTileKV,
+                             item.work.request.template first_key<Mask::kKeyShare>(params));
     }
     const int box = all_params.output_box_rows, num_rows = item.work.tile.num_rows;
     const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();

@@ -13,6 +13,7 @@ struct PrefillSm90Softmax {
   using Item = typename Traits::Item;
   using Rows = PrefillSm90Rows<Traits>;
   static constexpr int kTileKV = Traits::kTileKV;
+  using Mask = typename Traits::Mask;
   static constexpr bool kOverlap = Traits::kOverlap, kHasFastPath = LogitsVariant::kHasFastPath;
   static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
   using DTypeP = typename Traits::DTypeP;
@@ -62,7 +63,8 @@ struct PrefillSm90Softmax {
     online = Online(first_max);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      position[h] = item.work.request.position(params, rows.token_of(item, rows.own_row(h)).token);
+      const int token = rows.token_of(item, rows.own_row(h)).token;
+      position[h] = item.work.request.template position<Mask::kKeyShare>(params, token);
     }
     if constexpr (LogitsVariant::kReadsRows) rows.describe(item);
   }
@@ -185,7 +187,7 @@ struct PrefillSm90Softmax {
       for (int h = 0; h < 2; ++h) {
         const int row_position =
             LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
-        KeyLimits limits = KeyLimits::of(params, item.work.request, row_position);
+        KeyLimits limits = KeyLimits::of<Mask::kKeyShare>(params, item.work.request, row_position);
         if constexpr (Traits::kAlignsTiles) {
           // Boxes of pages may begin ahead of all keys that the item sees.
           // mutate: padding-of-a-page-seen

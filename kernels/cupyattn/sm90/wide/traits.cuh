@@ -64,6 +64,7 @@ struct WideSm90Tiles : Config {
   // Tiles of 32 keys leave room between products to take every maximum.
   static constexpr bool kTakesMaxima = !kLatent;
   using LogitsVariant = PlainLogits;
+  using Mask = OfShareIf<HasKeyShare<Config>::kValue, NoMask>;
 
   // fp8 keys of 64 rows become 16-bit elements in shared memory (WideSm90Converter).
   static constexpr bool kConverts = is_fp8<DTypeKV> && kTileQ == 64;
@@ -246,7 +247,7 @@ struct WideSm90Block {
     typename Traits::Item item{};
     item.work = find_work();
     if (item.work.tile.num_rows > 0) {
-      item.range = KeyRange::of<!Traits::kLatent>(params, item.work);
+      item.range = KeyRange::of<Traits::Mask::kKeyShare, !Traits::kLatent>(params, item.work);
       item.tiles = tiles_of(item);
     }
     if (threadIdx.x == 0) shared.items[0] = item;

@@ -34,6 +34,7 @@ struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
   using VTile = typename Traits::VTile;
   using Stage = PipelineState<Traits::kStages>;
   static constexpr int kTileKV = Traits::kTileKV;
+  using Mask = typename Traits::Mask;
   using Fp8 = WideDecodeSm90Fp8<Traits>;
   using Scores = float[1][kTilesQ][4];
 
@@ -246,8 +247,9 @@ struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
       for (int e = 0; e < 2; ++e) {
         const int row = work.first_row + min_of(row_of(n, e), work.num_rows - 1);
         const int token = PackGqaRow::of(params, row).token;
-        const KeyLimits limits = KeyLimits::of(params, item.work.request,
-                                               item.work.request.position(params, token));
+        const Request& request = item.work.request;
+        const KeyLimits limits = KeyLimits::of<Mask::kKeyShare>(
+            params, request, request.position<Mask::kKeyShare>(params, token));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int key = first_key + key_of(h);
