@@ -36,6 +36,18 @@ def differences(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
     return "; ".join(found) if found else None
 
 
+def out_of_step(calls: Sequence[str], rank: int) -> str | None:
+    """A sentence that says which ranks are in another call than this one; None if all are in it."""
+    own = calls[rank]
+    others = [f"rank {i} is in {call}" for i, call in enumerate(calls) if call != own]
+    if not others:
+        return None
+    return (
+        f"{', '.join(others)}, and rank {rank} is in {own}; all ranks of a group make the same "
+        "calls in the same order, of the same sizes"
+    )
+
+
 def _words(name: str, value: Any) -> str:
     if value is _ABSENT:
         return f"has no {name}"

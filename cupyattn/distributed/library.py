@@ -90,7 +90,7 @@ class LibraryTransport:
         self._do(self._calls.all_gather, self._all, self._own, stream)
 
     def share_bytes(self, data: bytes) -> list[bytes]:
-        return self._ranks.share(data)
+        return self._ranks.share("share_bytes", data)
 
     def window(self, nbytes: int) -> Window | None:
         if not self.on_gpu:
@@ -104,7 +104,8 @@ class LibraryTransport:
         make, channel = self._ranks.in_time(
             "making a part of the group", lambda: self._calls.part(members, self._ranks)
         )
-        ranks = Ranks(channel, {}, self._ranks.seconds)
+        facts = {"gpu": self._ranks.facts[self.rank].get("gpu", "")}
+        ranks = Ranks(channel, facts, self._ranks.seconds)
         return LibraryTransport(make(ranks), ranks)
 
     def failure(self) -> str | None:

@@ -66,7 +66,7 @@ class NcclCalls:
     ) -> tuple[Callable[[Ranks], NcclCalls], Channel]:
         binding = self._binding or binding_here()
         is_first = members[0] == ranks.rank
-        ids = ranks.share(binding.unique_id() if is_first else b"")
+        ids = ranks.share("split", binding.unique_id() if is_first else b"")
         calls = binding.communicator(ids[members[0]], members.index(ranks.rank), len(members))
         is_alone = isinstance(ranks.channel, NcclChannel)
         channel = NcclChannel(calls) if is_alone else ranks.channel.part(members)
@@ -339,13 +339,14 @@ def connected(
             f"unique_id: got {len(unique_id)} bytes; wanted {UNIQUE_ID_BYTES}, as new_unique_id() "
             "makes them on one rank for all"
         )
-    binding, device = binding_here(), cupy_module().cuda.Device()
-
-    def make() -> NcclCalls:
-        with device:
-            return binding.communicator(unique_id, rank, size)
-
-    return in_time("making NCCL's communicator", make, seconds, check)
+    binding = binding_here()
+    return in_time(
+        "making NCCL's communicator",
+        lambda: binding.communicator(unique_id, rank, size),
+        seconds,
+        check=check,
+        device=cupy_module().cuda.Device(),
+    )
 
 
 def _cupy_nccl() -> Any:

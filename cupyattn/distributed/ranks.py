@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .._version import __version__
+from ..core.cupy_module import cupy_module
 from ..errors import ArgumentError, DeviceError, DistributedError
 from . import handshake, liveness
 from .channels import Channel
@@ -31,28 +33,38 @@ class Ranks:
         self.on_failure: list[Callable[[], None]] = []
         self.ask: Callable[[], str | None] = lambda: None
         self.channel = channel
+        # CUDA's current device is one of each thread; work in another one is for this one's.
+        self._device = cupy_module().cuda.Device() if facts.get("gpu") else None
         self._lock = threading.Lock()
         self._watch: liveness.Watch | None = None
         self._note: liveness.Note | None = None
         own = {"cupyattn version": __version__, "size": channel.size, **facts}
         own |= {"token": secrets.token_hex(16), **liveness.own_facts()}
-        self.facts = [handshake.unpacked(x) for x in self.share(handshake.packed(own))]
+        self.facts = [handshake.unpacked(x) for x in self.share("start", handshake.packed(own))]
         self._compare()
         names = list(dict.fromkeys(facts["host"] for facts in self.facts))
         self.hosts: Sequence[int] = [names.index(facts["host"]) for facts in self.facts]
         self._note = note = liveness.Note(self.facts[0]["token"])
         self._watch = liveness.Watch(self._to_watch(), lambda: note.read() or self.ask(), self.fail)
 
-    def share(self, data: bytes, seconds: float | None = None) -> list[bytes]:
-        """What all ranks have given. Where one does not come, the ranks are out of step: failed."""
+    def share(self, what: str, data: bytes, seconds: float | None = None) -> list[bytes]:
+        """What all ranks have given to the call `what`; DistributedError if one is in another call.
+
+        Where one does not come, the ranks are out of step: failed.
+        """
         self.check()
+        seconds = self.seconds if seconds is None else seconds
+        own = what.encode() + b":" + data
         try:
-            return self.channel.share(
-                data, self.check, self.seconds if seconds is None else seconds
-            )
+            shared = self.channel.share(own, self.check, seconds)
         except DeviceError as error:
             self.fail(str(error))
             raise
+        places = [x.index(b":") for x in shared]
+        calls = [x[:place].decode() for x, place in zip(shared, places, strict=True)]
+        if found := handshake.out_of_step(calls, self.rank):
+            raise DistributedError(found)
+        return [x[place + 1 :] for x, place in zip(shared, places, strict=True)]
 
     def part(self, members: Sequence[int]) -> Channel:
         return self.channel.part(members)
@@ -80,7 +92,8 @@ class Ranks:
 
         DeviceError if a rank ends meanwhile, or after the time that ranks are given.
         """
-        return in_time(what, work, self.seconds if seconds is None else seconds, self.check)
+        seconds = self.seconds if seconds is None else seconds
+        return in_time(what, work, seconds, check=self.check, device=self._device)
 
     def stop(self) -> None:
         if self._watch is not None:
@@ -114,16 +127,22 @@ class Ranks:
 
 
 def in_time(
-    what: str, work: Callable[[], _T], seconds: float, check: Callable[[], None] = lambda: None
+    what: str,
+    work: Callable[[], _T],
+    seconds: float,
+    *,
+    check: Callable[[], None] = lambda: None,
+    device: Any = None,
 ) -> _T:
-    """`Ranks.in_time` before there are ranks."""
+    """`Ranks.in_time` before there are ranks, on a device of CuPy's if it is given one."""
     answers: list[_T] = []
     errors: list[BaseException] = []
     done = threading.Event()
 
     def run() -> None:
         try:
-            answers.append(work())
+            with device or contextlib.nullcontext():
+                answers.append(work())
         except BaseException as error:
             errors.append(error)
         done.set()

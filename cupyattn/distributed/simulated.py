@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.cupy_module import as_stream, cupy_module
 from ..errors import ArgumentError, DeviceError, DistributedError
+from . import handshake
 from .transport import Transport, Window
 
 _ALIGNMENT = 256
@@ -45,13 +46,10 @@ class Meeting:
         self._posted[rank] = (what, value)
         self._wait(rank)
         posted = list(self._posted)
-        others = {f"rank {i} is in {name}": i for i, (name, _) in enumerate(posted) if name != what}
-        if others:
+        found = handshake.out_of_step([name for name, _ in posted], rank)
+        if found:
             self.leave(rank)
-            raise DistributedError(
-                f"{', '.join(others)}, and rank {rank} is in {what}; all ranks of a group make the "
-                "same calls in the same order, of the same sizes"
-            )
+            raise DistributedError(found)
         return [value for _, value in posted]
 
     def leave(self, rank: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.cupy_module import cupy_module
 from ..core.packages import needs
-from ..errors import ArgumentError, DeviceError, DistributedError
+from ..errors import ArgumentError, DeviceError
 from . import nccl, torch, windows
 from .channels import Channel, Folder, JaxStore, MpiChannel, StoreChannel, TorchStore
 from .library import Calls, LibraryTransport
@@ -63,16 +63,8 @@ class HostCalls:
         return None
 
     def _shared(self, given: np.ndarray, name: str) -> np.ndarray:
-        what = f"{name} of {given.nbytes} bytes".encode()
-        parts = [x.split(b":", 1) for x in self._ranks.share(what + b":" + given.tobytes())]
-        for rank, (theirs, _) in enumerate(parts):
-            if theirs != what:
-                raise DistributedError(
-                    f"rank {rank} is in {theirs.decode()}, and rank {self._ranks.rank} is in "
-                    f"{what.decode()}; all ranks of a group make the same calls in the same order, "
-                    "of the same sizes"
-                )
-        return np.frombuffer(b"".join(data for _, data in parts), np.uint8)
+        what = f"{name} of {given.nbytes} bytes"
+        return np.frombuffer(b"".join(self._ranks.share(what, given.tobytes())), np.uint8)
 
 
 def from_channel(
@@ -87,7 +79,7 @@ def from_channel(
     ranks = Ranks(channel, facts | torch.gpu_facts(use(device)), seconds)
     try:
         own = nccl.new_unique_id() if ranks.rank == 0 else b""
-        identity = ranks.share(own)[0]
+        identity = ranks.share("start", own)[0]
         calls = nccl.connected(identity, ranks.rank, ranks.size, seconds, ranks.check)
     except BaseException as error:
         ranks.fail(f"rank {ranks.rank} could not start NCCL ({error})", tell=True)

@@ -72,6 +72,7 @@ class IpcSource:
 
 def opened(ranks: Ranks, own: Source | None, nbytes: int) -> tuple[Window | None, str]:
     """A window of the first source that serves all ranks, and in words which, or why none does."""
+    ranks.share(f"window of {nbytes} bytes", b"")
     if len(set(ranks.hosts)) > 1:
         return None, "none between hosts"
     if len({facts["process"] for facts in ranks.facts}) != ranks.size:
@@ -115,8 +116,8 @@ def _tried(step: Callable[[], Any]) -> tuple[Any, str]:
 
 def _shared(ranks: Ranks, value: bytes | None, why: str) -> list[tuple[bytes, str]]:
     pairs: list[tuple[bytes, str]] = []
-    for data in ranks.share((b"-" if why else b"+") + (why.encode() if why else value or b"")):
-        pairs.append((data[1:], "") if data[:1] == b"+" else (b"", data[1:].decode()))
+    for data in ranks.share("window", why.encode() + b"-" if why else (value or b"") + b"+"):
+        pairs.append((data[:-1], "") if data.endswith(b"+") else (b"", data[:-1].decode()))
     return pairs
 
 
@@ -165,7 +166,7 @@ def _window(source: Source, ranks: Ranks, found: tuple[int, list[int]], nbytes: 
 
 def _all_closed(ranks: Ranks) -> bool:
     try:
-        ranks.share(b"", 2.0)
+        ranks.share("closing a window", b"", 2.0)
     except CupyAttnError:
         return False
     return True

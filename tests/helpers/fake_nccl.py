@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn.distributed import nccl, simulated, starts, torch, windows
+from cupyattn.distributed import nccl, ranks, simulated, starts, torch, windows
 from cupyattn.distributed.channels import Check
 from cupyattn.distributed.ranks import Ranks
 
@@ -43,10 +43,10 @@ class Runtime:
         return 4
 
     def getDevice(self) -> int:
-        return 0
+        return Device().id
 
     def deviceGetPCIBusId(self, device: int) -> str:
-        return f"0000:{threading.get_ident():x}"
+        return f"0000:{device:02x}:00.0"
 
     def malloc(self, size: int) -> int:
         memory = np.full(size, 7, np.uint8)
@@ -72,7 +72,7 @@ class Runtime:
     def ipcOpenMemHandle(self, handle: bytes) -> int:
         if self.open_fails_on():
             raise RuntimeError("invalid device context")
-        self._calls.append("open")
+        self._calls.append(f"open on {Device().id}")
         return int.from_bytes(handle, "little")
 
     def ipcCloseMemHandle(self, address: int) -> None:
@@ -95,18 +95,26 @@ class Stream:
         pass
 
 
+_CURRENT = threading.local()
+
+
 class Device:
-    def __init__(self, index: int = 0) -> None:
-        self.id = index
+    """CUDA's current device is one of each thread, and 0 in a new one."""
+
+    def __init__(self, index: int | None = None) -> None:
+        self.id = getattr(_CURRENT, "device", 0) if index is None else index
+        self._before: list[int] = []
 
     def use(self) -> None:
-        pass
+        _CURRENT.device = self.id
 
     def __enter__(self) -> Device:
+        self._before.append(Device().id)
+        self.use()
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        _CURRENT.device = self._before.pop()
 
 
 class NcclError(RuntimeError):
@@ -144,6 +152,7 @@ class Library:
         if isinstance(identity, tuple) is not self.takes_tuples:
             raise TypeError("Argument 'commId' has incorrect type")
         assert len(identity) == 128
+        self.calls.append(f"communicator on {Device().id}")
         key = bytes(x & 255 for x in identity), size
         with self._lock:
             meeting = self._meetings.setdefault(key, simulated.Meeting(size, None, [0] * size, 10))
@@ -244,7 +253,7 @@ def installed(takes_tuples: bool = False) -> Iterator[tuple[Library, Any, list[s
     calls: list[str] = []
     library, cupy = Library(calls, takes_tuples), fake_cupy(calls)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (nccl, starts, torch, windows):
+        for module in (nccl, ranks, starts, torch, windows):
             if hasattr(module, "cupy_module"):
                 patch.setattr(module, "cupy_module", lambda: cupy)
         from cupyattn.distributed import group
@@ -274,11 +283,11 @@ class ThreadChannel:
         raise NotImplementedError
 
 
-def seem_processes(ranks: Ranks) -> Ranks:
+def seem_processes(found: Ranks) -> Ranks:
     """Let ranks that are threads be taken for processes, which windows are for."""
-    for rank, facts in enumerate(ranks.facts):
+    for rank, facts in enumerate(found.facts):
         facts["process"] = 1000 + rank
-    return ranks
+    return found
 
 
 def module(name: str, **names: Any) -> ModuleType:

@@ -33,7 +33,7 @@ def test_collectives_of_cupy_s_communicator(takes_tuples: bool) -> None:
         assert len(identity) == 128 and identity[0] == 254
 
         def work(rank: int) -> None:
-            group = Group.from_unique_id(identity, rank, 3, timeout=10)
+            group = Group.from_unique_id(identity, rank, 3, device=rank, timeout=10)
             assert group.on_gpu and group.can_capture and group.hosts == (0, 0, 0)
             assert group.describe().startswith(f"rank {rank} of 3: NCCL 2.28.9 by CuPy, windows:")
             group.handshake({"heads": 32})
@@ -54,6 +54,9 @@ def test_collectives_of_cupy_s_communicator(takes_tuples: bool) -> None:
             group.close()
 
         _in_threads(3, work)
+        # Communicators are made in threads of their own, of which each is on its rank's device.
+        made = sorted(x for x in calls if x.startswith("communicator"))
+        assert made == [f"communicator on {rank}" for rank in (0, 0, 1, 1, 2, 2)]
         assert calls.count("send 1 2 on 119") == calls.count("recv 1 2 on 119") == 3
         assert "reduceScatter 7 0 on 81" in calls  # the current stream where none is named
         assert sum(x.startswith("destroy") for x in calls) == 6 and "abort 0" not in calls
@@ -64,7 +67,7 @@ def test_an_error_that_nccl_notices_fails_the_group_within_moments() -> None:
         identity = new_unique_id()
 
         def work(rank: int) -> None:
-            group = Group.from_unique_id(identity, rank, 2, timeout=10)
+            group = Group.from_unique_id(identity, rank, 2, device=rank, timeout=10)
             group.barrier()
             library.error = "NCCL_ERROR_REMOTE_ERROR: remote process exited"
             start = time.monotonic()
@@ -103,15 +106,14 @@ def test_ranks_that_do_not_all_come_are_an_error() -> None:
 
 
 def test_two_ranks_of_one_gpu_are_told_to_take_their_own() -> None:
-    with installed() as (_, cupy, _):
-        cupy.cuda.runtime.deviceGetPCIBusId = lambda device: "0000:01:00.0"
+    with installed():
         meeting = simulated.Meeting(2, None, [0, 0], 10)
 
         def work(rank: int) -> None:
             with pytest.raises(
-                DistributedError, match=r"ranks 0 and 1 have the same GPU \(0000:01"
+                DistributedError, match=r"ranks 0 and 1 have the same GPU \(0000:02"
             ):
-                starts.from_channel(ThreadChannel(meeting, rank), "MPI", None, True, 10)
+                starts.from_channel(ThreadChannel(meeting, rank), "MPI", 2, True, 10)
 
         _in_threads(2, work)
 
@@ -121,7 +123,7 @@ def test_a_channel_starts_nccl_by_an_id_of_rank_0() -> None:
         meeting = simulated.Meeting(2, None, [0, 0], 10)
 
         def work(rank: int) -> None:
-            transport = starts.from_channel(ThreadChannel(meeting, rank), "MPI", None, True, 10)
+            transport = starts.from_channel(ThreadChannel(meeting, rank), "MPI", rank, True, 10)
             group = Group(transport)
             assert "NCCL 2.28.9 by CuPy, started by MPI" in group.describe()
             group.barrier()
@@ -248,15 +250,21 @@ def _opened(
     """What two ranks get, and the runtime's calls; `fails_on`: the rank that can open no handle."""
     with installed() as (_, cupy, calls):
         meeting = simulated.Meeting(2, None, [0, 0], 10)
-        is_failing = simulated.threading.local()
-        cupy.cuda.runtime.open_fails_on = lambda: is_failing.now.pop(False, False)
+        failures = [] if fails_on is None else [fails_on]
+
+        def fails_once() -> bool:
+            is_failing = cupy.cuda.Device().id in failures
+            failures[:] = [] if is_failing else failures
+            return is_failing
+
+        cupy.cuda.runtime.open_fails_on = fails_once
 
         def work(rank: int) -> tuple[windows.Window | None, str]:
-            is_failing.now = {False: True} if rank == fails_on else {}
-            ranks = Ranks(ThreadChannel(meeting, rank), {}, 10)
+            cupy.cuda.Device(rank).use()
+            ranks = Ranks(ThreadChannel(meeting, rank), {"gpu": f"card {rank}"}, 10)
             ranks = seem_processes(ranks) if facts.get("processes", True) else ranks
             ranks.hosts = facts.get("hosts", [0, 0])
-            found = windows.opened(ranks, own(), 1000)
+            found = windows.opened(ranks, own(), facts.get("nbytes", [1000, 1000])[rank])
             if found[0] is not None:
                 assert not found[0].local.any() and found[0].peers[rank] == found[0].local.data.ptr
                 meeting.meet(rank, "seen", None)
@@ -265,17 +273,15 @@ def _opened(
             ranks.stop()
             return found
 
-        # Opening is done in a thread of its own, which must know whose it is.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Ranks, "in_time", lambda self, what, work, seconds=None: work())
-            return _in_threads(2, work), calls
+        return _in_threads(2, work), calls
 
 
 def test_windows_by_cuda_s_handles_are_tried_zeroed_and_closed_before_they_are_freed() -> None:
     found, calls = _opened(None, lambda: None, {})
     assert [why for _, why in found] == ["CUDA IPC", "CUDA IPC"]
     assert all(window is not None and window.nbytes == 1000 for window, _ in found)
-    assert sorted(calls) == ["close", "close", "free", "free", "open", "open"]
+    opened = ["open on 0", "open on 1"]  # in threads of their own
+    assert sorted(calls) == ["close", "close", "free", "free", *opened]
     assert calls.index("free") > 3  # both have closed the other's
 
 
@@ -300,16 +306,9 @@ def test_there_are_no_windows_between_hosts_or_threads() -> None:
     assert threads == (None, "none between ranks of one process")
 
 
-class _Works:
-    def __init__(self, error: str | None = None) -> None:
-        self.error = error
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        if self.error:
-            raise RuntimeError(self.error)
+def test_windows_of_different_sizes_are_refused_on_all_ranks() -> None:
+    with pytest.raises(DistributedError, match=r"rank . is in window of (1|2)000 bytes, and"):
+        _opened(None, lambda: None, {"nbytes": [1000, 2000]})
 
 
 def test_torch_s_collectives_run_on_the_stream_that_is_named() -> None:
