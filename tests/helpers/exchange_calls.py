@@ -132,6 +132,14 @@ class RankRun:
         self.exchange = self.case.make(self.group)
 
     def step(self, index: int) -> Step:
+        return self.launch(self.prepare(index))
+
+    def launch(self, prepared: tuple[dict[str, poison.Poisoned], tuple[Any, ...]]) -> Step:
+        arrays, given = prepared
+        return Step(arrays, *self.exchange.run(*given, return_lse=True))
+
+    def prepare(self, index: int) -> tuple[dict[str, poison.Poisoned], tuple[Any, ...]]:
+        """The arrays of an exchange, and its arguments."""
         case, rank = self.case, self.group.rank
         v, s = case.states(index, rank)
         arrays = {"o": self._embed(v), "lse": self._embed(s)}
@@ -142,8 +150,7 @@ class RankRun:
             arrays["out"] = self._embed(blank)
             arrays["lse_out"] = self._embed(np.zeros(shape[:2], np.float32))
             out, lse_out = arrays["out"].array, arrays["lse_out"].array
-        given = arrays["o"].array, arrays["lse"].array, out, lse_out
-        return Step(arrays, *self.exchange.run(*given, return_lse=True))
+        return arrays, (arrays["o"].array, arrays["lse"].array, out, lse_out)
 
     def _embed(self, x: np.ndarray) -> poison.Poisoned:
         strides = None
@@ -201,7 +208,11 @@ def run_and_check(case: ExchangeCase, group: Group, xp: ModuleType = np) -> list
     run = RankRun(case, group, xp)
     answers = []
     for index in range(len(case.rows)):
-        first, again = run.step(index), run.step(index)
+        # To make arrays may wait for a GPU, on which another rank of the process may wait for us.
+        prepared = run.prepare(index), run.prepare(index)
+        group.share_bytes(b"")
+        first, again = (run.launch(x) for x in prepared)
+        group.share_bytes(b"")
         hosts = [[np.asarray(to_host(x)) for x in (step.out, step.lse)] for step in (first, again)]
         for step in (first, again):
             step.check_poison()

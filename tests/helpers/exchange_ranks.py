@@ -127,19 +127,21 @@ class Loop:
         self.out = cupy.zeros((rows, own, dim), np.float32)
         self.lse_out = cupy.zeros((rows, own), np.float32)
         self.counts = cupy.zeros(2, np.uint32)  # step, errors
-        for name in ("stall", "fill", "check", "advance"):
-            _kernels().get_function(name)
+        # A kernel's first launch may wait for the GPU, on which another rank of the process waits.
+        self.step(exchanges=False)
+        self.counts[...] = 0
         cupy.cuda.get_current_stream().synchronize()
+        group.share_bytes(b"")
 
-    def step(self, *, stalls: bool = True) -> None:
+    def step(self, *, exchanges: bool = True) -> None:
         """Launch one on the current stream."""
         rank, size = np.int32(self.group.rank), np.int32(self.group.size)
         sizes = [np.int32(x) for x in self.shape]
         step, errors = self.counts[:1], self.counts[1:]
-        if stalls:
-            _launch("stall", 1, step, rank)
+        _launch("stall", 1, step, rank)
         _launch("fill", self.o.size, step, self.o, self.lse, *sizes, rank)
-        self.run()
+        if exchanges:
+            self.run()
         _launch("check", self.out.size, step, self.out, self.lse_out, *sizes, rank, size, errors)
         _launch("advance", 1, step)
 
@@ -155,7 +157,9 @@ class Loop:
         stream.synchronize()
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
         work()
-        return stream.end_capture()
+        graph = stream.end_capture()
+        self.group.share_bytes(b"")
+        return graph
 
     def errors(self) -> tuple[int, int]:
         """(steps, wrong numbers) so far."""
