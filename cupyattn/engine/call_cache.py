@@ -264,8 +264,9 @@ class Argument(NamedTuple):
     """An array that a way to call takes; None stands for an optional array that is not given.
 
     length_axis  the axis whose extent varies from call to call and is compared at each; all other
-                 extents belong to the signature. None: the whole shape does. One row is a signature
-                 of its own: it may have any stride, which says nothing about that of several
+                 extents belong to the signature. None: the whole shape does. So it does of one
+                 row: it may have any stride, which says nothing about that of several; and of an
+                 output whose rows reach into the next, and may share elements from some length on
     is_free      lengths and strides vary from call to call along all axes, and the way to call
                  compares them; the signature has how many axes there are
     is_output    the call writes the array, so no other may overlap it
@@ -289,9 +290,9 @@ class CachedCall(Generic[_Checked]):
 
     checked    what the way to call made of a call that passed its checks
     axes       (place, length_axis) of arrays that are given and have that axis
-    single     places of arrays of one row: their stride passed no check, so later ones have one too
-    extents    (a, b) of each array: n rows along its length_axis lie within a * n + b bytes; of a
-               free one the bytes of a unit of stride, and of an element
+    fixed      places of arrays that have such an axis, and whose length belongs to the signature
+    steps, rests   of each array: n rows along its length_axis lie within step * n + rest bytes; of
+               a free one the bytes of a unit of stride, and of an element
     outputs    places of outputs that are given, each with the places that it may not overlap
     pairs      places of outputs that may lie within each other, but not at one address
     make_out, make_lse   make outputs of a shape like that of the first call, of any length
@@ -303,8 +304,9 @@ class CachedCall(Generic[_Checked]):
 
     checked: _Checked
     axes: tuple[tuple[int, int], ...]
-    single: tuple[int, ...]
-    extents: tuple[tuple[int, int], ...]
+    fixed: tuple[int, ...]
+    steps: list[int]
+    rests: list[int]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     pairs: tuple[tuple[int, int], ...]
     make_out: Callable[[Sequence[int]], Any]
@@ -384,8 +386,11 @@ class Found(Generic[_Checked]):
 
     def strides(self, place: int) -> tuple[int, ...]:
         """The strides of a free array, in elements."""
-        unit, itemsize = self.call.extents[place]
-        return tuple(stride * unit // itemsize for stride in self.facts[place][_STRIDES])
+        strides: tuple[int, ...] = self.facts[place][_STRIDES]
+        unit, itemsize = self.call.steps[place], self.call.rests[place]
+        if unit == itemsize:
+            return strides
+        return tuple(stride * unit // itemsize for stride in strides)
 
 
 @dataclass(slots=True, eq=False)
@@ -393,13 +398,13 @@ class _Group(Generic[_Checked]):
     """The cached calls with equal scalars, by facts without lengths.
 
     last  the last of them: to compare facts is faster than to hash them
-    single  what these calls have as `CachedCall.single`
+    fixed  what these calls have as `CachedCall.fixed`
     zeros_and_ones  places of scalars that are numbers 0 or 1, to which a bool would be equal
     """
 
     last: Found[_Checked]
     calls: dict[tuple[Any, ...], CachedCall[_Checked]]
-    single: dict[tuple[int, ...], None]
+    fixed: dict[tuple[int, ...], None]
     zeros_and_ones: list[int]
 
 
@@ -502,13 +507,13 @@ class CallCache(Generic[_Checked]):
         if call.num_renewed >= _MAX_RENEWED:
             return
         call.num_renewed += 1
-        varying = self._varying(call.single)
+        varying = self._varying(call.fixed)
         call.compare = framework.comparer(arrays, found.facts, len(self._axes), varying, self._free)
         found.compare = framework.comparer(arrays, found.facts, len(self._axes))
 
-    def _varying(self, single: tuple[int, ...]) -> list[int | None]:
+    def _varying(self, fixed: tuple[int, ...]) -> list[int | None]:
         """The axes of lengths that later calls may have others of."""
-        return [None if place in single else axis for place, axis in enumerate(self._axes)]
+        return [None if place in fixed else axis for place, axis in enumerate(self._axes)]
 
     def _other(
         self, group: _Group[_Checked], last: Found[_Checked], shapes: list[Any], facts: list[Any]
@@ -544,25 +549,25 @@ class CallCache(Generic[_Checked]):
     def _with_lengths(self, last: Found[_Checked], shapes: list[Any]) -> Found[_Checked] | None:
         """The last call with other lengths, None if other extents differ too."""
         lengths, sizes = last.lengths.copy(), last.sizes.copy()
-        axes, extents = self._axes, last.call.extents
+        axes, steps = self._axes, last.call.steps
         for place, (new, old) in enumerate(zip(shapes, last.shapes, strict=True)):
             if new != old:
                 axis = axes[place]
-                if axis is None or place in last.call.single:
+                if axis is None or place in last.call.fixed:
                     return None
                 known = [*old]
                 known[axis] = length = new[axis]
                 if known != [*new]:
                     return None
-                sizes[place] += (length - lengths[place]) * extents[place][0]
+                sizes[place] += (length - lengths[place]) * steps[place]
                 lengths[place] = length
         return Found(last.call, shapes, last.facts, lengths, sizes)
 
     def _find(
         self, group: _Group[_Checked], shapes: list[Any], facts: list[Any]
     ) -> Found[_Checked] | None:
-        for single in (*group.single,):  # another thread may add to it at any time
-            key, lengths = self._without_lengths(shapes, facts, single)
+        for fixed in (*group.fixed,):  # another thread may add to it at any time
+            key, lengths = self._without_lengths(shapes, facts, fixed)
             call = group.calls.get(key)
             if call is not None:
                 return self._fit(call, shapes, facts, lengths)
@@ -574,15 +579,15 @@ class CallCache(Generic[_Checked]):
         return tuple((at, a) for at, (a, x) in given if a is not None and x and a < len(x))
 
     def _without_lengths(
-        self, shapes: list[Any], facts: list[Any], single: tuple[int, ...]
+        self, shapes: list[Any], facts: list[Any], fixed: tuple[int, ...]
     ) -> tuple[tuple[Any, ...], list[int]]:
-        """(shapes without lengths, but for `single` places, and all facts; lengths)."""
+        """(shapes without lengths, but for `fixed` places, and all facts; lengths)."""
         lengths = self._absent.copy()
         extents = [*shapes]
         for place, axis in self._axes_of(shapes):
             shape = shapes[place]
             lengths[place] = shape[axis]
-            if place not in single:
+            if place not in fixed:
                 extents[place] = shape[:axis], shape[axis + 1 :]
         if self._free:
             facts = [*facts]
@@ -624,14 +629,21 @@ class CallCache(Generic[_Checked]):
         extents = self._extents_of(framework, arrays, shapes, facts)
         if extents is None:
             return None
+        steps, rests = extents
         axes = self._axes_of(shapes)
-        single = tuple(place for place, axis in axes if shapes[place][axis] == 1)
-        varying = self._varying(single)
+        fixed = tuple(
+            place
+            for place, axis in axes
+            if shapes[place][axis] == 1
+            or (rests[place] > 0 and self._is_written(self._arguments[place], arrays))
+        )
+        varying = self._varying(fixed)
         call = CachedCall(
             checked=checked,
             axes=axes,
-            single=single,
-            extents=extents,
+            fixed=fixed,
+            steps=steps,
+            rests=rests,
             outputs=self._outputs(arrays),
             pairs=self._pairs(arrays),
             make_out=_maker(dtype_o, like, out_shape),
@@ -641,7 +653,7 @@ class CallCache(Generic[_Checked]):
             current_stream=array.stream_reader(like),
             compare=framework.comparer(arrays, facts, len(self._axes), varying, self._free),
         )
-        key, lengths = self._without_lengths(shapes, facts, single)
+        key, lengths = self._without_lengths(shapes, facts, fixed)
         if self._num_calls >= _MAX_CALLS:
             self.clear()
             group = None
@@ -654,16 +666,16 @@ class CallCache(Generic[_Checked]):
         if group is None:
             group = self._groups[type(scalars)][scalars] = _Group(found, {}, {}, places)
         self._num_calls += key not in group.calls
-        group.single[single] = None
+        group.fixed[fixed] = None
         group.calls[key], group.last = call, found
         _framework_by_type[type(arrays[0])] = framework
         return found
 
     def _extents_of(
         self, framework: _Framework, arrays: Sequence[Any], shapes: list[Any], facts: list[Any]
-    ) -> tuple[tuple[int, int], ...] | None:
-        """`CachedCall.extents`; None if there is an array by which nothing is cached."""
-        extents = [(0, 0)] * len(self._arguments)
+    ) -> tuple[list[int], list[int]] | None:
+        """`CachedCall.steps` and `rests`; None if there is an array by which nothing is cached."""
+        all_steps, rests = self._absent.copy(), self._absent.copy()
         for place, (x, shape, fact) in enumerate(zip(arrays, shapes, facts, strict=True)):
             if fact is None:
                 continue
@@ -678,27 +690,29 @@ class CallCache(Generic[_Checked]):
                 axis = None
             unit = framework.stride_bytes(x)
             if self._arguments[place].is_free:
-                extents[place] = unit, framework.itemsize(x)
+                all_steps[place], rests[place] = unit, framework.itemsize(x)
                 continue
             steps = [stride * unit for stride in strides]
             step = 0 if axis is None else steps[axis]
             span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
             rest = span + framework.itemsize(x) - step * (1 if axis is None else shape[axis])
-            # Rows of an output that reach into the next may share elements from some length on.
-            if axis is not None and rest > 0 and self._is_written(self._arguments[place], arrays):
-                return None
-            extents[place] = step, rest
-        return tuple(extents)
+            all_steps[place], rests[place] = step, rest
+        return all_steps, rests
 
     def _fit(
         self, call: CachedCall[_Checked], shapes: list[Any], facts: list[Any], lengths: list[int]
     ) -> Found[_Checked]:
-        sizes = [n * step + rest for n, (step, rest) in zip(lengths, call.extents, strict=True)]
+        sizes = call.rests.copy()
+        for place, _ in call.axes:
+            sizes[place] += lengths[place] * call.steps[place]
         for place in self._free:
             if place < len(shapes) and shapes[place] is not None:
-                unit, itemsize = call.extents[place]
-                steps = zip(shapes[place], facts[place][_STRIDES], strict=True)
-                sizes[place] = sum((n - 1) * stride for n, stride in steps) * unit + itemsize
+                reach = 0
+                for n, stride in zip(shapes[place], facts[place][_STRIDES], strict=True):
+                    reach += (n - 1) * stride
+                sizes[place] = reach * call.steps[place] + call.rests[place]
+            else:
+                sizes[place] = 0
         return Found(call, shapes, facts, lengths, sizes)
 
     def _outputs(self, arrays: Sequence[Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -25,7 +25,7 @@ from ..core.records import maker
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.driver.enqueue import cuda
 from ..launch.ops.merge_states import MAX_COUNT, Merge, States, prepare
-from .call_cache import Argument, CallCache
+from .call_cache import Argument, CallCache, Found
 from .workspace import int32_on_device
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -59,7 +59,16 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What calls of one signature share: the launch, and shapes of its outputs."""
+    """What calls of one signature share: the launch of the first of them, the heads and head dim of
+    its output, and how many states of a row are beside each other in one array."""
+
+    merge: Merge
+    row_shape: tuple[int, int]
+    num_states: int
+
+
+class _Sized(NamedTuple):
+    """The launch of calls of some lengths, and shapes of its outputs."""
 
     merge: Merge
     out_shape: tuple[int, int, int]
@@ -67,13 +76,18 @@ class _Checked:
 
 
 def _call_cache(*outputs: str) -> CallCache[_Checked]:
-    return CallCache(*(Argument(name, is_output=name in outputs) for name in Arrays._fields))
+    return CallCache(
+        *(
+            Argument(name, None if name == "out_scale" else 0, is_output=name in outputs)
+            for name in Arrays._fields
+        )
+    )
 
 
 # By whether the call is in place.
 _CALLS = _call_cache("out", "lse"), _call_cache("v_a", "s_a")
 # Places of outputs among addresses, in place and else.
-_V_A, _S_A, _OUT, _LSE = (Arrays._fields.index(name) for name in ("v_a", "s_a", "out", "lse"))
+_V_A, _S_A, _OUT, _LSE, _INDPTR = map(Arrays._fields.index, ("v_a", "s_a", "out", "lse", "indptr"))
 
 
 class Form(NamedTuple):
@@ -146,18 +160,38 @@ def _run_cached(form: Form, arrays: Arrays, options: Options) -> Any:
     call = found.call
     if call.outputs and call.overlaps(addresses, found.sizes):
         return None
-    checked, out, lse = call.checked, arrays.out, arrays.lse
+    sized, out, lse = found.prepared or _sized(found), arrays.out, arrays.lse
+    if sized is None:
+        return None
     if form.is_in_place:
         addresses[_OUT], addresses[_LSE] = addresses[_V_A], addresses[_S_A]
     else:
         if out is None:
-            out = call.make_out(checked.out_shape)
+            out = call.make_out(sized.out_shape)
             addresses[_OUT] = call.address(out)
         if lse is None:
-            lse = call.make_lse(checked.lse_shape)
+            lse = call.make_lse(sized.lse_shape)
             addresses[_LSE] = call.address(lse)
-    checked.merge.enqueue(call.current_stream(), addresses)
+    sized.merge.enqueue(call.current_stream(), addresses)
     return out, lse
+
+
+def _sized(found: Found[_Checked]) -> _Sized | None:
+    """What calls of these lengths launch; None if they do not fit each other."""
+    checked, lengths = found.call.checked, found.lengths
+    num_heads, head_dim = checked.row_shape
+    n, num_states = lengths[_V_A], checked.num_states
+    wanted = dict.fromkeys(range(len(lengths)), n)
+    if _INDPTR < len(found.shapes) and found.shapes[_INDPTR] is not None:
+        n, num_states = lengths[_INDPTR] - 1, lengths[_V_A]
+        wanted = dict.fromkeys(wanted, n) | {_INDPTR: n + 1, _V_A: num_states, _S_A: num_states}
+    if min(n, num_states) <= 0 or n * num_heads > MAX_COUNT:
+        return None
+    if any(lengths[place] != wanted[place] for place, _ in found.call.axes):
+        return None
+    merge = checked.merge.of_lengths(n * num_heads, num_states)
+    found.prepared = _Sized(merge, (n, num_heads, head_dim), (n, num_heads))
+    return found.prepared
 
 
 _make_options = maker(Options)
@@ -282,9 +316,11 @@ def _run_on_gpu(
         merge.enqueue(array.current_stream(v_a), [0 if x is None else x.ptr for x in read])
         array.release(v_a, *used)
         if indptr is views.indptr and (indptr is None or not cuda().is_debugging):
-            checked = _Checked(merge, out_shape=shape, lse_shape=shape[:2])
+            checked = _Checked(merge, shape[1:], num_states)
             calls = _CALLS[form.is_in_place]
-            calls.insert(arrays, options, checked, v_a, vout.dtype, shape, shape[:2])
+            found = calls.insert(arrays, options, checked, v_a, vout.dtype, shape, shape[:2])
+            if found is not None:
+                found.prepared = _Sized(merge, shape, shape[:2])
     if form.is_in_place:
         return None, None
     return tuple(

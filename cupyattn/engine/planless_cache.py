@@ -173,7 +173,7 @@ def _key_of(found: Found[Checked]) -> tuple[Any, ...]:
     free = [
         None
         if place >= len(found.shapes) or found.shapes[place] is None
-        else (tuple(found.shapes[place]), found.strides(place))
+        else (found.shapes[place], found.strides(place))
         for place in (_TABLE, _LSE)
     ]
     return (*found.lengths, *free)
@@ -223,10 +223,12 @@ def _extents_of(
     num_keys = lengths[_K]
     if count <= 0 or num_rows <= 0 or num_keys <= 0:
         return None
-    if any(lengths[place] != count + extra for place, extra in derivation.per_request):
-        return None
-    if any(lengths[place] != length for place, length in derivation.fixed):
-        return None
+    for at, extra in derivation.per_request:
+        if lengths[at] != count + extra:
+            return None
+    for at, length in derivation.fixed:
+        if lengths[at] != length:
+            return None
     if lengths[_V] not in (0, num_keys) or {lengths[_OUT], lengths[_GATE]} - {0, num_rows}:
         return None
     num_rows *= derivation.tokens

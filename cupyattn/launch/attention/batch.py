@@ -350,8 +350,8 @@ class BatchLauncher(Binder):
         part, words_bytes, workspace_bytes = self._layout.part(
             row_class, self._reserved(row_class, shape, maximum), 0, 0
         )
-        is_overlapped = overlaps_launches(device_props(self.device_index).arch)
-        if begins_early and self.problem.is_wide and is_overlapped:
+        begins_early = begins_early and self.problem.is_wide
+        if begins_early and overlaps_launches(device_props(self.device_index).arch):
             early = tuple((launch._replace(is_dependent=True), x) for launch, x in part.launches)
             part = replace(part, launches=early)
         if self._log is not None:

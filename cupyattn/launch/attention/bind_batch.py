@@ -31,6 +31,7 @@ class Binder:
             params.rope_table(spec),
             device_index,
         )
+        self._behind = params.more_rope_steps(spec)
         self._packed: dict[tuple[int, float, float, int, int, float, int], bytes] = {}
         self._heads = tma_sm90.Heads(
             problem, spec.num_kv_heads, spec.group_size, spec.page_size, device_index
@@ -111,8 +112,7 @@ class Binder:
                     steps.append((launch, planned, maps))
             if part.merge is not None:
                 merges.append((part.merge, planned, None))
-        behind = params.more_rope_steps(self.spec)
-        return BoundRun(in_order(steps, merges), self.device_index, rotation, behind)
+        return BoundRun(in_order(steps, merges), self.device_index, rotation, self._behind)
 
     def _maps(
         self,

@@ -22,7 +22,9 @@ def in_order(kernels: Iterable[Step], merges: Iterable[Step]) -> tuple[Step, ...
     for launch, planned, maps in kernels:
         is_dependent = is_beside and launch.prologue is None
         is_dependent |= launch.is_dependent
-        steps.append((launch._replace(is_dependent=is_dependent), planned, maps))
+        if is_dependent != launch.is_dependent:
+            launch = launch._replace(is_dependent=is_dependent)
+        steps.append((launch, planned, maps))
         is_beside |= maps is not None
     return (*steps, *merges)
 

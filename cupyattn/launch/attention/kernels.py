@@ -105,7 +105,7 @@ class Kernels:
         self._known: dict[Rows, Kernel | None] = {}
         self._large: dict[str, TileShape] | None = None
         self._one_an_sm: dict[str, list[tuple[str, TileShape]]] = {}
-        self._blocks: dict[tuple[str, int, int], list[tuple[str, TileShape]]] = {}
+        self._blocks: dict[tuple[str, int], tuple[str, TileShape, int]] = {}
         self._portable: dict[str, TileTimes | None] = {}
 
     def group(self, row_class: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
@@ -191,6 +191,10 @@ class Kernels:
         only kind of tiles: that by which requests of so many keys are done soonest."""
         if row_class not in ONE_AN_SM:
             return row_class, self.shape(row_class)
+        if row_class != VERIFY:
+            only, *others = self.decode_blocks(row_class, keys.num_requests, max_rows)
+            if not others:
+                return only
         decode_work = keys.decode_work(self._num_kv_heads, max_rows, self.key_bytes)
         result = timed_blocks(self, row_class, decode_work, lambda shape: keys.work(shape.tile_kv))
         # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Those of
@@ -200,12 +204,6 @@ class Kernels:
         margins = {SMALL: MARGIN[row_class]}
         _, name, shape = min(result, key=lambda x: margins.get(x[1], 1.0) * x[0])
         return name, shape
-
-    def _may_have_an_sm_each(self, kernel: Kernel, row_class: str, num_blocks: int) -> bool:
-        """Whether each of so many blocks may have an SM of its own."""
-        if not kernel.loaded.has_clusters or one_an_sm_rows(self._problem, row_class) is None:
-            return False
-        return num_blocks <= kernel.loaded.num_sms
 
     def _one_an_sm_shapes(self, row_class: str) -> list[tuple[str, TileShape]]:
         """The blocks for few requests of a row class: those that have an SM each, and clusters."""
@@ -230,30 +228,31 @@ class Kernels:
     ) -> list[tuple[str, TileShape]]:
         """The blocks of decode for requests of a row class: the class of their kernel, and their
         shape."""
-        key = row_class, num_requests, max_rows
+        key = row_class, max_rows
         cached = self._blocks.get(key)
         if cached is None:
             if len(self._blocks) >= _MAX_CACHED:
                 self._blocks.clear()
-            cached = self._find_blocks(row_class, num_requests, max_rows)
-            self._blocks[key] = cached
-        return cached
+            cached = self._blocks[key] = self._any_blocks(row_class, max_rows)
+        name, shape, few_blocks = cached
+        num_blocks = num_requests * self._num_kv_heads
+        if num_blocks > few_blocks:
+            return [(name, shape)]
+        offered = self._one_an_sm_shapes(row_class)
+        return [(name, shape), *(other for other in offered if num_blocks <= other[1].num_slots)]
 
-    def _find_blocks(
-        self, row_class: str, num_requests: int, max_rows: int
-    ) -> list[tuple[str, TileShape]]:
+    def _any_blocks(self, row_class: str, max_rows: int) -> tuple[str, TileShape, int]:
+        """The blocks for any number of requests: the class of their kernel and their shape. So many
+        and fewer of them may have an SM each; -1: none."""
         kernel = self.get(row_class)
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
-            return [(row_class, shape)]
+            return row_class, shape, -1
         if max_rows > _MAX_PASSES * shape.rows_at_a_time:
             shape = _merged_apart(shape)
-        result = [(row_class, shape)]
-        num_blocks = num_requests * self._num_kv_heads
-        if self._may_have_an_sm_each(kernel, row_class, num_blocks):
-            offered = self._one_an_sm_shapes(row_class)
-            result += [(name, x) for name, x in offered if num_blocks <= x.num_slots]
-        return result
+        has_others = one_an_sm_rows(self._problem, row_class) is not None
+        few_blocks = kernel.loaded.num_sms if kernel.loaded.has_clusters and has_others else -1
+        return row_class, shape, few_blocks
 
     def shape(self, row_class: str) -> TileShape:
         """The shape of the kernel of a row class."""

@@ -226,15 +226,11 @@ class Layout:
             mask_bytes = 0 if prologue is None else reserved.items * scan_mask.MAP_BYTES
             launches = ((launch, 0),) if reserved.items else ()
         else:
-            cluster = reserved.cluster
-            grids = (
-                ((heads * cluster, min(reserved.items - first, MAX_GRID_YZ), 1), first)
-                for first in range(0, reserved.items, MAX_GRID_YZ)
-            )
-            launches = tuple(
-                (Launch(function, grid, threads, shared_bytes, cluster=cluster), first)
-                for grid, first in grids
-            )
+            cluster, launches = reserved.cluster, ()
+            for first in range(0, reserved.items, MAX_GRID_YZ):
+                grid = heads * cluster, min(reserved.items - first, MAX_GRID_YZ), 1
+                launch = Launch(function, grid, threads, shared_bytes, cluster=cluster)
+                launches += ((launch, first),)
         merge, merge_sizes = None, reserved.levels
         if reserved.split_tiles:
             merged, merge_sizes = kernel.kinds[0], (reserved.split_tiles, 0)

@@ -19,6 +19,8 @@ from ..driver.enqueue import Launch, enqueue
 MAX_COUNT = 2**31 - 4096
 _THREADS = 256
 _MAX_LANE_BITS = 5
+# Places in params.MERGE_LOOK.
+_NUM_ROWS, _NUM_STATES = 0, 9
 
 
 class States(NamedTuple):
@@ -31,11 +33,22 @@ class States(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A merge of arrays of one look, wherever they are: what `params.MERGE_LOOK` packs."""
+    """A merge of arrays of one look, wherever they are: what `params.MERGE_LOOK` packs.
+
+    rows_a_block  heads of rows that a block merges
+    """
 
     launch: Launch
     look: bytes
     device_index: int
+    rows_a_block: int
+
+    def of_lengths(self, num_rows: int, num_states: int) -> Merge:
+        """The merge of arrays of so many rows of heads, whose strides are the same."""
+        look = [*params.MERGE_LOOK.unpack(self.look)]
+        look[_NUM_ROWS], look[_NUM_STATES] = num_rows, num_states
+        launch = self.launch._replace(grid=(-(-num_rows // self.rows_a_block), 1, 1))
+        return self._replace(launch=launch, look=params.MERGE_LOOK.pack(*look))
 
     def enqueue(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on arrays at these addresses, 0 for those that are not there: v_a, v_b, s_a, s_b,
@@ -127,8 +140,9 @@ def prepare(
         out.strides[1],
         *lse.strides,
     )
-    blocks = -(-num_rows // (_THREADS >> lane_bits))
-    return Merge(Launch(kernel.function, (blocks, 1, 1), _THREADS, 0), look, device)
+    rows_a_block = _THREADS >> lane_bits
+    grid = -(-num_rows // rows_a_block), 1, 1
+    return Merge(Launch(kernel.function, grid, _THREADS, 0), look, device, rows_a_block)
 
 
 def _count_chunks(head_dim: int, dtype: DType, is_aligned: bool) -> int:

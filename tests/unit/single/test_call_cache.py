@@ -135,7 +135,8 @@ def test_uncommon_calls_are_checked(
         prefill(q, k, k, out=make(4, 4, 64).swapaxes(0, 1))
         prefill(q, k, k, out=out, lse=lse)
         prefill(q, k, k, out=out, sinks=lse[0])
-    assert len(checked) == 12  # those that are not aligned are cached by the second round
+    # Those that are not aligned, or whose output has heads first, are found in the second round.
+    assert len(checked) == 11
     aligned = [launch.kernel.config["kAligned"] for launch in gpu.attentions()[2:]]
     assert aligned == [True, False, False, True, True, True] * 2
 

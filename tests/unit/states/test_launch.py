@@ -338,3 +338,29 @@ def test_long_offsets_on_a_gpu_are_converted_at_every_call(
         cupyattn.variable_length_merge_states(**given | {"indptr": short.long()})
         assert unpack(gpu.launches[-1])["indptr"] == pointer(short)
     assert len(gpu.launches) == 2 and len(merge._CALLS[False]) == 0
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_calls_of_other_lengths_are_not_checked_anew(
+    gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    CALLS[form](**arguments(make, form))
+    checked: list[object] = []
+    real = merge._check_inputs
+    monkeypatch.setattr(merge, "_check_inputs", lambda *a: checked.append(a) or real(*a))
+    for n in (2, 90, 3):
+        given = arguments(make, form, n=n)
+        answer = CALLS[form](**given)
+        v, s = (given["v"], given["s"]) if form == "in place" else answer
+        assert (tuple(v.shape), tuple(s.shape)) == ((n, H, D), (n, H))
+        launch, got = gpu.launches[-1], unpack(gpu.launches[-1])
+        assert (launch.grid, got["num_rows"]) == ((-(-n * H // 32), 1, 1), n * H)
+        assert (got["out"], got["lse"]) == (pointer(v), pointer(s))
+        assert got["num_states"] == {"states": M, "segments": 9}.get(form, 2)
+    assert not checked and num_cached() == 1
+    # Lengths that do not fit each other are refused as ever.
+    wrong = arguments(make, form, n=5)
+    name = {"pair": "s_b", "in place": "s_other"}.get(form, "s")
+    wrong[name] = make(8, *tuple(wrong[name].shape)[1:], dtype="float32")
+    with pytest.raises(ArgumentError):
+        CALLS[form](**wrong)
