@@ -78,9 +78,9 @@ class Group:
     ) -> Group:
         """A group over NCCL. One rank makes `unique_id` by `new_unique_id()`, for all of them.
 
-        NCCL comes through nccl4py where it is installed, and through CuPy otherwise. `device` is
-        the CUDA device of this rank, the current one by default; it becomes the current one. All
-        ranks make this call; DeviceError where they do not all come within `timeout` seconds.
+        NCCL comes through CuPy, or through nccl4py where CuPy finds no libnccl. `device` is this
+        rank's CUDA device, the current one by default; it becomes the current one. All ranks make
+        this call; DeviceError where they do not all come within `timeout` seconds.
         """
         return cls(starts.from_unique_id(unique_id, rank, size, device, timeout))
 

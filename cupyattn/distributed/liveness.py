@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import socket
@@ -31,6 +32,41 @@ def started(process: int) -> str:
     """
     fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+# Threads that run, and what asks each to end.
+_threads: dict[threading.Thread, Callable[[], None]] = {}
+
+
+def started_thread(
+    work: Callable[[], None], name: str, stop: Callable[[], None] = lambda: None
+) -> threading.Thread:
+    """A thread that does not hold a program up, but that its end waits some moments for.
+
+    Python ends daemon threads where they are, and the C++ of a library does not survive that
+    ("terminate called without an active exception").
+    """
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _threads.pop(threading.current_thread(), None)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads[thread] = stop
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    running = list(_threads.items())
+    for _, stop in running:
+        stop()
+    end = time.monotonic() + 2.0
+    for thread, _ in running:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Note:
@@ -88,13 +124,12 @@ class Watch:
             if (descriptor := _descriptor(process)) is not None:
                 self._ranks[descriptor] = rank
                 self._poll.register(descriptor, select.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="cupyattn-ranks", daemon=True)
-        self._thread.start()
+        self._thread = started_thread(self._run, "cupyattn-ranks", self._stopped.set)
 
     def stop(self) -> None:
         self._stopped.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
+            self._thread.join(2.0)
 
     def _run(self) -> None:
         try:

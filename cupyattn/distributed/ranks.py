@@ -147,7 +147,7 @@ def in_time(
             errors.append(error)
         done.set()
 
-    threading.Thread(target=run, name="cupyattn-wait", daemon=True).start()
+    liveness.started_thread(run, "cupyattn-wait")
     for _ in range(max(1, int(seconds / 0.05))):
         if done.wait(0.05):
             break

@@ -175,6 +175,8 @@ class Library:
 
 
 class Communicator:
+    comm = 0x2B
+
     def __init__(self, library: Library, meeting: simulated.Meeting, rank: int) -> None:
         self.library, self.meeting, self.rank = library, meeting, rank
         self.is_over = False

@@ -78,6 +78,26 @@ def test_watches_leave_no_descriptors_and_no_threads(sleeper: subprocess.Popen[b
     assert (len([*descriptors.iterdir()]), threading.active_count()) == before
 
 
+def test_a_program_s_end_waits_some_moments_for_what_a_library_does() -> None:
+    """Python ends daemon threads where they are, which C++ does not survive."""
+    source = """
+import time
+from cupyattn.distributed import liveness
+from cupyattn.distributed.ranks import in_time
+def work():
+    time.sleep(0.5)
+    print("done", flush=True)
+watch = liveness.Watch({}, lambda: None, print)
+try:
+    in_time("aborting", work, 0.1)
+except Exception as error:
+    print(error)
+raise SystemExit
+"""
+    child = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert child.stdout.splitlines()[-1] == "done" and not child.stderr, child
+
+
 def test_the_first_note_counts_and_its_rank_removes_it() -> None:
     token = secrets.token_hex(8)
     first, second = liveness.Note(token), liveness.Note(token)

@@ -134,6 +134,14 @@ def test_a_channel_starts_nccl_by_an_id_of_rank_0() -> None:
 
 def _fake_nccl4py(calls: list[str], release: int) -> dict[str, Any]:
     class Communicator:
+        def __init__(self, pointer: int = 0) -> None:
+            if pointer:
+                calls.append(f"of {pointer:#x}")
+
+        @classmethod
+        def init(cls, size: int, rank: int, identity: bytes) -> Communicator:
+            return cls()
+
         def alltoall(self, given: Any, out: Any, *, stream: int) -> None:
             calls.append(f"alltoall on {stream}")
             out[...] = given
@@ -187,7 +195,7 @@ def _fake_nccl4py(calls: list[str], release: int) -> dict[str, Any]:
         UniqueId=Identity,
         SUM=0,
         group=Group,
-        Communicator=SimpleNamespace(init=lambda size, rank, identity: Communicator()),
+        Communicator=Communicator,
         WindowFlag=SimpleNamespace(COLL_SYMMETRIC=1),
         RegisteredWindowHandle=SimpleNamespace(get_peer_device_pointer=None),
     )
@@ -205,11 +213,29 @@ def _fake_nccl4py(calls: list[str], release: int) -> dict[str, Any]:
     }
 
 
+def _no_library() -> None:
+    raise MissingPackageError("NCCL cannot be loaded")
+
+
+def test_windows_of_nccl4py_are_over_cupy_s_communicator() -> None:
+    with installed() as (_, _, calls), pytest.MonkeyPatch.context() as patch:
+        group = Group.from_unique_id(new_unique_id(), 0, 1, timeout=10)
+        assert group.transport._calls.symmetric() is None  # type: ignore[attr-defined]
+        for name, module in _fake_nccl4py(calls, 22902).items():
+            patch.setitem(sys.modules, name, module)
+        source = group.transport._calls.symmetric()  # type: ignore[attr-defined]
+        source.offer(4096)
+        own, peers = source.open([b""], 0)
+        assert peers == [own] and "of 0x2b" in calls
+        group.close()
+
+
 @pytest.mark.parametrize("release", [22700, 22809, 22902])
-def test_nccl4py_is_taken_where_it_is_installed(release: int) -> None:
+def test_nccl4py_is_taken_where_cupy_finds_no_library(release: int) -> None:
     with installed() as (_, _, calls), pytest.MonkeyPatch.context() as patch:
         for name, module in _fake_nccl4py(calls, release).items():
             patch.setitem(sys.modules, name, module)
+        patch.setattr(nccl, "CupyNccl", _no_library)
         group = Group.from_unique_id(bytes(128), 0, 1, timeout=10)
         assert " by nccl4py" in group.describe()
         given = np.arange(4, dtype=np.float32).view(Array)
