@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from . import array
 from .array import ArrayView
 from .core import dtypes, parse
+from .core.dtypes import DType
 from .core.logits import LogitsExpression
 from .core.names import refuse_names
 from .core.tracing import JAX_CALLS, exported, is_exporting, of_jax, untraced
@@ -21,6 +22,7 @@ from .engine import run_single as single
 from .engine.index_arrays import compute, progression
 from .engine.output_gate import require_shape
 from .engine.placement import Placement
+from .engine.spec import RawOptions
 from .errors import ArgumentError, UnsupportedError
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .prefill import single_prefill_with_kv_cache
@@ -164,45 +166,21 @@ def dot_product_attention(
         "return_softmax_lse": wants_lse,
     }
     is_first = _is_first(causal_alignment) and (causal or window != (-1, -1))
+    call = _Call(query, key, value, query_seq_lengths, lens, block_table, options)
+    offsets = cu_seqlens_q, cu_seqlens_k
     try:
         _check_gate(output_gate, query, value)
-        if bias is not None or (mask is not None and logits.differs_by_head(mask)):
-            name = "mask" if bias is None else "bias"
-            _refuse_with_arrays(name, logits_transform, mask_fn, logits_params)
-            _refuse_layouts(name, cu_seqlens_q, cu_seqlens_k, block_table)
-            cap = parse.soft_cap(logits_soft_cap)
-            logits_transform, mask_fn, logits_params = logits.of_arrays(bias, mask, query, key, cap)
-            mask, options["softcap"] = None, cap if bias is None else 0.0
-            if is_first or query_seq_lengths is not None or lens is not None:
-                placement = _placement(query, key, options, is_first)
-                _check_lengths(query, query_seq_lengths, lens)
-                mask_fn, own = placement.condition(mask_fn, query_seq_lengths, lens)
-                logits_params |= own
-                options |= {"causal": False, "window_size": (-1, -1)}
-                query_seq_lengths = lens = None
-        elif is_first and not logits_transform is mask_fn is None:
-            mask_fn, _ = _placement(query, key, options, True).condition(mask_fn, None, None)
-            options |= {"causal": False, "window_size": (-1, -1)}
-        expression, arrays = logits.read(logits_transform, mask_fn, logits_params)
-        if expression is not None:
-            others = cu_seqlens_q, cu_seqlens_k, block_table, query_seq_lengths, lens, mask
-            _refuse_with_expression(*others)
-            answer = _expressed(query, key, value, expression, arrays, options)
-        elif mask is not None:
-            _refuse_with_mask(cu_seqlens_q, cu_seqlens_k, block_table)
-            answer = _masked(query, key, value, mask, query_seq_lengths, lens, options, is_first)
+        if not bias is mask is logits_transform is mask_fn is logits_params is None:
+            expressions = logits_transform, mask_fn, logits_params
+            answer = _hidden(call, offsets, bias, mask, expressions, is_first)
         elif is_first:
-            offsets = cu_seqlens_q, cu_seqlens_k
-            _refuse_first(*offsets, block_table)
-            answer = _first(query, key, value, query_seq_lengths, lens, options)
+            _refuse_given((*offsets, block_table), _FIRST)
+            answer = _first(call)
         elif cu_seqlens_q is not None or cu_seqlens_k is not None:
-            most = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-            offsets = cu_seqlens_q, cu_seqlens_k
-            answer = _ragged(
-                query, key, value, offsets, query_seq_lengths, lens, block_table, options | most
-            )
+            options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+            answer = _ragged(call, offsets)
         else:
-            answer = _dense(query, key, value, query_seq_lengths, lens, block_table, options)
+            answer = _dense(call)
     except (ArgumentError, UnsupportedError) as error:
         if bias is mask is mask_fn is logits_transform is None and is_exporting():
             return exported(dot_product_attention, locals())
@@ -269,42 +247,76 @@ def _is_first(causal_alignment: Any) -> bool:
     return bool(causal_alignment == "first")
 
 
-def _placement(q: Any, k: Any, options: dict[str, Any], is_first: bool) -> Placement:
-    """Where rows stand among keys in dense requests, with a batch axis or without one."""
-    shapes = [array.view(x, name).shape for x, name in ((q, "q"), (k, "k"))]
-    if any(len(shape) not in (3, 4) for shape in shapes):
-        raise ArgumentError(
-            f"q, k: shapes are {list(shapes[0])} and {list(shapes[1])}; wanted [batch, tokens, "
-            "heads, head_dim], or both without batch"
-        )
-    left, right = options["window_size"]
-    right = 0 if options["causal"] else right
-    return Placement(shapes[0][-3], shapes[1][-3], left, right, is_first)
+def _refuse_given(arguments: tuple[Any, ...], why: str) -> None:
+    """UnsupportedError if one of these is given."""
+    if any(x is not None for x in arguments):
+        raise UnsupportedError(why)
 
 
-def _check_lengths(q: Any, q_lens: Any, kv_lens: Any) -> None:
-    shape = array.view(q, "q").shape
+_FIRST = (
+    "causal_alignment: 'first' is for dense requests; pass 'last' with cu_seqlens_q, cu_seqlens_k "
+    "or block_table, which is the same for as many queries as keys"
+)
+_MASK = (
+    "mask: is for dense requests; pass none with cu_seqlens_q, cu_seqlens_k or block_table, or "
+    "plan a BatchPrefillWithPagedKVCacheWrapper with custom_mask"
+)
+_EXPRESSION = (
+    "logits_transform, mask_fn: are for dense requests of whole arrays here; pass no mask (name it "
+    "in logits_params and mask_fn), lengths, cu_seqlens or block_table, or plan a "
+    "BatchPrefillWithPagedKVCacheWrapper or BatchPrefillWithRaggedKVCacheWrapper with them"
+)
+
+
+class _Call(NamedTuple):
+    """Arrays, lengths, and the options in the words of flash_attn's functions."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_lens: Any
+    kv_lens: Any
+    table: Any
+    options: dict[str, Any]
+
+    @property
+    def wants_lse(self) -> bool:
+        return bool(self.options["return_softmax_lse"])
+
+    def changed(self, **options: Any) -> _Call:
+        return self._replace(options=self.options | options)
+
+    def placement(self, is_first: bool) -> Placement:
+        """Where rows stand among keys in dense requests, with a batch axis or without one."""
+        shapes = [array.view(x, name).shape for x, name in ((self.q, "q"), (self.k, "k"))]
+        if any(len(shape) not in (3, 4) for shape in shapes):
+            raise ArgumentError(
+                f"q, k: shapes are {list(shapes[0])} and {list(shapes[1])}; wanted [batch, tokens, "
+                "heads, head_dim], or both without batch"
+            )
+        left, right = self.options["window_size"]
+        right = 0 if self.options["causal"] else right
+        return Placement(shapes[0][-3], shapes[1][-3], left, right, is_first)
+
+
+def _as_batch(call: _Call, answer: Callable[[_Call], Any]) -> Any:
+    """The answer of one request without a batch axis, as a batch of one."""
+    out, options = call.options["out"], call.options
+    per_row = {name: options[name] for name in ("out", "output_gate")}
+    batch = call.changed(**{name: None if x is None else x[None] for name, x in per_row.items()})
+    found = answer(batch._replace(q=call.q[None], k=call.k[None], v=call.v[None]))
+    made, lse = found if call.wants_lse else (found, None)
+    made = made[0] if out is None else out
+    return made if lse is None else (made, lse[0])
+
+
+def _check_lengths(call: _Call) -> None:
+    shape = array.view(call.q, "q").shape
     count = shape[0] if len(shape) == 4 else 1
-    for x, name in ((q_lens, "seqused_q"), (kv_lens, "seqused_k")):
+    for x, name in ((call.q_lens, "seqused_q"), (call.kv_lens, "seqused_k")):
         if x is not None and tuple(array.view(x, name).shape) != (count,):
             got = list(array.view(x, name).shape)
             raise ArgumentError(f"{name}: shape is {got}; wanted [{count}]")
-
-
-def _refuse_first(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
-    if not cu_seqlens_q is cu_seqlens_k is block_table is None:
-        raise UnsupportedError(
-            "causal_alignment: 'first' is for dense requests; pass 'last' with cu_seqlens_q, "
-            "cu_seqlens_k or block_table, which is the same for as many queries as keys"
-        )
-
-
-def _refuse_with_mask(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
-    if not cu_seqlens_q is cu_seqlens_k is block_table is None:
-        raise UnsupportedError(
-            "mask: is for dense requests; pass none with cu_seqlens_q, cu_seqlens_k or block_table,"
-            " or plan a BatchPrefillWithPagedKVCacheWrapper with custom_mask"
-        )
 
 
 def _with_rows_lse(answer: Any, wants_lse: bool) -> Any:
@@ -315,40 +327,38 @@ def _with_rows_lse(answer: Any, wants_lse: bool) -> Any:
 # --- ragged, or pages with offsets of query ---
 
 
-def _ragged(
-    q: Any,
-    k: Any,
-    v: Any,
-    offsets: tuple[Any, Any],
-    q_lens: Any,
-    kv_lens: Any,
-    table: Any,
-    options: dict[str, Any],
-) -> Any:
-    if offsets[0] is None:
+def _ragged(call: _Call, offsets: tuple[Any, Any]) -> Any:
+    of_q, of_k = offsets
+    if of_q is None:
         raise ArgumentError("cu_seqlens_q: got None with cu_seqlens_k; wanted offsets of both")
-    if offsets[1] is None and table is None:
+    if of_k is call.table is None:
         raise ArgumentError(
             "cu_seqlens_k: got None with cu_seqlens_q; wanted offsets of both, or a block_table"
         )
-    if table is not None and kv_lens is None and offsets[1] is None:
+    if call.table is not None and call.kv_lens is of_k is None:
         raise ArgumentError("kv_lens: got None with block_table; wanted keys of each request, [b]")
-    if q_lens is not None:
+    if call.q_lens is not None:
         raise UnsupportedError(
             "query_seq_lengths: cu_seqlens_q says how many rows each request has; pass one of them"
         )
     answer = flash_attn_varlen_func(
-        q, k, v, *offsets, seqused_k=kv_lens, block_table=table, **options
+        call.q,
+        call.k,
+        call.v,
+        of_q,
+        of_k,
+        seqused_k=call.kv_lens,
+        block_table=call.table,
+        **call.options,
     )
-    return _with_rows_lse(answer, options["return_softmax_lse"])
+    return _with_rows_lse(answer, call.wants_lse)
 
 
 # --- dense, or pages ---
 
 
-def _dense(
-    q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, table: Any, options: dict[str, Any]
-) -> Any:
+def _dense(call: _Call) -> Any:
+    q, k, v, q_lens, kv_lens, table, options = call
     vq = array.view(q, "q")
     wants_lse = options["return_softmax_lse"]
     if table is not None and kv_lens is None:
@@ -365,36 +375,31 @@ def _dense(
             "head_dim], or cu_seqlens_q for rows of all requests"
         )
     if axes == 3:
-        return _without_batch(q, k, v, q_lens, kv_lens, options)
+        return _as_batch(call, _dense)
     if table is None:
-        _check_dense(vq, array.view(k, "k"), array.view(v, "v"), q_lens, kv_lens, options)
+        _check_dense(call, vq)
     if q_lens is not None:
-        return _with_query_lengths(q, k, v, vq, q_lens, kv_lens, table, options)
+        return _with_query_lengths(call, vq)
     if kv_lens is not None:
         options = options | {"cache_seqlens": kv_lens, "page_table": table}
         return _with_rows_lse(flash_attn_with_kvcache(q, k, v, **options), wants_lse)
     if vq.shape[0] == 1 and options["sinks"] is None:
-        return _single(q, k, v, vq, options)
+        return _single(call, vq)
     return _with_rows_lse(flash_attn_func(q, k, v, **options), wants_lse)
 
 
-def _check_dense(
-    vq: ArrayView,
-    vk: ArrayView,
-    vv: ArrayView,
-    q_lens: Any,
-    kv_lens: Any,
-    options: dict[str, Any],
-    is_first: bool = False,
-) -> None:
+def _check_dense(call: _Call, vq: ArrayView, is_first: bool = False) -> None:
+    vk, vv = array.view(call.k, "k"), array.view(call.v, "v")
     for x, name in ((vk, "k"), (vv, "v")):
         if len(x.shape) != 4 or x.shape[0] != vq.shape[0]:
             raise ArgumentError(
                 f"{name}: shape is {list(x.shape)}; wanted [{vq.shape[0]}, tokens, kv_heads, "
                 "head_dim], with the batch of query"
             )
-    is_placed = not is_first and (options["causal"] or options["window_size"] != (-1, -1))
-    if is_placed and q_lens is None and kv_lens is not None and 1 < vq.shape[1] == vk.shape[1]:
+    if is_first or call.q_lens is not None or call.kv_lens is None:
+        return
+    is_placed = call.options["causal"] or call.options["window_size"] != (-1, -1)
+    if is_placed and 1 < vq.shape[1] == vk.shape[1]:
         # Aligned to the last key that counts, padded rows would come ahead of the first key.
         raise ArgumentError(
             "query_seq_lengths: got None for requests of as many queries as keys, of which "
@@ -403,62 +408,46 @@ def _check_dense(
         )
 
 
-def _without_batch(
-    q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, options: dict[str, Any]
-) -> Any:
-    """One request without a batch axis, as a batch of one."""
-    out, options = options["out"], _of_one(options)
-    answer = _dense(q[None], k[None], v[None], q_lens, kv_lens, None, options)
-    made, lse = answer if options["return_softmax_lse"] else (answer, None)
-    made = made[0] if out is None else out
-    return made if lse is None else (made, lse[0])
-
-
-def _of_one(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of one request as those of a batch of one."""
-    per_row = {name: options[name] for name in ("out", "output_gate")}
-    return options | {name: None if x is None else x[None] for name, x in per_row.items()}
-
-
-def _with_query_lengths(
-    q: Any,
-    k: Any,
-    v: Any,
-    vq: ArrayView,
-    q_lens: Any,
-    kv_lens: Any,
-    table: Any,
-    options: dict[str, Any],
-) -> Any:
-    """Requests whose last rows do not count, as ragged ones: rows of zeros there."""
-    count, tokens, heads, _ = vq.shape
-    shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
-    out, is_new = options["out"], options["out"] is None
-    if is_new:
-        dtype = vq.dtype if not vq.dtype.is_fp8 else dtypes.bfloat16
+def _output(call: _Call, vq: ArrayView, dtype: DType) -> tuple[Any, ArrayView]:
+    """The array to write, a new one if none is given, and its view; ArgumentError for one of
+    another shape."""
+    shape, out = (*vq.shape[:3], array.view(call.v, "v").shape[-1]), call.options["out"]
+    if out is None:
         out = array.empty(shape, dtype, vq)
     vout = array.view(out, "out")
     if tuple(vout.shape) != shape or vout.readonly:
         raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted a writable {list(shape)}")
+    return out, vout
+
+
+def _with_query_lengths(call: _Call, vq: ArrayView) -> Any:
+    """Requests whose last rows do not count, as ragged ones: rows of zeros there."""
+    count, tokens, heads, _ = vq.shape
+    out, vout = _output(call, vq, dtypes.bfloat16 if vq.dtype.is_fp8 else vq.dtype)
+    kv_lens, gate = call.kv_lens, call.options["output_gate"]
     if kv_lens is None:
-        vk = array.view(k, "k")
-        kv_lens = progression(count, vk.shape[1], 0, vq)
-    rows = vout.shape[0] * vout.shape[1], *vout.shape[2:]
-    flat = out.reshape(rows)
+        kv_lens = progression(count, array.view(call.k, "k").shape[1], 0, vq)
+    flat = out.reshape(vout.shape[0] * vout.shape[1], *vout.shape[2:])
     if array.view(flat, "out").ptr != vout.ptr:
         raise ArgumentError("out: has rows that are not equally far apart; pass a contiguous one")
     _fill_with_zeros(flat)
-    gate = options["output_gate"]
     if gate is not None:
         gate = gate.reshape(-1, *gate.shape[2:])
-    options = options | {"out": flat, "max_seqlen_q": tokens, "output_gate": gate}
-    offsets = progression(count + 1, 0, tokens, vq), None
-    flat_q = q.reshape(count * tokens, heads, vq.shape[3])
+    offsets = progression(count + 1, 0, tokens, vq)
+    options = call.options | {"out": flat, "max_seqlen_q": tokens, "output_gate": gate}
     answer = flash_attn_varlen_func(
-        flat_q, k, v, *offsets, seqused_q=q_lens, seqused_k=kv_lens, block_table=table, **options
+        call.q.reshape(count * tokens, heads, vq.shape[3]),
+        call.k,
+        call.v,
+        offsets,
+        None,
+        seqused_q=call.q_lens,
+        seqused_k=kv_lens,
+        block_table=call.table,
+        **options,
     )
-    made = array.deliver(out, vq) if is_new else out
-    if not options["return_softmax_lse"]:
+    made = array.deliver(out, vq) if call.options["out"] is None else out
+    if not call.wants_lse:
         return made
     return made, answer[1].swapaxes(-1, -2).reshape(count, tokens, heads)
 
@@ -474,15 +463,14 @@ def _fill_with_zeros(x: Any) -> None:
         array.as_cupy(v, np.dtype(f"u{v.dtype.itemsize}"))[...] = 0
 
 
-def _single(q: Any, k: Any, v: Any, vq: ArrayView, options: dict[str, Any]) -> Any:
+def _single(call: _Call, vq: ArrayView) -> Any:
     """One request: its lengths are known here, so that the plan is made on the host."""
-    out, wants_lse = options["out"], options["return_softmax_lse"]
-    function, arrays, rows = single_call(q, k, v, vq.shape[1], options)
+    function, arrays, rows = single_call(call.q, call.k, call.v, vq.shape[1], call.options)
     answer = function(*arrays, **rows)
     lead = (None, None) if vq.shape[1] == 1 else (None,)
-    made, lse = answer if wants_lse else (answer, None)
-    made = made[lead] if out is None else out
-    return (made, array.scaled(lse, math.log(2.0))[lead]) if wants_lse else made
+    made, lse = answer if call.wants_lse else (answer, None)
+    made = made[lead] if call.options["out"] is None else call.options["out"]
+    return made if lse is None else (made, array.scaled(lse, math.log(2.0))[lead])
 
 
 def single_call(
@@ -510,49 +498,88 @@ def single_call(
 # --- the first query at the first key ---
 
 
-def _first(q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, options: dict[str, Any]) -> Any:
+def _first(call: _Call) -> Any:
     """Dense requests, by other windows over fewer keys; with lengths, which only the device knows,
     by a mask."""
-    placed = _placement(q, k, options, True).from_last() if q_lens is kv_lens is None else None
+    placement = call.placement(True)
+    placed = placement.from_last() if call.q_lens is call.kv_lens is None else None
     if placed is None:
-        return _masked(q, k, v, None, q_lens, kv_lens, options, True)
-    array.view(v, "v")
-    k, v = (x if x.shape[-3] <= placed.keys else x[..., : placed.keys, :, :] for x in (k, v))
-    return _dense(q, k, v, None, None, None, options | placed.options())
+        return _masked(call, None, True)
+    array.view(call.v, "v")
+    k, v = (
+        x if x.shape[-3] <= placed.keys else x[..., : placed.keys, :, :] for x in (call.k, call.v)
+    )
+    return _dense(call._replace(k=k, v=v).changed(**placed.options()))
 
 
-# --- masks ---
+# --- masks and expressions, each request a launch of its own ---
 
 
-def _masked(
-    q: Any,
-    k: Any,
-    v: Any,
+def _hidden(
+    call: _Call,
+    offsets: tuple[Any, Any],
+    bias: Any,
     mask: Any,
-    q_lens: Any,
-    kv_lens: Any,
-    options: dict[str, Any],
+    expressions: tuple[Any, Any, Any],
     is_first: bool,
 ) -> Any:
-    """Request by request, each with a mask of all that hides keys."""
-    vq, vk = array.view(q, "q"), array.view(k, "k")
-    vm = None if mask is None else array.view(mask, "mask")
-    axes = len(vq.shape)
-    if axes == 3:
-        out, options = options["out"], _of_one(options)
+    """Dense requests with a bias, a mask or expressions (logits_transform, mask_fn and
+    logits_params)."""
+    transform, mask_fn, params = expressions
+    unplaced = {"causal": False, "window_size": (-1, -1)}
+    if bias is not None or (mask is not None and logits.differs_by_head(mask)):
+        name = "mask" if bias is None else "bias"
+        if not transform is mask_fn is params is None:
+            raise ArgumentError(
+                f"{name}: got an array beside logits_transform, mask_fn or logits_params; name it "
+                "there"
+            )
+        kind = "one" if name == "bias" else "a mask for each head"
+        _refuse_given(
+            (*offsets, call.table),
+            f"{name}: got {kind} beside cu_seqlens or block_table; wanted dense requests",
+        )
+        cap = parse.soft_cap(call.options["softcap"])
+        transform, mask_fn, params = logits.of_arrays(bias, mask, call.q, call.k, cap)
+        mask, call = None, call.changed(softcap=cap if bias is None else 0.0)
+        if is_first or not call.q_lens is call.kv_lens is None:
+            _check_lengths(call)
+            placement = call.placement(is_first)
+            mask_fn, own = placement.condition(mask_fn, call.q_lens, call.kv_lens)
+            params |= own
+            call = call._replace(q_lens=None, kv_lens=None).changed(**unplaced)
+    elif is_first and not transform is mask_fn is None:
+        mask_fn, _ = call.placement(True).condition(mask_fn, None, None)
+        call = call.changed(**unplaced)
+    expression, arrays = logits.read(transform, mask_fn, params)
+    if expression is not None:
+        _refuse_given((*offsets, call.table, call.q_lens, call.kv_lens, mask), _EXPRESSION)
+        return _expressed(call, expression, arrays)
+    _refuse_given((*offsets, call.table), _MASK)
+    return _masked(call, mask, is_first)
+
+
+def _masked(call: _Call, mask: Any, is_first: bool) -> Any:
+    """With a mask of all that hides keys."""
+    vq, vm = array.view(call.q, "q"), None if mask is None else array.view(mask, "mask")
+    if len(vq.shape) == 3:
         full = None if vm is None else _with_axes(mask, vm, 4)
-        answer = _masked(q[None], k[None], v[None], full, q_lens, kv_lens, options, is_first)
-        made, lse = answer if options["return_softmax_lse"] else (answer, None)
-        made = made[0] if out is None else out
-        return made if lse is None else (made, lse[0])
-    if axes != 4:
+        return _as_batch(call, lambda batch: _masked(batch, full, is_first))
+    _require_batch(vq)
+    _check_dense(call, vq, is_first)
+    _check_lengths(call)
+    seen = _visible(call, mask, vm, vq, call.placement(is_first))
+    options = RawOptions(
+        sm_scale=call.options["softmax_scale"], logits_soft_cap=call.options["softcap"]
+    )
+    return _each(call, vq, lambda index: (options, seen[min(index, len(seen) - 1)]))
+
+
+def _require_batch(vq: ArrayView) -> None:
+    if len(vq.shape) != 4:
         raise ArgumentError(
             f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim]"
         )
-    _check_dense(vq, vk, array.view(v, "v"), q_lens, kv_lens, options, is_first)
-    _check_lengths(q, q_lens, kv_lens)
-    seen = _visible(mask, vm, vq, (q_lens, kv_lens), _placement(q, k, options, is_first))
-    return _each_masked(q, k, v, vq, seen, options)
 
 
 def _with_axes(mask: Any, vm: ArrayView, axes: int) -> Any:
@@ -560,19 +587,22 @@ def _with_axes(mask: Any, vm: ArrayView, axes: int) -> Any:
 
 
 def _visible(
-    mask: Any, vm: ArrayView | None, vq: ArrayView, lens: tuple[Any, Any], placement: Placement
+    call: _Call, mask: Any, vm: ArrayView | None, vq: ArrayView, placement: Placement
 ) -> Any:
-    """bool [b or 1, t, s] of torch, CuPy or NumPy. lens: of query and of keys, or None."""
+    """bool [b or 1, t, s] of torch, CuPy or NumPy."""
     count, tokens, heads, _ = vq.shape
     views = [
         array.view(progression(n, 0, 1, vq), name)
         for n, name in ((tokens, "rows"), (placement.keys, "columns"))
     ]
     names = []
-    for x, name in zip(lens, ("seqused_q", "seqused_k"), strict=True):
+    for x, own, name in (
+        (call.q_lens, "seqused_q", "num_rows"),
+        (call.kv_lens, "seqused_k", "num_keys"),
+    ):
         if x is not None:
-            views.append(array.view(x, name))
-            names.append("num_rows" if name == "seqused_q" else "num_keys")
+            views.append(array.view(x, own))
+            names.append(name)
     if vm is not None:
         _check_mask(vm, vq, (count, heads, tokens, placement.keys))
         views.append(array.view(_with_axes(mask, vm, 4), "mask"))
@@ -601,111 +631,52 @@ def _check_mask(vm: ArrayView, vq: ArrayView, wanted: tuple[int, ...]) -> None:
     array.same_device(query=vq, mask=vm)
 
 
-def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict[str, Any]) -> Any:
-    wants_lse, out = options["return_softmax_lse"], options["out"]
-    gate = options["output_gate"]
-    count, tokens, heads, _ = vq.shape
-    shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
-    made = array.empty(shape, vq.dtype, vq) if out is None else out
-    vout = array.view(made, "out")
-    if tuple(vout.shape) != shape:
-        raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted {list(shape)}")
-    lse = array.empty((count, tokens, heads), dtypes.float32, vq) if wants_lse else None
-    for index in range(count):
-        single_prefill_with_kv_cache(
-            *(q[index], k[index], v[index]),
-            custom_mask=seen[min(index, len(seen) - 1)],
-            sm_scale=options["softmax_scale"],
-            logits_soft_cap=options["softcap"],
-            sinks=options["sinks"],
-            output_gate=None if gate is None else gate[index],
-            out=made[index],
-            lse=None if lse is None else lse[index],
-            return_lse=wants_lse,
-        )
-    made = array.deliver(made, vq) if out is None else out
-    if lse is None:
-        return made
-    return made, array.deliver(array.scaled(lse, math.log(2.0)), vq)
-
-
-# --- expressions ---
-
-
-def _refuse_with_arrays(name: str, *expressions: Any) -> None:
-    if any(x is not None for x in expressions):
-        raise ArgumentError(
-            f"{name}: got an array beside logits_transform, mask_fn or logits_params; name it there"
-        )
-
-
-def _refuse_layouts(name: str, *others: Any) -> None:
-    if any(x is not None for x in others):
-        kind = "one" if name == "bias" else "a mask for each head"
-        raise UnsupportedError(
-            f"{name}: got {kind} beside cu_seqlens or block_table; wanted dense requests"
-        )
-
-
-def _refuse_with_expression(*others: Any) -> None:
-    if any(x is not None for x in others):
-        raise UnsupportedError(
-            "logits_transform, mask_fn: are for dense requests of whole arrays here; pass no mask "
-            "(name it in logits_params and mask_fn), lengths, cu_seqlens or block_table, or plan a "
-            "BatchPrefillWithPagedKVCacheWrapper or BatchPrefillWithRaggedKVCacheWrapper with them"
-        )
-
-
-def _expressed(
-    q: Any,
-    k: Any,
-    v: Any,
-    expression: LogitsExpression,
-    arrays: tuple[ArrayView, ...],
-    options: dict[str, Any],
-) -> Any:
-    """Request by request: each knows its place in the batch as a number."""
-    vq, out, wants_lse = array.view(q, "q"), options["out"], options["return_softmax_lse"]
+def _expressed(call: _Call, expression: LogitsExpression, arrays: tuple[ArrayView, ...]) -> Any:
+    """With expressions, which know a request's place in the batch as a number."""
+    vq, options = array.view(call.q, "q"), call.options
     if len(vq.shape) == 3:
-        options = _of_one(options)
-        answer = _expressed(q[None], k[None], v[None], expression, arrays, options)
-        made, lse = answer if wants_lse else (answer, None)
-        made = made[0] if out is None else out
-        return made if lse is None else (made, lse[0])
-    if len(vq.shape) != 4:
-        raise ArgumentError(
-            f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim]"
-        )
-    _check_dense(vq, array.view(k, "k"), array.view(v, "v"), None, None, options)
-    shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
-    made = array.empty(shape, vq.dtype, vq) if out is None else out
-    vout = array.view(made, "out")
-    if tuple(vout.shape) != shape:
-        raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted {list(shape)}")
-    lse = array.empty(shape[:3], dtypes.float32, vq) if wants_lse else None
+        return _as_batch(call, lambda batch: _expressed(batch, expression, arrays))
+    _require_batch(vq)
+    _check_dense(call, vq)
     left, right = options["window_size"]
-    gate = options["output_gate"]
-    for index in range(shape[0]):
-        own = logits.of_request(expression, arrays, index, shape[0])
-        given = single.RawOptions(
-            causal=options["causal"],
-            window_left=left,
-            window_right=right,
-            logits_soft_cap=options["softcap"],
-            sm_scale=options["softmax_scale"],
-            logits=own,
-        )
+    common = RawOptions(
+        causal=options["causal"],
+        window_left=left,
+        window_right=right,
+        logits_soft_cap=options["softcap"],
+        sm_scale=options["softmax_scale"],
+    )
+
+    def of_request(index: int) -> tuple[RawOptions, None]:
+        own = logits.of_request(expression, arrays, index, vq.shape[0])
+        return common._replace(logits=own), None
+
+    return _each(call, vq, of_request, arrays)
+
+
+def _each(
+    call: _Call,
+    vq: ArrayView,
+    of_request: Callable[[int], tuple[RawOptions, Any]],
+    read: tuple[ArrayView, ...] = (),
+) -> Any:
+    """The requests one by one. of_request: options and mask of one. read: by expressions."""
+    (out, _), gate = _output(call, vq, vq.dtype), call.options["output_gate"]
+    lse = array.empty(vq.shape[:3], dtypes.float32, vq) if call.wants_lse else None
+    for index in range(vq.shape[0]):
+        options, mask = of_request(index)
         request = single.Arrays(
-            q[index],
-            k[index],
-            v[index],
-            out=made[index],
+            call.q[index],
+            call.k[index],
+            call.v[index],
+            out=out[index],
             lse=None if lse is None else lse[index],
-            sinks=options["sinks"],
+            sinks=call.options["sinks"],
+            custom_mask=mask,
             output_gate=None if gate is None else gate[index],
         )
-        single.run(request, given, arrays, return_lse=wants_lse, is_decode=False)
-    made = array.deliver(made, vq) if out is None else out
+        single.run(request, options, read, return_lse=call.wants_lse, is_decode=False)
+    made = array.deliver(out, vq) if call.options["out"] is None else out
     if lse is None:
         return made
     return made, array.deliver(array.scaled(lse, math.log(2.0)), vq)
