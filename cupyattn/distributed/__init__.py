@@ -6,6 +6,8 @@ JAX; `simulate` runs ranks as threads over NumPy's arrays, without a GPU.
 
 from __future__ import annotations
 
+from .attention import ContextParallelCall as ContextParallelCall
+from .attention import ContextParallelWrapper as ContextParallelWrapper
 from .exchange import StateExchange as StateExchange
 from .group import Group as Group
 from .group import simulate as simulate
@@ -19,7 +21,9 @@ from .transport import Transport as Transport
 from .transport import Window as Window
 
 __all__ = [
+    "ContextParallelCall",
     "ContextParallelPrefill",
+    "ContextParallelWrapper",
     "Group",
     "HeadRange",
     "Rates",

@@ -189,7 +189,8 @@ class StateExchange:
 
         # --- 2. Exchange ---
         if rows:
-            self._meet(rows, views.o)
+            self.meet(rows, views.o)
+            self._known_rows.add(rows)
             if self._windows is not None:
                 self._run_by_windows(views, made, arrays, options)
             else:
@@ -369,14 +370,16 @@ class StateExchange:
         needs_lse = returns_lse or self._windows is None
         return made, array.empty(shape[:2], dtypes.float32, like) if needs_lse else None
 
-    def _meet(self, rows: int, like: ArrayView) -> None:
-        """Wait for the peers on the host where a number of rows is new: they may be compiling."""
+    def meet(self, rows: int, like: ArrayView) -> None:
+        """Wait for the peers on the host where a number of rows is new: they may be compiling.
+
+        It raises DistributedError where they have other numbers of rows. `run` does this too, so
+        that a number is new until then."""
         if rows in self._known_rows:
             return
         if self.group.on_gpu and cuda().is_capturing(array.current_stream(like)):
             return
         self.group.handshake({"rows of o": rows})
-        self._known_rows.add(rows)
 
 
 class _PeerMemory:

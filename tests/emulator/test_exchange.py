@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from helpers import exchange_calls
 from helpers.exchange_calls import LATE, SMALL, ExchangeCase, RankRun, random_case
+from helpers.parallel_attention import Batch
 from helpers.share import one_of
 
-from cupyattn import DeviceError
-from cupyattn.distributed import Group
+import cupyattn
+from cupyattn import DeviceError, reference
+from cupyattn.distributed import ContextParallelWrapper, Group
 
 from . import ranks
 
@@ -168,3 +170,47 @@ def test_epochs_pass_zero(emulated: ranks.RankedGpu) -> None:
         return [(x.out, x.lse) for x in answers]
 
     exchange_calls.check(case, ranks.on_ranks(emulated, 2, work))
+
+
+@pytest.mark.parametrize("run", [1, 3])
+def test_decode_over_ranks_that_have_all_queries(emulated: ranks.RankedGpu, run: int) -> None:
+    """Local attention and the exchange, kernels of both."""
+    batch = Batch(size=2, run=run, kv_lens=(21, 1, 40), head_dim=64)
+    emulated.mode, emulated.num_sms = "plain", 1  # keys are not split: ranks share counters here
+    q, keys, values = batch.draw()
+
+    def work(group: Group) -> Any:
+        share = batch.share(group.rank)
+        wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(np.zeros(1 << 20, np.uint8), "NHD")
+        parallel = ContextParallelWrapper(
+            group,
+            wrapper,
+            max_rows=3,
+            num_qo_heads=batch.heads,
+            head_dim=64,
+            cp_kv_cache_interleave_size=run,
+            q_is_replicated=True,
+            out_dtype="float16",
+            uses_windows=True,
+        )
+        indptr = batch.indptr(share)
+        parallel.plan(
+            indptr,
+            np.arange(indptr[-1], dtype=np.int32),
+            batch.last_page_len(share),
+            batch.heads,
+            batch.kv_heads,
+            64,
+            batch.page_size,
+            q_data_type="float16",
+        )
+        cache = batch.cache(keys, share), batch.cache(values, share)
+        first, again = (parallel.run(q[:, 0], cache) for _ in "ab")
+        np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
+        return first
+
+    out = np.concatenate(ranks.on_ranks(emulated, 2, work), axis=1)
+    for i in range(3):
+        wanted, _ = reference.attention(q[i], keys[i], values[i])
+        np.testing.assert_allclose(out[i][None].astype(np.float64), wanted, 4e-3, 4e-3)
+    assert {"decode_sm80", "exchange_states"} <= {x.name for x in emulated.launches}

@@ -1,0 +1,380 @@
+"""Attention over keys that are spread over ranks: each attends to its own, and states merge.
+
+A rank gets the queries of all heads, attends to the keys that it holds, and hands the states to
+the ranks that own their heads. What it calls for that is an ordinary planned wrapper or an
+ordinary call without a plan, told its share of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_contiguous
+from ..core import dtypes
+from ..core.cupy_module import as_stream
+from ..core.key_share import KeyShare
+from ..errors import ArgumentError, UnsupportedError
+from ..launch.driver.enqueue import cuda
+from ..wrappers.mla import BatchMLAPagedAttentionWrapper
+from .exchange import StateExchange
+from .group import Group
+
+
+class _Form(NamedTuple):
+    """How a function is told the share of a rank, and gives its states.
+
+    share        names of the options: how many ranks, which, and tokens of a run
+    flag         the option that asks for the LSE
+    base_on_e    whether LSEs are natural logarithms
+    heads_first  whether heads come ahead of the tokens of an LSE's request
+    sinks        options that count once, so that rank 0 alone gives them
+    always       options of every call with a share
+    """
+
+    share: tuple[str, str, str]
+    flag: str = "return_lse"
+    base_on_e: bool = False
+    heads_first: bool = False
+    sinks: tuple[str, ...] = ("sinks",)
+    always: MappingProxyType[str, Any] = MappingProxyType({})
+
+
+_CP = "cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"
+_WORLD = "cp_world", "cp_rank", "cp_kv_cache_interleave_size"
+_FLASH = _Form(
+    _CP, "return_softmax_lse", base_on_e=True, heads_first=True, sinks=("sinks", "s_aux")
+)
+_FORMS = {
+    "flash_attn_with_kvcache": _FLASH,
+    "flash_attn_varlen_func": _FLASH,
+    "trtllm_batch_decode_with_kv_cache": _Form(_WORLD),
+    "trtllm_batch_decode_with_kv_cache_mla": _Form(
+        _WORLD, always=MappingProxyType({"enable_dcp": True})
+    ),
+}
+
+
+class _ContextParallel:
+    """What calls and wrappers share: the queries of all heads, and the exchange."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        max_rows: int,
+        num_qo_heads: int,
+        head_dim: int,
+        cp_kv_cache_interleave_size: int,
+        q_is_replicated: bool,
+        out_dtype: Any,
+        lse_base_on_e: bool,
+        timeout: float,
+        uses_windows: bool | None,
+    ) -> None:
+        self.group = group
+        self.share = KeyShare(group.size, group.rank, cp_kv_cache_interleave_size)
+        self.q_is_replicated = q_is_replicated
+        group.handshake(
+            {
+                "cp_kv_cache_interleave_size": self.share.cp_kv_cache_interleave_size,
+                "q_is_replicated": q_is_replicated,
+            }
+        )
+        self.exchange = StateExchange(
+            group,
+            max_rows,
+            num_qo_heads,
+            head_dim,
+            out_dtype=out_dtype,
+            lse_base_on_e=lse_base_on_e,
+            timeout=timeout,
+            uses_windows=uses_windows,
+        )
+        self.can_capture = self.exchange.can_capture and (q_is_replicated or group.can_capture)
+
+    def close(self) -> None:
+        """Give the memory back that peers write. All ranks close."""
+        self.exchange.close()
+
+    def _share_options(self, form: _Form) -> dict[str, Any]:
+        """What tells a function this rank's share."""
+        if self.share.is_whole:
+            return {}
+        share = self.share
+        numbers = share.cp_world_size, share.cp_rank, share.cp_kv_cache_interleave_size
+        return {**form.always, **dict(zip(form.share, numbers, strict=True))}
+
+    def _without_sinks(self, options: dict[str, Any], form: _Form) -> dict[str, Any]:
+        """The options of this rank: sinks are of all heads, and count once."""
+        if self.share.cp_rank == 0:
+            return options
+        return {name: x for name, x in options.items() if name not in form.sinks}
+
+    def _run(
+        self,
+        queries: Sequence[Any],
+        attend: Callable[..., tuple[Any, Any]],
+        heads_first: bool,
+        out: Any,
+        return_lse: bool,
+    ) -> Any:
+        """queries: [..., own heads, columns], or of all heads where they are replicated; attend:
+        from those of all heads to o [..., heads, head_dim] of float32 and its LSE."""
+        self.group.check()
+        views = [array.view(x, "q") for x in queries]
+        exchange = self.exchange
+        heads = exchange.num_heads if self.q_is_replicated else exchange.own_heads
+        shape = views[0].shape
+        if len(shape) < 2 or shape[-2] != heads:
+            whose = "all heads" if self.q_is_replicated else "this rank's heads"
+            raise ArgumentError(
+                f"q: shape is {list(shape)}; wanted [..., {heads}, columns] of {whose}"
+            )
+        lead = tuple(shape[:-2])
+        rows = int(np.prod(lead, dtype=np.int64))
+        if rows:
+            exchange.meet(rows, views[0])
+        if rows and not self.q_is_replicated and self.group.size > 1:
+            queries = gather_heads(self.group, views)
+        own = exchange.own_heads, exchange.head_dim
+        if out is not None:
+            view = array.view(out, "out")
+            require_contiguous(view, "out")
+            if tuple(view.shape) != (*lead, *own):
+                raise ArgumentError(f"out: shape is {list(view.shape)}; wanted {[*lead, *own]}")
+        if not rows:
+            o = array.empty((0, exchange.num_heads, own[1]), dtypes.float32, views[0])
+            lse = array.empty((0, exchange.num_heads), dtypes.float32, views[0])
+        else:
+            o, lse = attend(*queries)
+            o = o.reshape(rows, exchange.num_heads, own[1])
+            if heads_first:  # [b, heads, s], or [heads, rows]
+                lse = lse.swapaxes(-1, -2)
+            lse = lse.reshape(rows, exchange.num_heads)
+        flat = None if out is None else out.reshape(rows, *own)
+        made, made_lse = exchange.run(o, lse, flat, return_lse=True)
+        out = made.reshape(*lead, *own) if out is None else out
+        return (out, made_lse.reshape(*lead, own[0])) if return_lse else out
+
+
+class ContextParallelCall(_ContextParallel):
+    """A call without a plan over keys that ranks share, as one function of the same arguments.
+
+    function  `flash_attn_with_kvcache`, `flash_attn_varlen_func` (with a table),
+              `trtllm_batch_decode_with_kv_cache` or `trtllm_batch_decode_with_kv_cache_mla`, lists
+              of keys among them. Lengths, tables and lists that a call gets are this rank's own
+              (`cupyattn.shares`); whole lengths, where rows see keys by places, have the function's
+              own name: cp_tot_seqused_k, or causal_seqlens_kv_global. Sinks, scales and all else by
+              head are of all heads.
+
+    The ranks of `group` make it together, and call it together, in one order. A call gathers the
+    queries of all heads, unless every rank has them (`q_is_replicated`), attends to this rank's
+    keys into states of float32, and exchanges them in the order of ranks: the result is the same
+    every time. Nothing waits on the host, and where `can_capture` is true a CUDA graph holds it.
+
+    Args:
+        group: the ranks.
+        function: what attends.
+        max_rows: the most query tokens of a call.
+        num_qo_heads: query heads of all ranks.
+        head_dim: columns of a row of the output.
+        cp_kv_cache_interleave_size: tokens of a run, see `cupyattn.shares`.
+        q_is_replicated: whether a call is given the queries of all heads.
+        out_dtype: of outputs.
+        timeout, uses_windows: as in StateExchange.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        function: Callable[..., Any],
+        *,
+        max_rows: int,
+        num_qo_heads: int,
+        head_dim: int,
+        cp_kv_cache_interleave_size: int = 1,
+        q_is_replicated: bool = False,
+        out_dtype: Any = "bfloat16",
+        timeout: float = 1.5,
+        uses_windows: bool | None = None,
+    ) -> None:
+        name = getattr(function, "__name__", "")
+        if name not in _FORMS:
+            raise UnsupportedError(
+                f"function: got {name or type(function).__name__}; wanted one of "
+                f"{', '.join(_FORMS)}"
+            )
+        self._function, self._form = function, _FORMS[name]
+        super().__init__(
+            group,
+            max_rows=max_rows,
+            num_qo_heads=num_qo_heads,
+            head_dim=head_dim,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            q_is_replicated=q_is_replicated,
+            out_dtype=out_dtype,
+            lse_base_on_e=self._form.base_on_e,
+            timeout=timeout,
+            uses_windows=uses_windows,
+        )
+
+    def __call__(
+        self, q: Any, *args: Any, out: Any = None, return_lse: bool = False, **options: Any
+    ) -> Any:
+        """The attention of this rank's heads over the keys of all ranks.
+
+        q is [..., own heads, columns] (with `q_is_replicated`: of all heads); other arguments are
+        the function's. Returns out [..., own heads, head_dim] of `out_dtype`, written to `out` if
+        that is given; with `return_lse` (out, lse [..., own heads]) whose base is the function's.
+        """
+        form = self._form
+        options = {**self._without_sinks(options, form), **self._share_options(form)}
+        shape = self.exchange.num_heads, self.exchange.head_dim
+
+        def attend(q: Any) -> tuple[Any, Any]:
+            v = array.view(q, "q")
+            o = array.empty((*v.shape[:-2], *shape), dtypes.float32, v)
+            lse = self._function(q, *args, out=o, **{form.flag: True}, **options)[1]
+            return o, lse
+
+        return self._run([q], attend, form.heads_first, out, return_lse)
+
+
+class ContextParallelWrapper(_ContextParallel):
+    """A planned wrapper over keys that ranks share.
+
+    wrapper  BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper (drafts that
+             are verified, prompts over a cache) or BatchMLAPagedAttentionWrapper, or one that is
+             derived from these. `plan` takes its arguments: tables and lengths are this rank's own,
+             `cp_tot_seqused_k` whole lengths, heads those of all ranks.
+
+    The rest is as in `ContextParallelCall`. lse_base_on_e: of the wrapper's LSEs; only
+    BatchMLAPagedAttentionWrapper can be planned for natural logarithms (lse_mode="basee").
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        wrapper: Any,
+        *,
+        max_rows: int,
+        num_qo_heads: int,
+        head_dim: int,
+        cp_kv_cache_interleave_size: int = 1,
+        q_is_replicated: bool = False,
+        out_dtype: Any = "bfloat16",
+        lse_base_on_e: bool = False,
+        timeout: float = 1.5,
+        uses_windows: bool | None = None,
+    ) -> None:
+        if not hasattr(wrapper, "plan") or not hasattr(wrapper, "run"):
+            raise ArgumentError(
+                f"wrapper: got {type(wrapper).__name__}; wanted one that has plan() and run(), "
+                "such as BatchDecodeWithPagedKVCacheWrapper"
+            )
+        self.wrapper = wrapper
+        self._is_latent = isinstance(wrapper, BatchMLAPagedAttentionWrapper)
+        self._form = _Form(_CP)
+        super().__init__(
+            group,
+            max_rows=max_rows,
+            num_qo_heads=num_qo_heads,
+            head_dim=head_dim,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            q_is_replicated=q_is_replicated,
+            out_dtype=out_dtype,
+            lse_base_on_e=lse_base_on_e,
+            timeout=timeout,
+            uses_windows=uses_windows,
+        )
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        """wrapper.plan() for this rank's share and outputs of float32."""
+        options["output_dtype" if self._is_latent else "o_data_type"] = "float32"
+        if self.share.is_whole:
+            options.pop("cp_tot_seqused_k", None)
+        self.wrapper.plan(*args, **options, **self._share_options(self._form))
+
+    def run(
+        self, q: Any, *args: Any, out: Any = None, return_lse: bool = False, **options: Any
+    ) -> Any:
+        """wrapper.run() of this rank's heads over the keys of all ranks.
+
+        q is [rows, own heads, columns] (with `q_is_replicated`: of all heads), of
+        BatchMLAPagedAttentionWrapper two arguments, q_nope and q_pe; other arguments are run()'s.
+        Returns as `ContextParallelCall`.
+        """
+        queries = [q, *args[:1]] if self._is_latent else [q]
+        rest = args[len(queries) - 1 :]
+        options = self._without_sinks(options, self._form)
+
+        def attend(*queries: Any) -> tuple[Any, Any]:
+            o, lse = self.wrapper.run(*queries, *rest, return_lse=True, **options)
+            return o, lse
+
+        return self._run(queries, attend, False, out, return_lse)
+
+
+def gather_heads(group: Group, views: Sequence[ArrayView]) -> list[Any]:
+    """Arrays [..., heads of a rank, columns] become [..., heads of all ranks, columns].
+
+    They are of one dtype, and go through one all_gather, side by side.
+    """
+    first = views[0]
+    if any(v.dtype is not first.dtype or v.shape[:-1] != first.shape[:-1] for v in views):
+        raise ArgumentError(
+            f"q: parts are {', '.join(f'{v.dtype} {list(v.shape)}' for v in views)}; wanted one "
+            "dtype, and one shape but for columns"
+        )
+    *lead, heads, _ = first.shape
+    columns = [v.shape[-1] for v in views]
+    shape = *lead, group.size * heads, sum(columns)
+    made = array.empty(shape, first.dtype, first)
+    rows = int(np.prod(lead, dtype=np.int64))
+    bits = np.dtype(f"u{first.dtype.itemsize}")
+    ends = np.cumsum(columns).tolist()
+    if not group.on_gpu:
+        parts = [array.as_numpy(v).view(bits) for v in views]
+        target = array.as_numpy(array.view(made, "q")).view(bits)
+        sent, got = np.empty((rows, heads, ends[-1]), bits), np.empty(target.size, bits)
+        _gather(group, parts, sent, got, target, None)
+    else:
+        stream = array.current_stream(first)
+        with cuda().Device(first.device.index), as_stream(stream):
+            parts = [array.as_cupy(v, bits) for v in views]
+            buffers = [array.empty((count,), dtypes.uint8, first) for count in _sizes(parts, group)]
+            sent, got = (array.as_cupy(array.view(x, "a buffer")).view(bits) for x in buffers)
+            target = array.as_cupy(array.view(made, "q"), bits)
+            _gather(group, parts, sent.reshape(rows, heads, ends[-1]), got, target, stream)
+    begins = [0, *ends[:-1]]
+    return [made[..., begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+
+def _sizes(parts: Sequence[Any], group: Group) -> tuple[int, int]:
+    """The bytes of what a rank gives, and of what it takes."""
+    given = sum(part.size * part.dtype.itemsize for part in parts)
+    return given, given * group.size
+
+
+def _gather(
+    group: Group, parts: Sequence[Any], sent: Any, got: Any, target: Any, stream: int | None
+) -> None:
+    """parts, sent [rows, heads, columns], got, target: arrays of NumPy or CuPy."""
+    rows, heads, columns = sent.shape
+    if len(parts) == 1 and parts[0].flags.c_contiguous:
+        sent = parts[0]
+    else:
+        begin = 0
+        for part in parts:
+            end = begin + part.shape[-1]
+            sent[..., begin:end] = part.reshape(rows, heads, -1)
+            begin = end
+    group.all_gather(got, sent, stream)
+    by_rank = got.reshape(group.size, rows, heads, columns)
+    target.reshape(rows, group.size, heads, columns)[...] = by_rank.transpose(1, 0, 2, 3)
