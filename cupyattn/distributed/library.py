@@ -62,7 +62,8 @@ class LibraryTransport:
         self._calls, self._ranks = calls, ranks
         self._windows: list[Window] = []
         self._sources = "not asked for yet"
-        self._own = self._all = None  # what barriers of a GPU send
+        if self.on_gpu:  # what barriers send: made here, since a graph could not allocate it
+            self._own, self._all = (cupy_module().zeros(n, np.uint8) for n in (1, self.size))
         ranks.ask = calls.failure
         ranks.on_failure.append(self._give_up)
 
@@ -85,8 +86,6 @@ class LibraryTransport:
         if not self.on_gpu:
             self.share_bytes(b"")
             return
-        if self._own is None:
-            self._own, self._all = (cupy_module().zeros(n, np.uint8) for n in (1, self.size))
         self._do(self._calls.all_gather, self._all, self._own, stream)
 
     def share_bytes(self, data: bytes) -> list[bytes]:

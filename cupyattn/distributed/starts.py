@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from ..core.cupy_module import cupy_module
 from ..core.packages import needs
-from ..errors import ArgumentError, DeviceError
+from ..errors import ArgumentError, DeviceError, MissingPackageError
 from . import nccl, torch, windows
 from .channels import Channel, Folder, JaxStore, MpiChannel, StoreChannel, TorchStore
 from .library import Calls, LibraryTransport
@@ -156,6 +157,8 @@ def from_environment(on_gpu: bool | None, seconds: float) -> LibraryTransport:
         return from_jax(on_gpu, seconds)
     environment = os.environ
     if "MASTER_ADDR" in environment and "RANK" in environment and "WORLD_SIZE" in environment:
+        if importlib.util.find_spec("torch") is None:
+            return from_cupyx(_cupyx_backend(seconds), seconds)
         channel = in_time("starting torch's store", _torchrun_channel, seconds)
         return from_channel(channel, "torchrun", _local_device(on_gpu), on_gpu, seconds)
     if any(name in environment for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")):
@@ -217,6 +220,32 @@ def _torchrun_channel() -> Channel:
     keys = TorchStore(store)
     number = keys.count(f"cupyattn/made/{rank}")
     return StoreChannel(keys, rank, size, f"cupyattn/{number}")
+
+
+def _cupyx_backend(seconds: float) -> Any:
+    """CuPy's own store and NCCL, for launchers of torchrun's kind where there is no torch."""
+    device = _local_device(True)
+    if device is None:
+        raise MissingPackageError(
+            "from_environment: MASTER_ADDR is set, and there is neither torch nor a GPU here; "
+            "install torch, or use Group.from_folder",
+            name="torch",
+        )
+    use(device)
+    environment = os.environ
+
+    def start() -> Any:
+        import cupyx.distributed
+
+        return cupyx.distributed.init_process_group(
+            int(environment["WORLD_SIZE"]),
+            int(environment["RANK"]),
+            host=environment["MASTER_ADDR"],
+            port=int(environment.get("MASTER_PORT", "13333")),
+        )
+
+    own = cupy_module().cuda.Device()
+    return in_time("starting cupyx.distributed", start, seconds, device=own)
 
 
 @needs("mpi4py")

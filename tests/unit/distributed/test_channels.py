@@ -15,8 +15,8 @@ import pytest
 from helpers import fake_nccl
 from helpers.fake_nccl import Array, ThreadChannel, installed
 
-from cupyattn import DeviceError
-from cupyattn.distributed import Group, channels, simulated
+from cupyattn import DeviceError, DistributedError, MissingPackageError
+from cupyattn.distributed import Group, channels, simulated, starts
 from cupyattn.distributed.ranks import Ranks
 
 
@@ -162,6 +162,40 @@ def test_cupyx_s_backend_carries_a_group() -> None:
     assert calls == ["all_to_all on 5", "reduce_scatter 2 sum", "abort"]
 
 
+def test_a_launcher_of_torchrun_s_kind_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def init_process_group(size: int, rank: int, *, host: str, port: int) -> Any:
+        started.append((size, rank, host, port))
+        return SimpleNamespace(
+            rank=rank,
+            _n_devices=size,
+            all_to_all=None,
+            all_gather=lambda given, out, count, stream: ctypes.memmove(
+                out.ctypes.data, given.ctypes.data, given.nbytes
+            ),
+        )
+
+    distributed = fake_nccl.module("cupyx.distributed", init_process_group=init_process_group)
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+    for name, value in {**environment, "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("torch", "jax"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(starts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "cupyx", fake_nccl.module("cupyx", distributed=distributed))
+    monkeypatch.setitem(sys.modules, "cupyx.distributed", distributed)
+    with installed() as (_, cupy, _):
+        group = Group.from_environment(timeout=10)
+        assert cupy.cuda.Device().id == 3  # of this thread
+        cupy.cuda.Device(0).use()
+        group.close()
+        assert started == [(1, 0, "here", 29500)]
+        monkeypatch.setattr(starts, "has_gpu", lambda: False)
+        with pytest.raises(MissingPackageError, match="neither torch nor a GPU here"):
+            Group.from_environment(timeout=10)
+
+
 def test_a_store_keeps_no_more_than_the_last_rounds(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         channel = channels.StoreChannel(channels.Folder(tmp_path), rank, 2, "keys")
@@ -209,8 +243,6 @@ def test_torch_s_store_that_has_ended_is_a_device_error() -> None:
 def test_ranks_of_different_versions_or_libraries_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cupyattn import DistributedError
-
     meeting = simulated.Meeting(2, None, [0, 0], 10)
 
     def work(rank: int) -> None:
