@@ -74,7 +74,7 @@ def flash_attn_func(
     """Attention of requests of one length.
 
     q       [b, seqlen_q, num_heads, head_dim], float16 or bfloat16 (on the CPU float32 too); also
-            float8_e4m3fn and float8_e5m2, computed in 16 bits, with an answer in bfloat16. On a GPU
+            float8_e4m3fn and float8_e5m2, computed in 16 bits, with an output in bfloat16. On a GPU
             fp8 keys and values in rows that many queries read are first copied in q's 16 bits.
     k, v    [b, seqlen_k, num_heads_k, head_dim], v's head_dim may differ; q's dtype, or fp8. Any
             strides but a contiguous last dimension. Head dims up to 256: those that are no multiple
@@ -99,7 +99,7 @@ def flash_attn_func(
             before it is rounded.
     out     array to write instead of a new one.
     num_splits   1: keys are not split; any other number lets the plan on the GPU decide.
-    deterministic, pack_gqa, sm_margin   accepted; answers are the same each time.
+    deterministic, pack_gqa, sm_margin   accepted; outputs are the same each time.
     qv      [b, seqlen_q, num_heads, head_dim of v]: queries that are multiplied with v; the logits
             are the sums of both products, and softmax_scale is 1 / sqrt(the sum of both head dims)
             by default. q, k, v and qv are copied side by side first.
@@ -139,13 +139,13 @@ def flash_attn_func(
         attention_chunk=attention_chunk,
         return_lse=return_lse,
     )
-    answer = run_cached(arrays, options) if qv is None else None
-    if answer is None:
+    result = run_cached(arrays, options) if qv is None else None
+    if result is None:
         try:
-            answer = forward.dense(arrays, qv, options)
+            result = forward.dense(arrays, qv, options)
         except ArgumentError as error:
             return _exported(flash_attn_func, locals(), error)
-    return with_no_mask(answer, q) if return_attn_probs else answer
+    return with_no_mask(result, q) if return_attn_probs else result
 
 
 @untraced
@@ -206,9 +206,9 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k   int32 or int64 [b + 1]: the first row of each request and the end
             of the last, of q and of k. They may repeat their last value: such requests are empty.
             With a table, cu_seqlens_k only says lengths.
-    max_seqlen_q, max_seqlen_k   the most of one request: integers, or arrays of one element, which
-            are not read where they are on a GPU. They choose the kernel and how keys are split,
-            never the answer; but under attention_chunk max_seqlen_q must not be too small.
+    max_seqlen_q, max_seqlen_k   upper bounds of one request: integers, or arrays of one element,
+            which are not read where they are on a GPU. They affect speed only: the kernel and how
+            keys are split; but under attention_chunk max_seqlen_q must not be too small.
     block_table, page_table   two names of int32 or int64 [b, max_pages]: the pages of each request;
             entries past its last page may hold anything.
     seqused_q, seqused_k   [b]: how many of a request's rows count; default: all.
@@ -257,7 +257,7 @@ def flash_attn_varlen_func(
         output_gate=output_gate,
     )
     more = None if qv is dynamic_causal is None else MoreArrays(qv=qv, are_causal=dynamic_causal)
-    most, most_keys = bounds(max_seqlen_q, max_seqlen_k)
+    max_rows, max_keys = bounds(max_seqlen_q, max_seqlen_k)
     options = make_options(
         names=VARLEN_BY_OFFSETS if seqused_k is None else VARLEN,
         softmax_scale=softmax_scale,
@@ -267,22 +267,22 @@ def flash_attn_varlen_func(
         num_splits=num_splits,
         attention_chunk=attention_chunk,
         return_lse=return_lse,
-        max_q_len=most,
-        max_kv_len=most_keys,
+        max_q_len=max_rows,
+        max_kv_len=max_keys,
         has_kv_steps=has_kv_steps,
     )
-    answer = None
+    result = None
     # Keys of long prompts may be converted first, but for those of pages.
-    if most is None or most < MANY_ROWS or table is not None or not is_fp8(k):
-        answer = run_cached(arrays, options, None, more)
-    if answer is None:
+    if max_rows is None or max_rows < MANY_ROWS or table is not None or not is_fp8(k):
+        result = run_cached(arrays, options, None, more)
+    if result is None:
         try:
-            answer = forward.varlen(
+            result = forward.varlen(
                 arrays, more or NO_MORE, options, cu_seqlens_k, max_seqlen_q, max_seqlen_k
             )
         except ArgumentError as error:
             return _exported(flash_attn_varlen_func, locals(), error)
-    return with_no_mask(answer, q) if return_attn_probs else answer
+    return with_no_mask(result, q) if return_attn_probs else result
 
 
 @untraced
@@ -352,7 +352,7 @@ def flash_attn_with_kvcache(
             bfloat16 or fp8 there, and k too.
     cache_batch_idx   int32 or int64 [b]: the row of the caches, or of block_table, of each request.
     cache_leftpad   [b]: the first key of each request; those before it do not exist.
-    qv      as in `flash_attn_func`, for the whole caches. Beside q and k_cache of 64 columns and
+    qv      as in `flash_attn_func`, for the whole caches. With q and k_cache of 64 columns and
             v_cache [num_pages, page_size, 1, 512], without new keys and options that change a logit
             or hide a key, it is latent attention, which copies nothing.
     scheduler_metadata, fa_version, ver   accepted for compatibility.
@@ -416,33 +416,33 @@ def flash_attn_with_kvcache(
         max_q_len=None if max_seqlen_q is None else max_rows(max_seqlen_q),
         rotary_interleaved=rotary_interleaved,
     )
-    answer = run_cached(arrays, options, None, more)
-    if answer is None:
+    result = run_cached(arrays, options, None, more)
+    if result is None:
         try:
-            answer = forward.with_kvcache(arrays, more or NO_MORE, options, max_seqlen_q)
+            result = forward.with_kvcache(arrays, more or NO_MORE, options, max_seqlen_q)
         except ArgumentError as error:
             return _exported(flash_attn_with_kvcache, locals(), error)
-    return answer
+    return result
 
 
-def _exported(function: Any, given: dict[str, Any], error: ArgumentError) -> Any:
+def _exported(function: Any, arguments: dict[str, Any], error: ArgumentError) -> Any:
     """What torch.export traces in place of a call that refused its arrays, which hold nothing."""
     if not is_exporting():
         raise error
-    return exported(function, given)
+    return exported(function, arguments)
 
 
-def _refuse_others(given: dict[str, Any]) -> None:
+def _refuse_others(arguments: dict[str, Any]) -> None:
     """UnsupportedError for the first argument that has no meaning here."""
-    forward.refuse_parallel(given["cp_world_size"])
-    forward.refuse_given(**{_OTHER_NAMES.get(name, name): given[name] for name in _NOT_SERVED})
+    forward.refuse_parallel(arguments["cp_world_size"])
+    forward.refuse_given(**{_OTHER_NAMES.get(name, name): arguments[name] for name in _NOT_SERVED})
 
 
-def with_no_mask(answer: Any, q: Any) -> Any:
-    """(out, lse) with what FlashAttention-2 returns in the place of a mask of dropout: nothing."""
+def with_no_mask(result: Any, q: Any) -> Any:
+    """(out, lse) with what FlashAttention-2 returns as a mask of dropout: nothing."""
     vq = array.view(q, "q")
     dtype = dtypes.bfloat16 if vq.dtype.is_fp8 else vq.dtype
-    return *answer, array.deliver(array.empty((0,), dtype, vq), vq)
+    return *result, array.deliver(array.empty((0,), dtype, vq), vq)
 
 
 def hide(function: Any, name: str) -> None:

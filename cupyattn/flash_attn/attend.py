@@ -76,10 +76,10 @@ def _attend_copies(batch: Batch, vq: ArrayView) -> Any:
         columns = vq.shape[-1] + (0 if batch.qv is None else dim)
         batch.options = options._replace(softmax_scale=1.0 / math.sqrt(max(1, columns)))
     padding.copy_into_kernel_dims(batch, vq)
-    answer = attend(batch)
-    made, lse = answer if return_lse else (answer, None)
-    made = padding.narrowed(made, dim, vq, out)
-    return (made, array.deliver(lse, vq)) if return_lse else made
+    result = attend(batch)
+    output, lse = result if return_lse else (result, None)
+    output = padding.narrowed(output, dim, vq, out)
+    return (output, array.deliver(lse, vq)) if return_lse else output
 
 
 def _attend(batch: Batch, vq: ArrayView, q_len: int) -> Any:
@@ -128,18 +128,18 @@ def _attend_mixed(batch: Batch, vq: ArrayView) -> Any:
 
 def _run(batch: Batch, vq: ArrayView, lse: Any) -> Any:
     """out; `lse` is written, unless it is None."""
-    arrays, most, return_lse = batch.arrays, batch.max_q_len, lse is not None
+    arrays, max_q_len, return_lse = batch.arrays, batch.max_q_len, lse is not None
     sinks = None if arrays.sinks is None else float32_sinks(arrays.sinks)
     lse_rows = None if lse is None else lse.swapaxes(-1, -2)
     arrays = arrays._replace(sinks=sinks, lse=lse_rows, **_descales(batch, vq))
     options = batch.options._replace(
-        max_q_len=None if most is None else min(max(most, 1), MANY_ROWS),
+        max_q_len=None if max_q_len is None else min(max(max_q_len, 1), MANY_ROWS),
         max_kv_len=next_power_of_two(batch.max_kv_len),
         return_lse=return_lse,
         rotary_interleaved=True,  # which the append has done
     )
-    answer = run(arrays, options, batch.append, batch.asked)
-    return answer[0] if return_lse else answer
+    result = run(arrays, options, batch.append, batch.asked)
+    return result[0] if return_lse else result
 
 
 def _attend_by_chunks(batch: Batch, vq: ArrayView) -> Any:
@@ -171,12 +171,12 @@ def _attend_by_chunks(batch: Batch, vq: ArrayView) -> Any:
     if gate is not None:
         kept = 1 if len(gate.shape) == 3 else 2
         batch.take(output_gate=_merged(gate, "output_gate", kept))
-    answer = _attend(batch, array.view(batch.arrays.q, "q"), 0)
-    made, lse = answer if options.return_lse else (answer, None)
-    made = made.reshape(*shape[:-1], made.shape[-1]) if out is None else out
+    result = _attend(batch, array.view(batch.arrays.q, "q"), 0)
+    output, lse = result if options.return_lse else (result, None)
+    output = output.reshape(*shape[:-1], output.shape[-1]) if out is None else out
     if lse is None:
-        return made
-    return made, lse.reshape(-1, *shape[:2]).swapaxes(0, 1)
+        return output
+    return output, lse.reshape(-1, *shape[:2]).swapaxes(0, 1)
 
 
 def widened_queries(vq: ArrayView, k: Any, names: Names) -> Any:

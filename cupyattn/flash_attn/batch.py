@@ -22,8 +22,8 @@ MANY_ROWS = 65
 class FlashOptions(NamedTuple):
     """The options of a call, as given where they can be hashed.
 
-    max_q_len   the most rows of one request where they differ, as far as it matters
-    max_kv_len  the most keys of one, rounded up; None where the page table says it
+    max_q_len   an upper bound of a request's rows where they differ, as far as it matters
+    max_kv_len  one of its keys, rounded up; None where the page table says it
     """
 
     names: Names
@@ -42,7 +42,7 @@ class FlashOptions(NamedTuple):
     sharers: int = 1
 
     def resolve(self, arrays: Arrays) -> Options:
-        """Checked. What kernels split keys into is bounded by the most keys that are likely."""
+        """Checked. Kernels split keys as finely as suits the longest request that is likely."""
         shape: tuple[int, ...] = tuple(arrays.q.shape)
         q_len = shape[1] if len(shape) == 4 and arrays.qo_offsets is None else 0
         left, right = parse_window(self.window_size)
@@ -81,7 +81,7 @@ class Batch:
     arrays      q [b, s, h, d], or [rows, h, d] with qo_offsets; k and v pages with a table [b, n],
                 else rows with kv_offsets; kv_lens [b], after what the call appends, None: steps of
                 kv_offsets; scales and sinks as given
-    max_q_len, max_kv_len   the most rows and keys of one request, as far as the host knows
+    max_q_len, max_kv_len   upper bounds of a request's rows and keys, as far as the host knows
     qv, are_causal   see MoreArrays
     is_fp8_q, is_fp8_k   whether those of the caller are fp8, if q, k and v are copies of 16 bits
     """

@@ -60,9 +60,9 @@ def index_put_first_axis(values: Any, indices: Any, first_axis_dim: int) -> Any:
     shape = (count, *v.shape[1:])
     if v.framework == "jax":
         return sys.modules["jax"].numpy.zeros(shape, values.dtype).at[indices].set(values)
-    made = _zeros(shape, values, v)
-    made[indices] = values
-    return made
+    rows = _zeros(shape, values, v)
+    rows[indices] = values
+    return rows
 
 
 def unpad_input(
@@ -75,7 +75,7 @@ def unpad_input(
     unused_mask     the same, 1 for a token that gets a row and does not count.
 
     Returns (rows [n, ...], indices [n] of the flattened batch, cu_seqlens int32 [batch + 1] of the
-    rows, the most rows of one request, and seqused int32 [batch], the tokens that count). Raises
+    rows, the longest request's rows, and seqused int32 [batch], the tokens that count). Raises
     ArgumentError. Semantics: flash_attn.bert_padding's function of the same name.
     """
     vx = _view(hidden_states, "hidden_states")
@@ -99,29 +99,29 @@ def unpad_input_for_concatenated_sequences(
     attention_mask_in_length   integers [batch, seqlen]: the lengths of a row's sequences from its
             beginning on, then zeros.
 
-    Returns (rows, indices, cu_seqlens of the sequences, the most rows of one), as `unpad_input`
+    Returns (rows, indices, cu_seqlens of the sequences, the longest one's rows), as `unpad_input`
     does. Semantics: flash_attn.bert_padding's function of the same name.
     """
     vx = _view(hidden_states, "hidden_states")
     lengths = _mask(attention_mask_in_length, "attention_mask_in_length", vx)
     ends = lengths.sum(1)
-    places = _nonzero(lengths * 0 + 1).reshape(vx.shape[:2]) % max(1, vx.shape[1])
-    indices = _nonzero(places < ends[:, None])
-    flat = lengths.reshape(-1)
-    offsets, longest = _offsets(flat[_nonzero(flat)])
+    positions = _nonzero(lengths * 0 + 1).reshape(vx.shape[:2]) % max(1, vx.shape[1])
+    indices = _nonzero(positions < ends[:, None])
+    counts = lengths.reshape(-1)
+    offsets, longest = _offsets(counts[_nonzero(counts)])
     return _rows_of(hidden_states, vx)[indices], indices, offsets, longest
 
 
 def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
-    """Rows [n, ...] at their places in a batch: [batch, seqlen, ...], zeros elsewhere.
+    """Rows [n, ...] at their indices in a batch: [batch, seqlen, ...], zeros elsewhere.
 
     indices   of the flattened batch, as `unpad_input` returns them.
 
     Semantics: flash_attn.bert_padding's function of the same name.
     """
     batch, seqlen = require_int(batch, "batch", 0), require_int(seqlen, "seqlen", 0)
-    made = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return made.reshape(batch, seqlen, *made.shape[1:])
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.reshape(batch, seqlen, *rows.shape[1:])
 
 
 def _view(x: Any, name: str) -> ArrayView:
@@ -146,20 +146,20 @@ def _rows_of(x: Any, v: ArrayView) -> Any:
 
 
 def _nonzero(x: Any) -> Any:
-    """Places of what is not 0 in a flattened array."""
-    found = x.reshape(-1).nonzero()
-    return found[0] if isinstance(found, tuple) else found.reshape(-1)
+    """Indices of what is not 0 in a flattened array."""
+    indices = x.reshape(-1).nonzero()
+    return indices[0] if isinstance(indices, tuple) else indices.reshape(-1)
 
 
 def _offsets(lengths: Any) -> tuple[Any, int]:
-    """(int32 offsets of so many rows each, the most of one)."""
+    """(int32 offsets of so many rows each, the largest of these)."""
     longest = int(lengths.max()) if lengths.shape[0] else 0
     ends = lengths.cumsum(0)
     if array.view(lengths, "lengths").framework == "jax":
         return sys.modules["jax"].numpy.pad(_int32(ends), (1, 0)), longest
-    made = _zeros((ends.shape[0] + 1,), _int32(ends), array.view(ends, "ends"))
-    made[1:] = ends
-    return made, longest
+    offsets = _zeros((ends.shape[0] + 1,), _int32(ends), array.view(ends, "ends"))
+    offsets[1:] = ends
+    return offsets, longest
 
 
 def _int32(x: Any) -> Any:

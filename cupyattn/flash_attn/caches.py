@@ -107,8 +107,8 @@ def select_rows(table: Any, index: Any, name: str) -> Any:
                 f"{vt.shape[0]}"
             )
         return array.as_numpy(vt)[rows]
-    most = max(0, vt.shape[0] - 1)
-    return compute(lambda t, i: t[i.clip(0, most)], vt, vi)
+    last = max(0, vt.shape[0] - 1)
+    return compute(lambda t, i: t[i.clip(0, last)], vt, vi)
 
 
 def lengths(x: Any, count: int, like: ArrayView, name: str) -> Any:
@@ -141,7 +141,7 @@ class StoredAppend(NamedTuple):
             q, q_offsets, rotated = addresses[_Q], addresses[_OFFSETS], space + self.lens_bytes
             begin = addresses[_BEGIN] or lens
             addresses[_Q] = rotated
-        places = append_new_kv.Addresses(
+        pointers = append_new_kv.Addresses(
             addresses[_NEW_K],
             addresses[_K],
             addresses[_NEW_V],
@@ -158,7 +158,7 @@ class StoredAppend(NamedTuple):
             table=table if self.table is None else self.table[0],
         )
         addresses[_KV_LENS] = space
-        self.bound.enqueue(places, stream)
+        self.bound.enqueue(pointers, stream)
 
 
 class Append:
@@ -200,7 +200,7 @@ class Append:
                 )
         self.vk, self.vv = vk, vv
         self.rotation = rotation
-        self._check_places()
+        self._check_caches()
         if self.offsets is not None:
             vo = array.view(self.offsets, "cu_seqlens_k_new")
             if tuple(vo.shape) != (self.count + 1,):
@@ -213,7 +213,7 @@ class Append:
         if self.lens.device.kind == "cuda":
             self.after = array.empty((self.count,), dtypes.int32, self.lens)
 
-    def _check_places(self) -> None:
+    def _check_caches(self) -> None:
         """Whether the caches may be written with the new keys."""
         inputs = {"k": self.vk, "v": self.vv, "cache_seqlens": self.lens}
         require_dtype(self.lens, INDEX_DTYPES, "cache_seqlens")
@@ -269,22 +269,22 @@ class Append:
         used += [x for x in (offsets, *(rotation or ())) if isinstance(x, ArrayView)]
         array.acquire(k, *used)
         self._bound = append_new_kv.bind(new, rotation, k.device.index)
-        places = append_new_kv.addresses_of(new, rotation)
-        self._bound.enqueue(places, array.current_stream(k))
+        addresses = append_new_kv.addresses_of(new, rotation)
+        self._bound.enqueue(addresses, array.current_stream(k))
         array.release(k, *used)
 
-    def roles(self, given: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
+    def roles(self, arrays: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
         """See planless_cache.Append: none where a launch reads copies."""
-        if self.after is None or read.kv_lens is not self.after or given.kv_lens is not self.begin:
+        if self.after is None or read.kv_lens is not self.after or arrays.kv_lens is not self.begin:
             return frozenset()
         pairs = [(more.new_k, self.vk), (more.new_v, self.vv), (self.table, self._view_table())]
         if self.offsets is None and not (_has_even_rows(self.vk) and _has_even_rows(self.vv)):
             return frozenset()
         rotation = self.rotation
         if rotation is not None:
-            begin = given.kv_lens if more.rotary_begin is None else more.rotary_begin
+            begin = arrays.kv_lens if more.rotary_begin is None else more.rotary_begin
             pairs += [(more.rotary_cos, rotation.cosines), (more.rotary_sin, rotation.sines)]
-            pairs += [(given.q, rotation.q), (begin, rotation.begin)]
+            pairs += [(arrays.q, rotation.q), (begin, rotation.begin)]
             pairs += [(read.q, rotation.rotated_q)]
         if any(array.view(x, "an array").ptr != v.ptr for x, v in pairs):
             return frozenset()
@@ -315,7 +315,7 @@ class Append:
         if self.lens.device.kind == "cuda":
             self._launch()
             return
-        requests, positions = self._places()
+        requests, positions = self._positions()
         k, v = (self._in_rows(x) for x in (self.more.new_k, self.more.new_v))
         table = array.as_numpy(array.view(self.table, "page_table"))
         indptr = np.arange(self.count + 1) * table.shape[1]
@@ -324,7 +324,7 @@ class Append:
             k, v, requests, positions, pages, table.reshape(-1), indptr, self.begin
         )
 
-    def _places(self) -> tuple[Any, Any]:
+    def _positions(self) -> tuple[Any, Any]:
         """(request, position) of each new token on the CPU; a request below 0 is nowhere."""
         begin = array.as_numpy(self.lens).astype(np.int64)
         if self.offsets is None:
@@ -357,8 +357,8 @@ def with_even_rows(x: Any, v: ArrayView) -> tuple[Any, ArrayView]:
     if v.dtype.is_fp8:
         copy = array.row_major_view(v)
         return copy.owner, copy
-    made = x.contiguous() if v.framework == "torch" else compute(lambda a: a.copy(order="C"), v)
-    return made, array.view(made, "a copy")
+    copy = x.contiguous() if v.framework == "torch" else compute(lambda a: a.copy(order="C"), v)
+    return copy, array.view(copy, "a copy")
 
 
 def _has_even_rows(v: ArrayView) -> bool:

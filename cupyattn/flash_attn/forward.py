@@ -98,13 +98,13 @@ def varlen(
     """Requests of any lengths, whose rows follow each other."""
     if arrays.qo_offsets is None:
         raise ArgumentError("cu_seqlens_q: got None; wanted offsets of q's rows, [batch + 1]")
-    most_rows, most_keys = bound(max_seqlen_q, "max_seqlen_q"), bound(max_seqlen_k, "max_seqlen_k")
+    max_q_len, max_kv_len = bound(max_seqlen_q, "max_seqlen_q"), bound(max_seqlen_k, "max_seqlen_k")
     batch = Batch(
         Asked(arrays, options, {}, more),
         arrays,
         options,
-        most_rows,
-        most_keys,
+        max_q_len,
+        max_kv_len,
         qv=more.qv,
         are_causal=more.are_causal,
     )
@@ -129,10 +129,10 @@ def varlen(
 
 def with_kvcache(arrays: Arrays, more: MoreArrays, options: FlashOptions, max_seqlen_q: Any) -> Any:
     """A batch's last tokens over a cache."""
-    most = bound(max_seqlen_q, "max_seqlen_q")
+    max_q_len = bound(max_seqlen_q, "max_seqlen_q")
     parse.flag(options.rotary_interleaved, "rotary_interleaved")
     if more.qv is not None and is_latent(arrays, more, options):
-        return attend_latent(arrays, more.qv, options, most)
+        return attend_latent(arrays, more.qv, options, max_q_len)
     # --- 1. Find the keys ---
     asked, is_paged = Asked(arrays, options, {}, more), arrays.block_tables is not None
     chunk = parse.require_int(options.attention_chunk, "attention_chunk", 0)
@@ -153,7 +153,7 @@ def with_kvcache(arrays: Arrays, more: MoreArrays, options: FlashOptions, max_se
         asked,
         arrays._replace(kv_lens=kv_lens, block_tables=table),
         options._replace(names=names),
-        max_q_len=most,
+        max_q_len=max_q_len,
         # The table says it to the kernels.
         max_kv_len=room if not is_paged or chunk else None,
         is_fp8_q=is_fp8_q,
@@ -272,14 +272,14 @@ def is_fp8(x: Any) -> bool:
 
 
 def max_rows(max_seqlen_q: Any) -> int | None:
-    """The most rows of one request, as far as it matters."""
-    most = bound(max_seqlen_q, "max_seqlen_q")
-    return None if most is None else min(max(most, 1), MANY_ROWS)
+    """An upper bound of a request's rows, as far as it matters."""
+    max_q_len = bound(max_seqlen_q, "max_seqlen_q")
+    return None if max_q_len is None else min(max(max_q_len, 1), MANY_ROWS)
 
 
 def bounds(max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[int | None, int | None]:
-    """(`max_rows`, the most keys of one request, rounded up so that growing requests have equal
-    signatures)."""
+    """(`max_rows`, an upper bound of a request's keys, rounded up so that growing requests have
+    equal signatures)."""
     if type(max_seqlen_q) is type(max_seqlen_k) is int and max_seqlen_q > 0 < max_seqlen_k:
         return min(max_seqlen_q, MANY_ROWS), 1 << (max_seqlen_k - 1).bit_length()
     return max_rows(max_seqlen_q), next_power_of_two(bound(max_seqlen_k, "max_seqlen_k"))

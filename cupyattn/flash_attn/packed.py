@@ -30,9 +30,17 @@ def flash_attn_qkvpacked_func(
     """
     q, k, v = parts_of(qkv, "qkv", 2, 3, 5)
     return flash_attn_func(
-        *(q, k, v),
-        *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
-        return_attn_probs,
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
     )
 
 
@@ -57,9 +65,17 @@ def flash_attn_kvpacked_func(
     """
     k, v = parts_of(kv, "kv", 2, 2, 5)
     return flash_attn_func(
-        *(q, k, v),
-        *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
-        return_attn_probs,
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
     )
 
 
@@ -86,9 +102,21 @@ def flash_attn_varlen_qkvpacked_func(
     """
     q, k, v = parts_of(qkv, "qkv", 1, 3, 4)
     return flash_attn_varlen_func(
-        *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
-        *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
-        return_attn_probs,
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
     )
 
 
@@ -116,9 +144,21 @@ def flash_attn_varlen_kvpacked_func(
     """
     k, v = parts_of(kv, "kv", 1, 2, 4)
     return flash_attn_varlen_func(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
-        return_attn_probs,
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
     )
 
 

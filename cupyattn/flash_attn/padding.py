@@ -32,13 +32,13 @@ def needs_copies(batch: Batch, vq: ArrayView) -> bool:
     if not (k.shape and v.shape):
         return False  # which are refused behind this
     dims = vq.shape[-1], v.shape[-1]
-    wanted = _kernel_dims(*dims)
+    wanted = _kernel_dims(dims[0], dims[1])
     has_keys = k.shape[-1] == dims[0]
     return has_keys and wanted is not None and wanted != dims
 
 
 def _kernel_dims(dim_qk: int, dim_vo: int) -> tuple[int, int] | None:
-    """The least head dims of a kernel that has room for these; None where there is none."""
+    """The smallest head dims of a kernel that fit these; None where there is none."""
     if min(dim_qk, dim_vo) < 1:
         return None
     if max(dim_qk, dim_vo) <= MAX_HEAD_DIM:
@@ -52,7 +52,7 @@ def _kernel_dims(dim_qk: int, dim_vo: int) -> tuple[int, int] | None:
 
 def copy_into_kernel_dims(batch: Batch, vq: ArrayView) -> None:
     """Let the batch go on with copies of q, k and v that a kernel has head dims for, and with an
-    array for their answer if there is one for the caller's.
+    array for their output if there is one for the caller's.
 
     The copies are filled by `append`, once the call is checked and new keys are written. With `qv`
     they are [q, qv] and [k, v], whose products are the sums of both.
@@ -62,7 +62,7 @@ def copy_into_kernel_dims(batch: Batch, vq: ArrayView) -> None:
     inputs = dict(zip(("q", names.k, names.v), views, strict=True))
     dims = [v.shape[-1] for v in views]
     if batch.qv is not None:
-        inputs["qv"] = _view_second(batch, *views)
+        inputs["qv"] = _view_second(batch, views[0], views[1], views[2])
         dims[0], dims[1] = (dims[0] + dims[2],) * 2
     for name, v in inputs.items():
         require_contiguous_last(v, name)
@@ -79,16 +79,16 @@ def copy_into_kernel_dims(batch: Batch, vq: ArrayView) -> None:
         match_output(vout, (*vq.shape[:-1], dims[2]), vout.dtype, "out", **inputs)
         batch.take(out=array.empty((*vq.shape[:-1], wanted[1]), vout.dtype, vq))
     copies = []
-    for place, (role, columns) in enumerate(zip("qkv", (wanted[0], *wanted), strict=True)):
-        v = views[place]
+    for index, (role, columns) in enumerate(zip("qkv", (wanted[0], *wanted), strict=True)):
+        v = views[index]
         if v.shape[-1] == columns:
             continue
-        made = _empty_of(v, columns)
-        batch.take(**{role: made})
+        copy = _empty_of(v, columns)
+        batch.take(**{role: copy})
         second = None
-        if batch.qv is not None and place < 2:
-            second = inputs["qv"] if place == 0 else views[2]
-        copies.append((array.view(made, "a copy"), v, second))
+        if batch.qv is not None and index < 2:
+            second = inputs["qv"] if index == 0 else views[2]
+        copies.append((array.view(copy, "a copy"), v, second))
     batch.append = _Filling(copies, batch.append)
     batch.qv = None
 
@@ -107,8 +107,8 @@ def _view_second(batch: Batch, vq: ArrayView, vk: ArrayView, vv: ArrayView) -> A
             f"{names.k}, {names.v}: shapes are {list(vk.shape)} and {list(vv.shape)} beside q of "
             f"{list(vq.shape)}; wanted the same but for head_dim, which {names.k} has of q"
         )
-    found = {v.dtype for v in (vq, second, vk, vv)}
-    if len(found) > 1 or vk.dtype.is_fp8:
+    kinds = {v.dtype for v in (vq, second, vk, vv)}
+    if len(kinds) > 1 or vk.dtype.is_fp8:
         of_q = "fp8" if batch.is_fp8_q else vq.dtype
         raise UnsupportedError(
             f"qv: is of {second.dtype} beside q of {of_q}, {names.k} of {vk.dtype} and "
@@ -118,16 +118,16 @@ def _view_second(batch: Batch, vq: ArrayView, vk: ArrayView, vv: ArrayView) -> A
     return second
 
 
-def narrowed(made: Any, dim: int, like: ArrayView, out: Any) -> Any:
-    """The first `dim` columns of an answer, as the caller's `out`, or as an array like the
+def narrowed(output: Any, dim: int, like: ArrayView, out: Any) -> Any:
+    """The first `dim` columns of an output, as the caller's `out`, or as an array like the
     caller's."""
-    v = array.view(made, "out")
+    v = array.view(output, "out")
     if out is not None:
         copy_columns([(v, array.view(out, "out"))])
         return out
     if like.framework != "jax":
-        return made[..., :dim]
-    return array.deliver(array.row_major(made[..., :dim], "out"), like)
+        return output[..., :dim]
+    return array.deliver(array.row_major(output[..., :dim], "out"), like)
 
 
 def _rounded(dim: int, step: int) -> int:
@@ -139,9 +139,17 @@ def _empty_of(v: ArrayView, columns: int) -> Any:
     if not v.dtype.is_fp8 or v.framework == "torch" or v.device.kind == "cpu":
         return array.empty(shape, v.dtype, v)
     # CuPy makes no fp8 arrays: these lie in an array of bytes.
-    made = array.view(array.empty(shape, dtypes.uint8, v), "a copy")
-    rest = made.device, made.framework, made.readonly, made.owner
-    return ArrayView(made.ptr, made.shape, made.strides, v.dtype, *rest)
+    raw = array.view(array.empty(shape, dtypes.uint8, v), "a copy")
+    return ArrayView(
+        raw.ptr,
+        raw.shape,
+        raw.strides,
+        v.dtype,
+        raw.device,
+        raw.framework,
+        raw.readonly,
+        raw.owner,
+    )
 
 
 class _Filling(NamedTuple):
@@ -155,17 +163,17 @@ class _Filling(NamedTuple):
         if self.append is not None:
             self.append()
         pairs = []
-        for made, first, second in self.copies:
+        for copy, first, second in self.copies:
             if second is None:
-                pairs.append((first, made))
+                pairs.append((first, copy))
                 continue
-            dim, end = first.shape[-1], made.shape[-1]
-            pairs.append((first, _columns(made, 0, dim)))
-            pairs.append((second, _columns(made, dim, end)))
+            dim, end = first.shape[-1], copy.shape[-1]
+            pairs.append((first, _columns(copy, 0, dim)))
+            pairs.append((second, _columns(copy, dim, end)))
         for begin in range(0, len(pairs), 2):
             copy_columns(pairs[begin : begin + 2])
 
-    def roles(self, given: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
+    def roles(self, arrays: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
         return frozenset()
 
     def before(self) -> Before:
@@ -188,6 +196,6 @@ def copy_columns(pairs: list[tuple[ArrayView, ArrayView]]) -> None:
         return
     for source, target in pairs:
         dim = min(source.shape[-1], target.shape[-1])
-        made = array.as_numpy(target)
-        made[..., :dim] = array.as_numpy(source)[..., :dim]
-        made[..., dim:] = 0
+        values = array.as_numpy(target)
+        values[..., :dim] = array.as_numpy(source)[..., :dim]
+        values[..., dim:] = 0

@@ -1,4 +1,4 @@
-"""What programs take from flash_attn.flash_attn_interface beside its public functions: the forward
+"""What programs take from flash_attn.flash_attn_interface besides its public functions: the forward
 passes that always return the LSE, as attention over a ring of GPUs needs it."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _flash_attn_forward(
 ) -> tuple[Any, Any, Any, None]:
     """(out, lse, an empty array, None for the state of a generator) of `flash_attn_func`."""
     window = window_size_left, window_size_right
-    answer = flash_attn_func(
+    result = flash_attn_func(
         q,
         k,
         v,
@@ -39,7 +39,7 @@ def _flash_attn_forward(
         alibi_slopes=alibi_slopes,
         return_attn_probs=True,
     )
-    return *answer, None
+    return *result, None
 
 
 @untraced
@@ -74,7 +74,7 @@ def _flash_attn_varlen_forward(
             "GPU decides how often keys are split; pass 0, or 1 for not at all"
         )
     window = window_size_left, window_size_right
-    answer = flash_attn_varlen_func(
+    result = flash_attn_varlen_func(
         q,
         k,
         v,
@@ -93,7 +93,7 @@ def _flash_attn_varlen_forward(
         seqused_k=seqused_k,
         num_splits=num_splits,
     )
-    return *answer, None
+    return *result, None
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:

@@ -65,12 +65,20 @@ class Rotary(NamedTuple):
                     f"cu_seqlens_q: shape is {list(offsets.shape)} with q of {list(vq.shape)}; "
                     f"wanted [{start.shape[0] + 1}] and [rows, heads, head_dim]"
                 )
-        made = array.empty(tuple(vq.shape), vq.dtype, vq)
-        rows, out = (merge_leading(v, "q", 2) for v in (vq, array.view(made, "q")))
+        rotated = array.empty(tuple(vq.shape), vq.dtype, vq)
+        rows, out = (merge_leading(v, "q", 2) for v in (vq, array.view(rotated, "q")))
         rotation = Rotation(
-            *(vc, vs, start, rows, out, offsets, q_len, self.q_moves, self.is_interleaved)
+            cosines=vc,
+            sines=vs,
+            begin=start,
+            q=rows,
+            rotated_q=out,
+            q_offsets=offsets,
+            q_len=q_len,
+            q_moves=self.q_moves,
+            is_interleaved=self.is_interleaved,
         )
-        return made, rotation
+        return rotated, rotation
 
     def on_cpu(self, q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
         """q and k at their positions."""
@@ -96,11 +104,11 @@ class Rotary(NamedTuple):
             base = np.repeat(from_, counts)
             at = np.where(base < 0, -1, base + within * is_moving)
             at = np.pad(at, (0, spare), constant_values=-1)
-            flat = x.reshape(-1, *v.shape[2:]) if offsets is None else x
-            made = _rotate(
-                flat, at, self.cos, self.sin, is_interleaved=self.is_interleaved, name=name
+            rows = x.reshape(-1, *v.shape[2:]) if offsets is None else x
+            rotated = _rotate(
+                rows, at, self.cos, self.sin, is_interleaved=self.is_interleaved, name=name
             )
-            turned.append(made.reshape(v.shape))
+            turned.append(rotated.reshape(v.shape))
         return turned[0], turned[1]
 
     def _start(self, k: Any) -> ArrayView:

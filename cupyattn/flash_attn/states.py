@@ -1,4 +1,4 @@
-"""flash_attn's functions on partial answers, and on schedules, which calls here do not need."""
+"""flash_attn's functions on partial outputs, and on schedules, which calls here do not need."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from ..errors import ArgumentError
 _FLOATS = dtypes.float32, dtypes.float16, dtypes.bfloat16
 _ATTN_STATES = merge.PAIR._replace(
     names=merge.PAIR.names._replace(
-        v_a="prefix_output", v_b="suffix_output", s_a="prefix_lse", s_b="suffix_lse",
-        out="output", lse="output_lse",
+        v_a="prefix_output",
+        v_b="suffix_output",
+        s_a="prefix_lse",
+        s_b="suffix_lse",
+        out="output",
+        lse="output_lse",
     )
-)  # fmt: skip
+)
 
 
 @untraced
 def merge_state_v2(
     v_a: Any, s_a: Any, v_b: Any, s_b: Any, v_merged: Any = None, s_merged: Any = None
 ) -> tuple[Any, Any]:
-    """The answer over the keys of two answers, which have none in common.
+    """The output over the keys of two states, which have none in common.
 
     v_a, v_b   [rows, num_heads, head_dim], float16, bfloat16 or float32.
     s_a, s_b   [rows, num_heads]: their LSE, natural logarithms. An infinite one, of either sign,
@@ -59,7 +63,7 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: Any = None,
 ) -> None:
-    """Write the answer over the keys of a prefix and of a suffix, which have none in common.
+    """Write the output over the keys of a prefix and of a suffix, which have none in common.
 
     output   [rows, num_heads, head_dim], float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
     prefix_output, suffix_output   likewise, of one dtype that is not fp8.
@@ -68,7 +72,7 @@ def merge_attn_states(
     output_lse   float32 [num_heads, rows] to write, or None.
     prefill_tokens_with_context   rows that have a prefix; later ones get the suffix's as they are.
             Default: all.
-    output_scale   of an fp8 output, which holds the answer divided by it, saturated: a number, or a
+    output_scale   of an fp8 output, which holds the output divided by it, saturated: a number, or a
             float32 array of one element, read on the device.
 
     Returns None. Errors as in `merge_state`. Semantics: vLLM's function of the same name, which
@@ -112,7 +116,7 @@ def _by_rows(s: Any, name: str) -> Any:
 def flash_attn_combine(
     out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None
 ) -> tuple[Any, Any]:
-    """The answer over the keys of several answers, which have none in common.
+    """The output over the keys of several states, which have none in common.
 
     out_partial   float32 [num_splits, b, seqlen, num_heads, head_dim], or [num_splits, rows,
             num_heads, head_dim].
@@ -154,8 +158,8 @@ def flash_attn_combine(
     states = out_partial.reshape(splits, rows, heads, dim).swapaxes(0, 1)
     s_rows = lse_partial.reshape(splits, rows, heads).swapaxes(0, 1)
     arrays = merge.make_arrays(v_a=states, s_a=s_rows, out=target)
-    made, lse = merge.run(merge.STATES, arrays, True)
-    return (made.reshape(*lead, heads, dim) if out is None else out), lse.reshape(*lead, heads)
+    output, lse = merge.run(merge.STATES, arrays, True)
+    return (output.reshape(*lead, heads, dim) if out is None else out), lse.reshape(*lead, heads)
 
 
 @untraced
@@ -211,11 +215,11 @@ def _without_infinity(
 
     def replaced(x: Any) -> Any:
         if hasattr(x, "masked_fill"):
-            made = x.masked_fill(x == math.inf, -math.inf)
+            result = x.masked_fill(x == math.inf, -math.inf)
         else:  # CuPy's arrays have their own
-            made = np.where(x == np.inf, x.dtype.type(-np.inf), x)
+            result = np.where(x == np.inf, x.dtype.type(-np.inf), x)
         if beyond is not None:
-            made[:, count:] = beyond
-        return made
+            result[:, count:] = beyond
+        return result
 
     return compute(replaced, v)
