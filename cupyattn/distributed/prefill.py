@@ -95,29 +95,25 @@ class ContextParallelPrefill(Untraced):
         head_dim_vo: int | None = None,
         *,
         causal: bool = True,
-        window_left: int = -1,
-        window_right: int = -1,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        pos_encoding_mode: str = "NONE",
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
         q_data_type: Any = "float16",
         o_data_type: Any = None,
         num_chunks: int | None = None,
+        **options: Any,
     ) -> None:
         """Schedule the batch that the next runs are for. All ranks call it, with equal arguments.
 
         qo_indptr    int32 or int64 [B + 1] from 0 on: the rows of each whole request, all ranks'
                 tokens together; needed on the host
         num_qo_heads to head_dim_vo   of the whole model, as in
-                BatchPrefillWithRaggedKVCacheWrapper.plan, and the same of
-        window_left to rope_theta     which count positions in the whole request
+                BatchPrefillWithRaggedKVCacheWrapper.plan
         causal       True by default, as prompts are. Windows without it need "ulysses"
         q_data_type  float16 or bfloat16, of k and v too; float32 on the CPU
         o_data_type  of the answer: that of q by default, or float32
         num_chunks   of keys that come one after another: 1 or 2 for "gather", 1 or an even number
                 for "overlap", if the method is named; None: by the model of cost
+        options      sm_scale, logits_soft_cap, windows, pos_encoding_mode and what belongs to it,
+                as in BatchPrefillWithRaggedKVCacheWrapper.plan; positions are those in the whole
+                request. "overlap" has no windows and no pos_encoding_mode, "ulysses" no ALiBi
 
         Ranks compare their arguments first: DistributedError says which rank differs, and in what.
         Raises ArgumentError and UnsupportedError as plan() of one GPU does, and for heads that
@@ -127,22 +123,14 @@ class ContextParallelPrefill(Untraced):
         facts: dict[str, Any] = {}
         try:
             share = ZigZag(qo_indptr, self.group.size)
-            options = read_options(
+            checked = read_options(
                 (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
                 q_data_type,
                 self.group.on_gpu,
-                causal=causal,
-                window_left=window_left,
-                window_right=window_right,
-                sm_scale=sm_scale,
-                logits_soft_cap=logits_soft_cap,
-                pos_encoding_mode=pos_encoding_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                o_dtype=o_data_type,
+                {"causal": causal, "o_dtype": o_data_type, **options},
             )
-            choice = self._choose(share, options, num_chunks)
-            facts = {**options.differing(), **_lengths(share)}
+            choice = self._choose(share, checked, num_chunks)
+            facts = {**checked.facts(), **_lengths(share)}
             facts |= {"method": choice.method, "num_chunks": choice.num_chunks}
         except CupyAttnError as error:
             problem, facts = error, {"error in plan()": str(error)}
@@ -155,8 +143,8 @@ class ContextParallelPrefill(Untraced):
             raise problem
         make = Ulysses if choice.method == "ulysses" else _Gathered
         self._way = None  # before another takes its memory
-        self._way = make(self.group, share, options, choice)
-        self._share, self._options, self._choice = share, options, choice
+        self._way = make(self.group, share, checked, choice)
+        self._share, self._options, self._choice = share, checked, choice
 
     @run_returns_lse
     def run(
@@ -194,7 +182,7 @@ class ContextParallelPrefill(Untraced):
         shape = vq.shape[0], self._options.heads_and_dims[0], self._options.heads_and_dims[3]
         self.group.check()
         if vout is None:
-            out = array.empty(shape, self._options.dtype_o, vq)
+            out = array.empty(shape, self._options.spec.dtype_o, vq)
             vout = array.view(out, "out")
         if vlse is None and return_lse:
             lse = array.empty(shape[:2], dtypes.float32, vq)
@@ -291,7 +279,7 @@ class ContextParallelPrefill(Untraced):
         given: dict[str, ArrayView | None] = {"q": vq, "k": vk, "v": vv}
         shape = vq.shape[0], heads, dim
         remedy = "pass such an array, or plan with o_data_type"
-        match_output(vout, shape, self._options.dtype_o, "out", remedy, **given)
+        match_output(vout, shape, self._options.spec.dtype_o, "out", remedy, **given)
         match_output(vlse, shape[:2], dtypes.float32, "lse", **given, out=vout)
         for x, name in ((vout, "out"), (vlse, "lse")):
             if x is not None:
@@ -315,7 +303,7 @@ def _refusal(method: str, options: PrefillOptions, size: int) -> str | None:
     spec = options.spec
     if size == 1:
         return None
-    has_windows = max(spec.window_left, spec.window_right) >= 0
+    has_windows = max(spec.window_left, spec.right_limit) >= 0
     if method == "ulysses":
         try:
             head_range(spec.num_qo_heads, spec.num_kv_heads, size, 0)
@@ -329,8 +317,8 @@ def _refusal(method: str, options: PrefillOptions, size: int) -> str | None:
         return None
     if has_windows and not spec.causal:
         return (
-            f"window_left, window_right: without causality are not supported by method {method!r}; "
-            "use method='ulysses'"
+            f"windows: without causality they are not supported by method {method!r}; use "
+            "method='ulysses'"
         )
     is_relative = spec.window_left >= 0 or spec.pos_encoding != "NONE"
     if method == "overlap" and is_relative:
@@ -364,9 +352,9 @@ class _Gathered:
         self._has_states = self._plan.method == "overlap" and len(self._plan.stages) > 1
         self._stages = []
         for stage in self._plan.stages:
-            raw = options.raw._replace(causal=stage.causal)
+            raw = {**options.raw, "causal": stage.causal}
             if self._has_states:
-                raw = raw._replace(o_dtype="float32")
+                raw["o_dtype"] = "float32"
             wrapper = StageWrapper(group.on_gpu)
             wrapper.plan(
                 stage.requests,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import inspect
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,47 +18,63 @@ from ..engine.requests import Batch
 from ..engine.run_batch import NO_OPTIONS, run
 from ..engine.spec import RawOptions, make_spec
 from ..engine.wrapper import BatchWrapper, planning
+from ..errors import UnsupportedError
 from ..schedule.batch import BatchRequests
+from ..wrappers.prefill import BatchPrefillWithRaggedKVCacheWrapper
+
+
+@functools.cache
+def _names() -> frozenset[str]:
+    """The options that plan() of ragged prefill takes as they come."""
+    known = inspect.signature(BatchPrefillWithRaggedKVCacheWrapper.plan).parameters
+    return frozenset(known) & frozenset(RawOptions._fields)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOptions:
     """What a distributed prefill is told besides lengths, checked.
 
-    heads_and_dims   of the whole model: heads of q, KV heads, head dims of k and of v
+    spec   of the whole model, as one GPU would have it
+    raw    the options as they came, for plans of launches
     """
 
-    heads_and_dims: tuple[int, int, int, int]
-    dtype: DType
-    dtype_o: DType
     spec: AttentionSpec
-    raw: RawOptions
+    raw: dict[str, Any]
 
-    def differing(self) -> dict[str, Any]:
-        """What all ranks must share, by name."""
-        names = "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"
-        facts: dict[str, Any] = dict(zip(names, self.heads_and_dims, strict=True))
-        facts |= {"q_data_type": self.dtype, "o_data_type": self.dtype_o}
+    @property
+    def heads_and_dims(self) -> tuple[int, int, int, int]:
+        """Heads of q, KV heads, head dims of k and of v."""
         spec = self.spec
-        facts |= {"causal": spec.causal, "sm_scale": spec.sm_scale}
-        facts |= {"window_left": spec.window_left, "window_right": spec.window_right}
-        facts |= {"logits_soft_cap": spec.logits_soft_cap, "pos_encoding_mode": spec.pos_encoding}
-        return facts
+        return spec.num_qo_heads, spec.num_kv_heads, spec.head_dim_qk, spec.head_dim_vo
+
+    @property
+    def dtype(self) -> DType:
+        """Of q, k and v."""
+        return self.spec.dtype_q
+
+    def facts(self) -> dict[str, Any]:
+        """What all ranks must share, by name."""
+        return {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
 
 
 def read_options(
-    heads_and_dims: tuple[Any, Any, Any, Any], q_data_type: Any, on_gpu: bool, **raw: Any
+    heads_and_dims: tuple[Any, Any, Any, Any], q_data_type: Any, on_gpu: bool, raw: dict[str, Any]
 ) -> PrefillOptions:
     """The options, of which everything is refused here that one GPU would refuse too."""
+    for name in raw:
+        if name not in (*_names(), "o_dtype"):
+            raise UnsupportedError(
+                f"{name}: is no option of prefill over several GPUs; wanted one of "
+                f"{', '.join(sorted(_names()))}"
+            )
     names = "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"
     *first, dim_vo = heads_and_dims
     dim_vo = first[2] if dim_vo is None else dim_vo
     heads = tuple(map(parse.require_int, (*first, dim_vo), names))
     dtype = dtypes.parse(q_data_type, "q_data_type")
-    scalars = RawOptions(**raw)
-    spec = make_spec(scalars, heads, dtype, dtype)  # type: ignore[arg-type]
+    spec = make_spec(RawOptions(**raw), heads, dtype, dtype)  # type: ignore[arg-type]
     spec.problem().check_supported(on_cpu=not on_gpu)
-    return PrefillOptions(heads, dtype, spec.dtype_o, spec, scalars)  # type: ignore[arg-type]
+    return PrefillOptions(spec, raw)
 
 
 class StageWrapper(BatchWrapper):
@@ -64,7 +82,6 @@ class StageWrapper(BatchWrapper):
 
     def __init__(self, on_gpu: bool) -> None:
         super().__init__("cuda" if on_gpu else "cpu", "NHD", False, {}, "auto", None)
-        self._rows = np.zeros(0, np.int64)
 
     @planning
     def plan(
@@ -74,12 +91,10 @@ class StageWrapper(BatchWrapper):
         num_keys: int,
         heads_and_dims: tuple[int, int, int, int],
         dtype: DType,
-        raw: RawOptions,
+        raw: dict[str, Any],
     ) -> None:
         """Schedule these requests, of `num_rows` rows of q, some of which may be of none."""
-        options = self._options(
-            heads_and_dims, 0, (dtype.name, dtype.name), None, **_without_layout(raw)
-        )
+        options = self._options(heads_and_dims, 0, (dtype.name, dtype.name), None, **raw)
         batch = Batch(
             requests,
             num_rows,
@@ -103,12 +118,6 @@ class StageWrapper(BatchWrapper):
                 written, values = _numbers(target), _numbers(source)
                 for begin, count in zip(batch.requests.q_start, batch.requests.qo_len, strict=True):
                     written[begin : begin + count] = values[begin : begin + count]
-
-
-def _without_layout(raw: RawOptions) -> dict[str, Any]:
-    options = raw._asdict()
-    options.pop("kv_layout")
-    return options
 
 
 def _numbers(x: Any) -> np.ndarray:

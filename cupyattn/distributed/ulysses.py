@@ -96,7 +96,7 @@ class Ulysses:
         )
         # --- 3. And back ---
         answer = heads.num_qo_heads * dim_vo
-        numbers = heads.num_qo_heads * 4 // self._options.dtype_o.itemsize
+        numbers = heads.num_qo_heads * 4 // self._options.spec.dtype_o.itemsize
         reshape_and_cache(
             memory.answers.heads(0, 1, answer),
             memory.lse_as_answers,
@@ -153,7 +153,7 @@ class Ulysses:
         copy([(source, array.as_strided(out, shape, (own * head, token, head, 1)))], stream)
         if lse is None:
             return
-        row = row * self._options.dtype_o.itemsize // 4
+        row = row * self._options.spec.dtype_o.itemsize // 4
         token, head = lse.strides
         shape = size, self._num_rows, own
         source = memory.taken_back.strided(
@@ -190,7 +190,7 @@ class _Memory:
         origins: Any,
     ) -> None:
         self._place = like.device, like.framework
-        dtype, dtype_o = options.dtype, options.dtype_o
+        dtype, dtype_o = options.dtype, options.spec.dtype_o
         row = _rounded(sum(columns), dtype.itemsize)
         self.given = CarriedRows(num_carried, row, dtype, like)
         self.taken = CarriedRows(num_carried, row, dtype, like)

@@ -133,7 +133,8 @@ def planning(plan: _F) -> _F:
 def _copied(x: Any) -> Any:
     """What plan() was given, in memory that the caller does not write."""
     if isinstance(x, (list, tuple)):
-        return type(x)([_copied(part) for part in x])
+        make = getattr(type(x), "_make", type(x))  # records take their fields one by one
+        return make([_copied(part) for part in x])
     if isinstance(x, dict):
         return {name: _copied(part) for name, part in x.items()}
     if isinstance(x, np.ndarray):

@@ -277,6 +277,8 @@ def planning(method: str = "auto", **changed: Any) -> Callable[[Group], Any]:
         (planning(qo_indptr=np.array([1, 5])), ArgumentError, "qo_indptr: the first offset is 1"),
         (planning(num_kv_heads=3), ArgumentError, "num_qo_heads, num_kv_heads: 8 query heads"),
         (planning(head_dim_qk=0), ArgumentError, "head_dim_qk: got 0"),
+        (planning(kv_layout="HND"), UnsupportedError, "kv_layout: is no option of prefill over"),
+        (planning(mask_fn="1"), UnsupportedError, "mask_fn: is no option of prefill over seve"),
         (planning(causal=2), ArgumentError, "causal: got 2"),
         (planning(window_left=-3), ArgumentError, "window_left: got -3"),
         (planning(q_data_type="int32"), ArgumentError, "dtype int32 is not supp"),
@@ -342,7 +344,7 @@ def test_bad_runs(arrays: Any, options: dict[str, Any], message: str, method: st
         ({"causal": False}, "rank 1 has causal False"),
         ({"sm_scale": 0.5}, "rank 1 has sm_scale 0.5"),
         ({"num_kv_heads": 4}, "rank 1 has num_kv_heads 4"),
-        ({"q_data_type": "bfloat16"}, "rank 1 has q_data_type bfloat16"),
+        ({"q_data_type": "bfloat16"}, "rank 1 has dtype_q bfloat16"),
     ],
 )
 def test_ranks_that_differ(changed: dict[str, Any], message: str) -> None:
