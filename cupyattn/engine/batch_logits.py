@@ -18,6 +18,6 @@ def check(spec: AttentionSpec, batch: Batch, arrays: tuple[ArrayView, ...]) -> d
     return check_arrays(spec.logits, arrays, spec, batch.num_requests, qo_len, kv_len)
 
 
-def with_places(spec: AttentionSpec, batch: Batch) -> Batch:
-    """The batch whose requests know their place in it, if an expression reads that."""
+def with_request_indices(spec: AttentionSpec, batch: Batch) -> Batch:
+    """The batch whose requests know their index in it, if an expression reads that."""
     return with_indices(batch) if spec.logits is not None and spec.logits.reads("batch") else batch

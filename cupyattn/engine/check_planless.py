@@ -59,7 +59,7 @@ class Options(NamedTuple):
 
     q_axes       how many dimensions q may have
     q_len        rows of each request; 0: as the arrays say
-    max_q_len    the most of one request; None: unknown
+    max_q_len    an upper bound of them; None: unknown
     max_kv_len   the same of its keys: it bounds how often keys are worth splitting
     sm_scale     the whole scale of the logits, but for scale_q and scale_k
     kv_scale     of fp8 keys and values, without effect on others (xqa's; with it, scale_k is such
@@ -73,8 +73,8 @@ class Options(NamedTuple):
     attention_chunk  keys of a chunk: a row sees those of its own chunk; 0: all
     has_table_offsets  with a page table kv_offsets say where each request's pages begin in it, in
                  entries, for requests that need not be its rows
-    most_kv_len  with such offsets, the most keys of one request: more are cut. None: as many as the
-                 table has room for
+    kv_len_limit with such offsets, how many keys of a request count: more are cut. None: as many
+                 as the table has room for
     shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
     cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
                  more, to the next
@@ -117,7 +117,7 @@ class Options(NamedTuple):
     has_table_offsets: bool = False
     shares_pages: Any = True
     cumulative_kv_lens: bool = False
-    most_kv_len: int | None = None
+    kv_len_limit: int | None = None
     sharers: int = 1
     dims: latent.Dims | None = None
     rope_scale: float = 1.0
@@ -173,7 +173,7 @@ class LengthForm(NamedTuple):
     q_len: int
     max_q_len: int | None
     max_kv_len: int | None
-    most_kv_len: int | None
+    kv_len_limit: int | None
     has_table_offsets: bool
     page_size: int
     group_size: int
@@ -222,8 +222,8 @@ class LengthForm(NamedTuple):
                 f"keys; at most {MAX_LENGTH} keys and query rows of one KV head are supported"
             )
         kv_room = max_keys
-        if self.most_kv_len is not None:
-            max_keys = min(max_keys, self.most_kv_len)
+        if self.kv_len_limit is not None:
+            max_keys = min(max_keys, self.kv_len_limit)
         return Lengths(
             num_requests=count,
             num_rows=num_rows,
@@ -774,7 +774,7 @@ def _length_form(
         q_len=require_int(options.q_len, names.q_len, 0),
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
-        most_kv_len=options.most_kv_len,
+        kv_len_limit=options.kv_len_limit,
         has_table_offsets=options.has_table_offsets,
         page_size=1 if options.is_list else spec.page_size,
         group_size=spec.group_size,

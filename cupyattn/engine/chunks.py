@@ -71,21 +71,21 @@ def split_by_chunks(
         if row_counts is None:
             row_counts = compute(steps_of, array.view(arrays.qo_offsets, names.qo_offsets))
     page_size = page_size or 1
-    most = -(-max(rows - 1, 0) // chunk) + 1
+    num_chunks = -(-max(rows - 1, 0) // chunk) + 1
     begin = progression(count, 0, 0, vq) if arrays.kv_begin is None else arrays.kv_begin
 
     split = functools.partial(_split, chunk, page_size, room)
-    given = (
+    named = (
         (row_starts, names.qo_offsets),
         (row_counts, names.qo_lens),
         (key_starts, names.kv_offsets),
         (lens, names.kv_lens),
         (begin, names.kv_begin),
-        (progression(most, 0, 1, vq), "chunks"),
+        (progression(num_chunks, 0, 1, vq), "chunks"),
     )
-    views = [x if isinstance(x, ArrayView) else array.view(x, name) for x, name in given]
+    views = [x if isinstance(x, ArrayView) else array.view(x, name) for x, name in named]
     qo_lens, qo_offsets, kv_lens, kv_offsets, kv_begin = compute(split, *views)
-    made = arrays._replace(
+    chunked = arrays._replace(
         block_tables=table,
         qo_lens=qo_lens,
         qo_offsets=qo_offsets,
@@ -93,7 +93,7 @@ def split_by_chunks(
         kv_offsets=kv_offsets,
         kv_begin=None if arrays.kv_begin is None and chunk % page_size == 0 else kv_begin,
     )
-    return Split(made, min(rows, chunk), most)
+    return Split(chunked, min(rows, chunk), num_chunks)
 
 
 def _with_even_rows(table: Any) -> Any:
@@ -132,11 +132,11 @@ def _split(
     # A chunk may begin within a page.
     page = (key + pad[:, None]) // page_size
     behind = pad[:, None] - page * page_size  # from the chunk's pages to its positions
-    found = (
+    results = (
         (high - low).clip(0, None),
         starts[:, None] + low - first,
         (high + behind) * (high > key),
         keys_from[:, None] + page,
         key + behind,
     )
-    return [x.reshape(-1) for x in found]
+    return [x.reshape(-1) for x in results]

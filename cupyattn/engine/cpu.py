@@ -1,4 +1,4 @@
-"""Answers on the CPU: the reference, request by request, in the caller's framework."""
+"""Outputs on the CPU: the reference, request by request, in the caller's framework."""
 
 from __future__ import annotations
 
@@ -45,17 +45,19 @@ def attend(
     extras: sinks, scale_q, scale_k, scale_v and output_gate by name. logits_arrays: what
     spec.logits reads, in its order. Rows of no request have 0 and -inf.
     """
-    given: dict[str, Any] = {name: array.as_numpy(v) for name, v in extras.items() if v is not None}
-    gate = given.pop("output_gate", None)
-    given["logits_arrays"] = [array.as_numpy(v) for v in logits_arrays]
+    extra_options: dict[str, Any] = {
+        name: array.as_numpy(v) for name, v in extras.items() if v is not None
+    }
+    gate = extra_options.pop("output_gate", None)
+    extra_options["logits_arrays"] = [array.as_numpy(v) for v in logits_arrays]
     o = np.zeros((len(q), spec.num_qo_heads, spec.head_dim_vo))
     lse = np.full(o.shape[:-1], -np.inf)
     for rows, k, v, mask, answered, options in requests:
-        all_options = {**spec.reference_options(), **given, **options}
+        all_options = {**spec.reference_options(), **extra_options, **options}
         if gate is not None:
             all_options["output_gate"] = gate[rows]
-        found = reference.attention(q[rows], k, v, mask=mask, **all_options)
-        o[rows][answered], lse[rows][answered] = (x[answered] for x in found)
+        results = reference.attention(q[rows], k, v, mask=mask, **all_options)
+        o[rows][answered], lse[rows][answered] = (x[answered] for x in results)
     with np.errstate(over="ignore", invalid="ignore"):
         o *= spec.output_scale
         if spec.dtype_o.is_fp8:
@@ -77,8 +79,8 @@ def gather(pages: np.ndarray, ids: np.ndarray, kv_len: int) -> np.ndarray:
 def float32_lse(lse: np.ndarray) -> np.ndarray:
     """Base-2 LSE as kernels write it: finite where it is, though biases may be as large as float32
     has numbers, which are beyond its range in base 2."""
-    most = float(np.finfo(np.float32).max)
-    return np.where(np.isfinite(lse), lse.clip(-most, most), lse).astype(np.float32)
+    max_float = float(np.finfo(np.float32).max)
+    return np.where(np.isfinite(lse), lse.clip(-max_float, max_float), lse).astype(np.float32)
 
 
 def deliver(values: np.ndarray, target: ArrayView | None, like: ArrayView, rows: Any = ...) -> Any:

@@ -28,11 +28,11 @@ class GraphBuffers:
     caller's own kernels: the wrapper's read a work list instead.
     """
 
-    def __init__(self, workspace: ArrayView, given: dict[str, Any]) -> None:
+    def __init__(self, workspace: ArrayView, buffers: dict[str, Any]) -> None:
         self.num_requests = -1
         self._views: dict[str, ArrayView] = {}
         self._names: dict[str, str] = {}
-        for name, x in given.items():
+        for name, x in buffers.items():
             holds = _holds(name)
             if x is None:
                 if "mask" not in holds:
@@ -54,7 +54,7 @@ class GraphBuffers:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        found = {}
+        counts = {}
         for holds, extra in (
             ("qo_indptr", 1),
             ("kv_indptr", 1),
@@ -62,14 +62,14 @@ class GraphBuffers:
             ("kv_len_arr", 0),
         ):
             if holds in self._views:
-                found[self._names[holds]] = self._views[holds].shape[0] - extra
-        if not found:
+                counts[self._names[holds]] = self._views[holds].shape[0] - extra
+        if not counts:
             return
-        self.num_requests = min(found.values())
-        if len(set(found.values())) > 1 or self.num_requests < 0:
-            sizes = ", ".join(f"{name} {size}" for name, size in found.items())
+        self.num_requests = min(counts.values())
+        if len(set(counts.values())) > 1 or self.num_requests < 0:
+            sizes = ", ".join(f"{name} {size}" for name, size in counts.items())
             raise ArgumentError(
-                f"{', '.join(found)}: they are for different numbers of requests: {sizes}; wanted "
+                f"{', '.join(counts)}: they are for different numbers of requests: {sizes}; wanted "
                 "requests + 1 offsets, and one last page for each request"
             )
         if ("custom_mask" in self._views) != ("mask_indptr" in self._views):
@@ -138,8 +138,8 @@ class GraphBuffers:
             ("kv_len_arr", batch.requests.kv_len),
             ("mask_indptr", batch.mask_indptr),
         )
-        found = [(self._views.get(holds), value) for holds, value in values]
-        return [(v, value) for v, value in found if v is not None and value is not None]
+        pairs = [(self._views.get(holds), value) for holds, value in values]
+        return [(v, value) for v, value in pairs if v is not None and value is not None]
 
     def copy_page_ids(self, ids: ArrayView, count: int, stream: int) -> None:
         assert self.kv_indices is not None

@@ -29,17 +29,17 @@ def progression(count: int, first: int, step: int, like: ArrayView) -> Any:
     The first of each is a copy to the device, but not into a graph, which gets an array of its own.
     """
     key = like.framework, like.device, count, first, step
-    found = _kept.get(key)
-    if found is not None:
-        return found
+    kept = _kept.get(key)
+    if kept is not None:
+        return kept
     if like.device.kind == "cuda" and cuda().is_capturing(array.current_stream(like)):
         return fresh_progression(count, first, step, like)
     values = first + step * np.arange(count, dtype=np.int64)
-    made = array.constant(values.astype(_dtype(count, first, step).numpy), like)
+    numbers = array.constant(values.astype(_dtype(count, first, step).numpy), like)
     with _lock:
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
-        return _kept.setdefault(key, made)
+        return _kept.setdefault(key, numbers)
 
 
 def fresh_progression(count: int, first: int, step: int, like: ArrayView) -> Any:
@@ -61,33 +61,33 @@ def fresh_progression(count: int, first: int, step: int, like: ArrayView) -> Any
 
 def full(shape: Sequence[int], value: float, like: ArrayView) -> Any:
     """float32 numbers of one value, as of `array.empty`, written on the current stream."""
-    made = array.empty(shape, dtypes.float32, like)
+    result = array.empty(shape, dtypes.float32, like)
     if like.framework == "torch":
-        made.fill_(value)
+        result.fill_(value)
     elif like.device.kind == "cpu":
-        made.fill(value)
+        result.fill(value)
     else:
         with on_device(like.device.index):
-            made.fill(value)
-    return made
+            result.fill(value)
+    return result
 
 
 def compute(function: Callable[..., Any], *views: ArrayView) -> Any:
     """function(elements of each), as torch, CuPy or NumPy arrays: what all three know.
 
-    The answer is an array of theirs on the same device, or a list of such.
+    The result is an array of theirs on the same device, or a list of such.
     """
     like = views[0]
     if like.device.kind == "cpu":
         return function(*map(array.as_numpy, views))
     if all(v.framework == "torch" for v in views):
         return function(*(v.owner for v in views))
-    array.same_device(**{f"index {place}": v for place, v in enumerate(views)})
+    array.same_device(**{f"index {index}": v for index, v in enumerate(views)})
     with on_device(like.device.index):
-        made = function(*map(array.as_cupy, views))
-    first = made[0] if isinstance(made, list) else made
-    array.release(array.view(first, "made"), *views)
-    return made
+        result = function(*map(array.as_cupy, views))
+    first = result[0] if isinstance(result, list) else result
+    array.release(array.view(first, "result"), *views)
+    return result
 
 
 def steps_of(offsets: Any) -> Any:

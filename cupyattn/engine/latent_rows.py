@@ -148,8 +148,8 @@ def in_16_bits(q: Any, name: str, keys: Any) -> Any:
     if not v.dtype.is_fp8:
         return q
     dtype = array.view(keys, "kv_cache").dtype
-    made = array.empty(v.shape, dtype if dtype.is_float16 else float16, v)
-    target = array.view(made, name)
+    widened = array.empty(v.shape, dtype if dtype.is_float16 else float16, v)
+    target = array.view(widened, name)
     if v.device.kind == "cpu":
         array.as_numpy(target)[...] = array.as_numpy(v).astype(target.dtype.numpy)
     else:
@@ -157,7 +157,7 @@ def in_16_bits(q: Any, name: str, keys: Any) -> Any:
         array.acquire(target, v)
         copy_rows.launch([(v, target)], array.current_stream(target))
         array.release(target, v)
-    return array.deliver(made, v)
+    return array.deliver(widened, v)
 
 
 def as_pages(parts: Parts, page_size: int | None) -> Parts:
@@ -232,13 +232,13 @@ class Second:
         boxes = self._boxes
         if boxes is None or boxes.num_pages == num_pages:
             return self
-        found = self._of_pages.get(num_pages)
-        if found is None:
+        second = self._of_pages.get(num_pages)
+        if second is None:
             if len(self._of_pages) >= _MAX_KEPT:
                 self._of_pages.clear()
-            found = Second(self._offsets, self._rest, boxes._replace(num_pages=num_pages))
-            self._of_pages[num_pages] = found
-        return found
+            second = Second(self._offsets, self._rest, boxes._replace(num_pages=num_pages))
+            self._of_pages[num_pages] = second
+        return second
 
     def pack(
         self, q: int, q_rope: int, k: int, k_rope: int, max_logits: int = 0, list_lens: int = 0
@@ -258,8 +258,8 @@ class Second:
     def _rest_of(self, k: int, second: int, boxes: tma_wide.Boxes) -> bytes:
         if len(self._rests) >= _MAX_KEPT:
             self._rests.clear()
-        found = self._rests[k, second] = self._rest + boxes.pack(k, second)
-        return found
+        rest = self._rests[k, second] = self._rest + boxes.pack(k, second)
+        return rest
 
 
 _MAX_KEPT = 256  # a model has a cache a layer

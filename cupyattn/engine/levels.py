@@ -24,9 +24,9 @@ def read_levels(
     """A batch for each level of qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr and
     paged_kv_last_page_len."""
     names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr")
-    for given, name in zip(arrays, (*names, "paged_kv_last_page_len"), strict=True):
-        if not isinstance(given, (list, tuple)) or len(given) != num_levels:
-            have = len(given) if isinstance(given, (list, tuple)) else type(given).__name__
+    for levels, name in zip(arrays, (*names, "paged_kv_last_page_len"), strict=True):
+        if not isinstance(levels, (list, tuple)) or len(levels) != num_levels:
+            have = len(levels) if isinstance(levels, (list, tuple)) else type(levels).__name__
             raise ArgumentError(f"{name}: got {have}; wanted a list of {num_levels}, one a level")
     parts = []
     for level, (qo_indptr, *pages) in enumerate(zip(*arrays, strict=True)):

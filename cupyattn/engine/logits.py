@@ -53,8 +53,8 @@ def read(
         return None, ()
     arrays, numbers = _sort(logits_params)
     declared = tuple((name, v.dtype, len(v.shape)) for name, v in arrays.items())
-    made = logits.make(logits_transform, mask_fn, declared, numbers)
-    return made, tuple(arrays.values())
+    expression = logits.make(logits_transform, mask_fn, declared, numbers)
+    return expression, tuple(arrays.values())
 
 
 def replaced(
@@ -73,7 +73,7 @@ def replaced(
             f"logits_params: {numbers[0][0]!r} is a number, which plan() fixes; pass it to plan(), "
             "or as an array of one element"
         )
-    found = list(views)
+    replacements = list(views)
     slots = {x.name: i for i, x in enumerate(expression.arrays)}
     for name, view in arrays.items():
         if name not in slots:
@@ -85,23 +85,23 @@ def replaced(
                 f"logits_params: {name!r} is {view.dtype} with {len(view.shape)} axes; the plan "
                 f"said {wanted.dtype} with {wanted.ndim}"
             )
-        found[slots[name]] = view
-    return tuple(found)
+        replacements[slots[name]] = view
+    return tuple(replacements)
 
 
 def _sort(
-    given: Any,
+    parameters: Any,
 ) -> tuple[dict[str, ArrayView], tuple[tuple[str, DType, int | float], ...]]:
     """The arrays and the numbers of logits_params, by name."""
-    if given is None:
+    if parameters is None:
         return {}, ()
-    if not isinstance(given, Mapping):
+    if not isinstance(parameters, Mapping):
         raise ArgumentError(
-            f"logits_params: got {parse.shown(given)}; wanted a dict of names and values"
+            f"logits_params: got {parse.shown(parameters)}; wanted a dict of names and values"
         )
     arrays: dict[str, ArrayView] = {}
     numbers: list[tuple[str, DType, int | float]] = []
-    for name, value in given.items():
+    for name, value in parameters.items():
         _check_name(name)
         label = _label(name)
         if isinstance(value, (bool, np.bool_)):
@@ -182,16 +182,16 @@ def check_arrays(
         label = _label(parameter.name)
         for axis, index in enumerate(node.args):
             name = str(index.value) if index.op == "variable" else ""
-            least, extent = extents.get(name, 1), view.shape[axis]
-            if name in _EXTENTS and extent != least:
+            wanted, extent = extents.get(name, 1), view.shape[axis]
+            if name in _EXTENTS and extent != wanted:
                 raise ArgumentError(
                     f"{label}: axis {axis}, indexed by {name}, has {extent} elements; wanted "
-                    f"{least}, the {_EXTENTS[name]}"
+                    f"{wanted}, the {_EXTENTS[name]}"
                 )
-            if extent < least:
+            if extent < wanted:
                 of = f", the {_LENGTHS[name]} of the longest request" if name in _LENGTHS else ""
                 raise ArgumentError(
-                    f"{label}: axis {axis} has {extent} elements; wanted at least {least}{of}"
+                    f"{label}: axis {axis} has {extent} elements; wanted at least {wanted}{of}"
                 )
     return {_label(x.name): v for x, v in zip(expression.arrays, views, strict=True)}
 
@@ -199,7 +199,7 @@ def check_arrays(
 def of_request(
     expression: LogitsExpression, views: Sequence[ArrayView], index: int, num_requests: int
 ) -> LogitsExpression:
-    """The expressions of one request of a batch that is answered request by request.
+    """The expressions of one request of a batch that is computed request by request.
 
     Raises ArgumentError unless arrays that `batch` indexes have an element for each request.
     """
@@ -207,9 +207,13 @@ def of_request(
         if node.op != "element":
             continue
         assert isinstance(node.value, int)
-        for axis, place in enumerate(node.args):
+        for axis, index_node in enumerate(node.args):
             extent = views[node.value].shape[axis]
-            if place.op == "variable" and place.value == "batch" and extent != num_requests:
+            if (
+                index_node.op == "variable"
+                and index_node.value == "batch"
+                and extent != num_requests
+            ):
                 raise ArgumentError(
                     f"{_label(expression.arrays[node.value].name)}: axis {axis}, indexed by batch, "
                     f"has {extent} elements; wanted {num_requests}, the batch size"
@@ -228,8 +232,8 @@ def pack(spec: AttentionSpec, views: Mapping[str, ArrayView]) -> bytes:
     """params.LOGITS_ARRAYS of the arrays of check_arrays, which may be among others."""
     if spec.logits is None:
         return params.NO_LOGITS_ARRAYS
-    found = (views[_label(x.name)] for x in spec.logits.arrays)
-    return params.pack_logits_arrays((v.ptr, v.shape) for v in found)
+    arrays = (views[_label(x.name)] for x in spec.logits.arrays)
+    return params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
 
 
 # --- arrays over all logits ---
@@ -259,8 +263,8 @@ def of_arrays(
     arrays = {}
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
-            arrays[name], places = _over_logits(x, name, wanted)
-            texts[name] = f"{name}[{', '.join(places)}]"
+            arrays[name], indices = _over_logits(x, name, wanted)
+            texts[name] = f"{name}[{', '.join(indices)}]"
     if "bias" not in texts:
         return None, texts.get("mask"), arrays
     logit = f"{soft_cap!r} * tanh(logit / {soft_cap!r})" if soft_cap else "logit"
@@ -272,7 +276,7 @@ def _over_logits(x: Any, name: str, wanted: tuple[int, ...]) -> tuple[Any, list[
     v, is_bias = array.view(x, name), name == "bias"
     full = x.reshape((1,) * (4 - len(v.shape)) + tuple(v.shape)) if len(v.shape) < 4 else x
     shape = full.shape
-    if len(shape) != 4 or any(n not in (1, most) for n, most in zip(shape, wanted, strict=True)):
+    if len(shape) != 4 or any(n not in (1, size) for n, size in zip(shape, wanted, strict=True)):
         raise ArgumentError(
             f"{name}: shape is {list(v.shape)}; wanted one that broadcasts to {list(wanted)}"
         )
@@ -282,5 +286,5 @@ def _over_logits(x: Any, name: str, wanted: tuple[int, ...]) -> tuple[Any, list[
         raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {want}")
     if not is_contiguous(array.view(full, name)):
         raise ArgumentError(f"{name}: has strides {list(v.strides)}; wanted a contiguous array")
-    places = zip(("batch", "head", "q_row", "kv_idx"), shape, strict=True)
-    return full, [place if n > 1 else "0" for place, n in places]
+    indices = zip(("batch", "head", "q_row", "kv_idx"), shape, strict=True)
+    return full, [index if n > 1 else "0" for index, n in indices]

@@ -197,17 +197,17 @@ def read_intervals(
     if type(token_pos_in_items_len) is int and token_pos_in_items_len == 0:
         if prefix_len_ptr is token_pos_in_items_ptr is max_item_len_ptr is None:
             return None
-    given = {
+    arguments = {
         "prefix_len_ptr": prefix_len_ptr,
         "token_pos_in_items_ptr": token_pos_in_items_ptr,
         "token_pos_in_items_len": _item_length(token_pos_in_items_len) or None,
         "max_item_len_ptr": max_item_len_ptr,
     }
-    named = [name for name, x in given.items() if x is not None]
+    named = [name for name, x in arguments.items() if x is not None]
     if not named:
         return None
     for name in ("prefix_len_ptr", "token_pos_in_items_ptr"):
-        if given[name] is None:
+        if arguments[name] is None:
             raise ArgumentError(
                 f"{name}: None, but {named[0]} is given; multi-item scoring needs both "
                 "prefix_len_ptr and token_pos_in_items_ptr"
@@ -219,18 +219,18 @@ def read_intervals(
         )
     prefix = _read_integers(prefix_len_ptr, "prefix_len_ptr")
     _check_per_request(prefix.shape, count, "prefix_len_ptr")
-    places = _read_integers(token_pos_in_items_ptr, "token_pos_in_items_ptr")
-    stride = _item_stride(_item_length(token_pos_in_items_len), places, count)
+    positions = _read_integers(token_pos_in_items_ptr, "token_pos_in_items_ptr")
+    stride = _item_stride(_item_length(token_pos_in_items_len), positions, count)
     lengths = batch.requests
     behind = lengths.kv_len - prefix
     # The last request's may end with the last one that is needed.
-    have = np.minimum(stride, places.size - stride * np.arange(count))
+    have = np.minimum(stride, positions.size - stride * np.arange(count))
     if (behind > np.maximum(have, 0)).any():
         at = int(np.argmax(behind - np.maximum(have, 0)))
         raise ArgumentError(
-            f"token_pos_in_items_len: {stride} places a request, of {places.size} in all, but "
-            f"request {at} has {behind[at]} keys behind its prefix of {prefix[at]}; wanted a place "
-            "for each"
+            f"token_pos_in_items_len: {stride} entries a request, of {positions.size} in all, but "
+            f"request {at} has {behind[at]} keys behind its prefix of {prefix[at]}; wanted an "
+            "entry for each"
         )
     request = np.repeat(np.arange(count), lengths.qo_len)
     token = np.arange(batch.num_rows) - lengths.q_start[request]
@@ -239,9 +239,9 @@ def read_intervals(
     # Rows of the prefix, and those ahead of all keys, see what causality lets them.
     intervals = np.stack([position + 1, position + 1], axis=1)
     inside = np.flatnonzero(index >= 0)
-    place = places[request[inside] * stride + index[inside]]
+    own = positions[request[inside] * stride + index[inside]]
     intervals[inside, 0] = prefix[request[inside]]
-    intervals[inside, 1] -= place
+    intervals[inside, 1] -= own
     return np.ascontiguousarray(intervals, np.int32)
 
 
@@ -271,19 +271,19 @@ def _check_per_request(shape: Any, count: int, name: str) -> None:
         raise ArgumentError(f"{name}: shape is {list(shape)}; wanted [{count}], one a request")
 
 
-def _item_length(given: Any) -> int:
+def _item_length(value: Any) -> int:
     """An integer, or an array without axes that holds one."""
-    if getattr(given, "shape", None) == ():
+    if getattr(value, "shape", None) == ():
         with contextlib.suppress(TypeError):
-            given = operator.index(given)
-    return parse.require_int(given, "token_pos_in_items_len", 0)
+            value = operator.index(value)
+    return parse.require_int(value, "token_pos_in_items_len", 0)
 
 
-def _item_stride(stride: int, places: np.ndarray, count: int) -> int:
-    """Places of a request in token_pos_in_items_ptr; 0 stands for all, if there is one request."""
+def _item_stride(stride: int, positions: np.ndarray, count: int) -> int:
+    """Entries of a request in token_pos_in_items_ptr; 0 stands for all, if there is one request."""
     if stride == 0 and count > 1:
         raise ArgumentError(
-            f"token_pos_in_items_len: got 0, for {places.size} places and {count} requests; wanted "
-            "how many places each request has in token_pos_in_items_ptr"
+            f"token_pos_in_items_len: got 0, for {positions.size} entries and {count} requests; "
+            "wanted how many entries each request has in token_pos_in_items_ptr"
         )
-    return stride or int(places.size)
+    return stride or int(positions.size)

@@ -86,14 +86,14 @@ def _call_cache(*outputs: str) -> CallCache[_Checked]:
 
 # By whether the call is in place.
 _CALLS = _call_cache("out", "lse"), _call_cache("v_a", "s_a")
-# Places of outputs among addresses, in place and else.
+# Indices of outputs among addresses, in place and else.
 _V_A, _S_A, _OUT, _LSE, _INDPTR = map(Arrays._fields.index, ("v_a", "s_a", "out", "lse", "indptr"))
 
 
 class Form(NamedTuple):
     """A function: its arguments' names, and their dimensions before those of a head.
 
-    An fp8 `out` holds the answer divided by output_scale: `out_scale`, or a number.
+    An fp8 `out` holds the output divided by output_scale: `out_scale`, or a number.
     """
 
     names: Arrays
@@ -115,9 +115,9 @@ def run(form: Form, arrays: Arrays, lse_base_on_e: Any, output_scale: Any = None
     if hasattr(output_scale, "shape"):
         arrays, output_scale = arrays._replace(out_scale=output_scale), None
     options = _make_options(form.dims, lse_base_on_e, output_scale)
-    answer = _run_cached(form, arrays, options)
-    if answer is not None:
-        return answer
+    result = _run_cached(form, arrays, options)
+    if result is not None:
+        return result
 
     # --- 1. Validate ---
     if form.is_in_place:
@@ -134,7 +134,7 @@ def run(form: Form, arrays: Arrays, lse_base_on_e: Any, output_scale: Any = None
     _check_outputs(form, views, (n, dims["H"], dims["D"]))
     _check_size(form, views, (n, dims["H"], dims["D"]))
 
-    # --- 2. Answer on the CPU ---
+    # --- 2. Compute on the CPU ---
     if views.v_a.device.kind == "cpu":
         return _run_reference(form, views, options.lse_base_on_e, scale)
 
@@ -146,19 +146,19 @@ def _run_on_copies(
     form: Form, arrays: Arrays, v: ArrayView, s: ArrayView, lse_base_on_e: Any
 ) -> tuple[Any, ...]:
     """What a call in place makes of v and s whose JAX arrays are copied first."""
-    made = [array.writable_copy(x) if x.framework == "jax" else x.owner for x in (v, s)]
-    run(form, arrays._replace(v_a=made[0], s_a=made[1]), lse_base_on_e)
-    return array.deliver(made[0], v), array.deliver(made[1], s)
+    copies = [array.writable_copy(x) if x.framework == "jax" else x.owner for x in (v, s)]
+    run(form, arrays._replace(v_a=copies[0], s_a=copies[1]), lse_base_on_e)
+    return array.deliver(copies[0], v), array.deliver(copies[1], s)
 
 
 def _run_cached(form: Form, arrays: Arrays, options: Options) -> Any:
     """(v, s) of a call that is in the cache, in place two Nones; else None."""
-    answer = _CALLS[form.is_in_place].lookup(arrays, options)
-    if answer is None:
+    hit = _CALLS[form.is_in_place].lookup(arrays, options)
+    if hit is None:
         return None
-    found, addresses = answer
-    call = found.call
-    if call.outputs and call.overlaps(addresses, found.sizes):
+    cached, addresses = hit
+    call = cached.call
+    if call.outputs and call.overlaps(addresses, cached.sizes):
         return None
     sized, out, lse = found.prepared or _sized(found), arrays.out, arrays.lse
     if sized is None:
@@ -354,7 +354,7 @@ def _run_reference(form: Form, views: Arrays, base_on_e: bool, scale: float) -> 
         v, s = reference.merge_states(read.v_a, s_a)
     else:
         v, s = reference.variable_length_merge_states(read.v_a, s_a, read.indptr)
-    answers = []
+    results = []
     targets = (views.v_a, views.s_a) if form.is_in_place else (views.out, views.lse)
     for value, target, dtype in (
         (v, targets[0], read.v_a.dtype),
@@ -366,10 +366,10 @@ def _run_reference(form: Form, views: Arrays, base_on_e: bool, scale: float) -> 
             with np.errstate(over="ignore", invalid="ignore"):
                 rounded = value.astype(dtype if target is None else target.dtype.numpy)
         if target is None:
-            answers.append(array.from_numpy(rounded, views.v_a))
+            results.append(array.from_numpy(rounded, views.v_a))
         else:
             written = array.as_numpy(target)
             rows = slice(None) if read.mask is None else read.mask.astype(bool)
             written[rows] = rounded[rows]
-            answers.append(target.owner)
-    return (None, None) if form.is_in_place else tuple(answers)
+            results.append(target.owner)
+    return (None, None) if form.is_in_place else tuple(results)

@@ -59,9 +59,9 @@ def make_workspace(device: Device | None, arguments: Iterable[Any]) -> tuple[Arr
         if device.index < 0:
             device = gpus[0] if gpus else Device("cuda", cuda().get_device())
     framework = "torch" if any(v.framework == "torch" for v in views) else "cupy"
-    made = array.empty_on(framework, device, (_FIRST_BYTES,), dtypes.uint8)
+    memory = array.empty_on(framework, device, (_FIRST_BYTES,), dtypes.uint8)
     is_open = not (gpus or framework == "torch") if device.kind == "cuda" else not is_named
-    return view_workspace(made), is_open
+    return view_workspace(memory), is_open
 
 
 def enlarge(workspace: ArrayView, need: int) -> ArrayView:

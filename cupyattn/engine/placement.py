@@ -58,24 +58,24 @@ class Placement:
         num_rows, num_keys: [b], how many of each request count, or None for all.
         """
         parts = [] if others is None else [f"({others})"]
-        arrays, place = {}, "q_row"
+        arrays, position = {}, "q_row"
         for name, count, index in ((_ROWS, num_rows, "q_row"), (_KEYS, num_keys, "kv_idx")):
             if count is not None:
                 arrays[name] = _as_int32(count, name)
                 parts.append(f"{index} < {name}[batch]")
         if not self.is_first:
             keys, rows = (
-                str(most) if count is None else f"{name}[batch]"
-                for name, count, most in (
+                str(size) if count is None else f"{name}[batch]"
+                for name, count, size in (
                     (_KEYS, num_keys, self.keys),
                     (_ROWS, num_rows, self.tokens),
                 )
             )
-            place = f"q_row + {keys} - {rows}"
+            position = f"q_row + {keys} - {rows}"
         if self.left >= 0:
-            parts.append(f"kv_idx >= {place} - {self.left}")
+            parts.append(f"kv_idx >= {position} - {self.left}")
         if self.right >= 0:
-            parts.append(f"kv_idx <= {place} + {self.right}")
+            parts.append(f"kv_idx <= {position} + {self.right}")
         return " && ".join(parts) or None, arrays
 
     def seen(self, rows: Any, columns: Any, num_rows: Any = None, num_keys: Any = None) -> Any:
@@ -86,11 +86,11 @@ class Placement:
         row, column = rows[None, :, None], columns[None, None, :]
         end = self.keys if num_keys is None else num_keys[:, None, None]
         last = self.tokens if num_rows is None else num_rows[:, None, None]
-        place = row if self.is_first else row + end - last
+        position = row if self.is_first else row + end - last
         seen = (column < end) & (row < last)
         if self.left >= 0:
-            seen = seen & (column >= place - self.left)
-        return seen & (column <= place + self.right) if self.right >= 0 else seen
+            seen = seen & (column >= position - self.left)
+        return seen & (column <= position + self.right) if self.right >= 0 else seen
 
 
 def _as_int32(x: Any, name: str) -> Any:

@@ -61,9 +61,9 @@ def view_row_mask(
     else:
         words = 1 if shape in leads else shape[-1] if shape[:-1] in leads else 0
         fits = words * v.dtype.bits >= q_len
-        least = -(-q_len // v.dtype.bits)
+        num_words = -(-q_len // v.dtype.bits)
         axes = [num_rows] if is_ragged else [count, q_len]
-        axes = axes if least == 1 else [*axes, least]
+        axes = axes if num_words == 1 else [*axes, num_words]
         wanted = f"{axes}, {q_len} bits a row"
     if not fits:
         requests = "requests of at most" if is_ragged else f"{count} requests of"

@@ -177,19 +177,19 @@ def run(
             calls = _GROWING if calls is _GROWING else None
             known = q, k, v, out, sinks
     if calls is not None:
-        answer = _run_cached(calls, known, options, is_decode, workspace)
-        if answer is not None:
-            return answer
+        result = _run_cached(calls, known, options, is_decode, workspace)
+        if result is not None:
+            return result
 
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
     call = _check_call(arrays, options, is_decode)
     views = _view_optional(arrays, read, call)
     if workspace is not None:
-        given = {"q": call.q, "k": call.k, "v": call.v, "out": call.out, "lse": call.lse}
-        require_apart(workspace, **given, **views)
+        own = {"q": call.q, "k": call.k, "v": call.v, "out": call.out, "lse": call.lse}
+        require_apart(workspace, **own, **views)
 
-    # --- 2. Answer on the CPU ---
+    # --- 2. Compute on the CPU ---
     if call.q.device.kind == "cpu":
         out, lse = _run_reference(call, views)
         return (out, lse) if return_lse else out
@@ -234,28 +234,28 @@ def _run_cached(
     is_decode: bool,
     workspace: ArrayView | None,
 ) -> Any:
-    """The answer of a call that is in the cache and whose lengths fit, else None."""
-    answer = calls.lookup(arrays, options)
-    if answer is None:
+    """The output of a call that is in the cache and whose lengths fit, else None."""
+    hit = calls.lookup(arrays, options)
+    if hit is None:
         return None
-    found, addresses = answer
-    call = found.call
+    cached, addresses = hit
+    call = cached.call
     checked = call.checked
     strides, optional = checked.strides, params.NO_OPTIONAL
     is_growing = calls is _GROWING or calls is _STEPS
     if is_growing:
-        if found.prepared is None:
-            found.prepared = _keys_of(found)
-        kv_len, v_len, strides = found.prepared
+        if cached.prepared is None:
+            cached.prepared = _keys_of(cached)
+        kv_len, v_len, strides = cached.prepared
         num_rows = num_out_rows = 0
     else:
-        num_rows, kv_len, v_len, num_out_rows = found.lengths
+        num_rows, kv_len, v_len, num_out_rows = cached.lengths
     qo_len = 1 if is_decode else num_rows
     if v_len != kv_len or not (0 < kv_len <= MAX_LENGTH and 0 < qo_len <= checked.max_qo_len):
         return None
-    if call.outputs and (num_out_rows != num_rows or call.overlaps(addresses, found.sizes)):
+    if call.outputs and (num_out_rows != num_rows or call.overlaps(addresses, cached.sizes)):
         return None
-    if workspace is not None and _meets(workspace, found, addresses):
+    if workspace is not None and _meets(workspace, cached, addresses):
         return None
     out = arrays[_OUT]
     if out is None:
@@ -284,36 +284,36 @@ def _run_cached(
     return out
 
 
-def _meets(workspace: ArrayView, found: Found[_Checked], addresses: list[int]) -> bool:
+def _meets(workspace: ArrayView, cached: Found[_Checked], addresses: list[int]) -> bool:
     """Whether an array may have bytes in the workspace."""
-    place = workspace.ptr, workspace.shape, workspace.dtype
-    kept = found.prepared
-    if kept is None or kept[0] != place:
-        kept = found.prepared = place, clear_of(workspace, found.sizes)
+    memory = workspace.ptr, workspace.shape, workspace.dtype
+    bounds = cached.prepared
+    if bounds is None or bounds[0] != memory:
+        bounds = cached.prepared = memory, clear_of(workspace, cached.sizes)
     q_ptr, k_ptr, v_ptr, o_ptr = addresses
-    end, q_low, k_low, v_low, o_low = kept[1]
+    end, q_low, k_low, v_low, o_low = bounds[1]
     return (q_low < q_ptr < end or k_low < k_ptr < end) or (
         v_low < v_ptr < end or o_low < o_ptr < end
     )
 
 
-def _keys_of(found: Found[_Checked]) -> tuple[int, int, bytes]:
+def _keys_of(cached: Found[_Checked]) -> tuple[int, int, bytes]:
     """(tokens of k, of v, strides for the kernels) of keys with any strides; no tokens where they
     are not like those of the call that passed the checks."""
-    checked = found.call.checked
+    checked = cached.call.checked
     spec = checked.launcher.spec
-    k_strides, v_strides = found.strides(_K), found.strides(_V)
+    k_strides, v_strides = cached.strides(_K), cached.strides(_V)
     lengths: list[int] = []
     pairs: list[int] = []
-    for place, given, head_dim in (
+    for index, own, head_dim in (
         (_K, k_strides, spec.head_dim_qk),
         (_V, v_strides, spec.head_dim_vo),
     ):
-        *heads, length, columns = found.shapes[place]
-        step = _step_of_heads(heads, given)
+        *heads, length, columns = cached.shapes[index]
+        step = _step_of_heads(heads, own)
         fits = (*heads,) == checked.kv_heads and columns == head_dim and step is not None
         lengths.append(length if fits else 0)
-        pairs += given[-2], step or 0
+        pairs += own[-2], step or 0
     rows = [(strides[:-1], spec.dtype_kv) for strides in (k_strides, v_strides)]
     steps = *k_strides, *v_strides
     if (
@@ -359,15 +359,15 @@ def find_step(q: Any, k: Any, v: Any, options: RawOptions) -> Any:
 
 @after_launch
 def keep_step(
-    arrays: tuple[Any, Any, Any], flat: tuple[Any, Any, Any], options: RawOptions
+    arrays: tuple[Any, Any, Any], rows: tuple[Any, Any, Any], options: RawOptions
 ) -> None:
-    """Let `find_step` find a call that was answered by `run` as one row: of `flat`, which are q, k
-    and v of `arrays` in place."""
-    answer = _GROWING.lookup((*flat, None), options)
-    if answer is None:
+    """Let `find_step` find a call that `run` took as one row: of `rows`, which are views of q, k
+    and v of `arrays`."""
+    hit = _GROWING.lookup((*rows, None), options)
+    if hit is None:
         return
     q, k, _ = arrays
-    checked = answer[0].call.checked
+    checked = hit[0].call.checked
     spec = checked.launcher.spec
     shape = q.shape[0], 1, q.shape[1], spec.head_dim_vo
     checked = replace(checked, row_shape=shape, kv_heads=(*k.shape[:2],))
@@ -383,7 +383,7 @@ def _insert(
     call: _Call,
     strides: bytes,
 ) -> None:
-    """Cache a call that was launched; arrays as given, None for an output that was made."""
+    """Cache a call that was launched; arrays as the caller passed them, None for a new output."""
     entry, out_shape = call.entry, call.out_shape
     assert entry.launcher is not None
     max_qo_len = MAX_LENGTH // entry.spec.group_size
@@ -394,10 +394,10 @@ def _insert(
     checked = _Checked(
         entry.launcher, max_qo_len, strides, out_shape[-2:], allocate, are_aligned, kv_heads
     )
-    made_shape = out_shape if arrays[_OUT] is None else None
-    found = calls.insert(arrays, options, checked, call.q, entry.spec.dtype_o, made_shape, None)
-    if found is not None and calls is _GROWING:
-        found.prepared = call.kv_len, call.kv_len, strides
+    own_shape = out_shape if arrays[_OUT] is None else None
+    cached = calls.insert(arrays, options, checked, call.q, entry.spec.dtype_o, own_shape, None)
+    if cached is not None and calls is _GROWING:
+        cached.prepared = call.kv_len, call.kv_len, strides
 
 
 def _check_call(arrays: Arrays, options: RawOptions, is_decode: bool) -> _Call:
@@ -421,7 +421,7 @@ def _find_entry(
     vk: ArrayView,
     vv: ArrayView,
     vout: ArrayView | None,
-    given: RawOptions,
+    options: RawOptions,
     has_mask: bool,
     has_scales: bool,
     is_decode: bool,
@@ -429,7 +429,7 @@ def _find_entry(
     """What an earlier call of equal geometry was checked to be, or a new entry."""
     pointers = vq.ptr | vk.ptr | vv.ptr | (0 if vout is None else vout.ptr)
     # Everything of k and v but the length, which changes from call to call.
-    layout = parse.kv_layout(given.kv_layout)
+    layout = parse.kv_layout(options.kv_layout)
     kept = slice(None, None, 2) if layout == "HND" else slice(1, None)
     key: tuple[object, ...] = (
         is_decode,
@@ -447,16 +447,16 @@ def _find_entry(
         pointers & 15,
         has_mask,
         has_scales,
-        given,
+        options,
     )
     try:
         entry = _entries.get(key)
     except TypeError:  # an option that cannot be hashed
         entry, key = None, ()
-    if entry is not None and any(type(given[i]) in parse.BOOLS for i in entry.zeros_and_ones):
+    if entry is not None and any(type(options[i]) in parse.BOOLS for i in entry.zeros_and_ones):
         entry = None
     if entry is None:
-        entry = _make_entry(vq, vk, vv, vout, given, pointers, has_mask, has_scales, is_decode)
+        entry = _make_entry(vq, vk, vv, vout, options, pointers, has_mask, has_scales, is_decode)
         if key and entry.is_constant:
             if len(_entries) >= _MAX_ENTRIES:
                 _entries.clear()
@@ -469,13 +469,13 @@ def _make_entry(
     vk: ArrayView,
     vv: ArrayView,
     vout: ArrayView | None,
-    given: RawOptions,
+    options: RawOptions,
     pointers: int,
     has_mask: bool,
     has_scales: bool,
     is_decode: bool,
 ) -> Entry:
-    layout, dims = given.kv_layout, Dims()
+    layout, dims = options.kv_layout, Dims()
     rows = "num_qo_heads head_dim_qk"
     match_contiguous(vq, rows if is_decode else f"qo_len {rows}", dims, "q")
     match_keys(vk, "kv_len", "head_dim_qk", layout, dims, "k")
@@ -484,7 +484,7 @@ def _make_entry(
     heads = dims["num_qo_heads"], dims["num_kv_heads"]
     require_group(*heads, "q, k", layout, dims["kv_len"])
     spec = make_spec(
-        given,
+        options,
         (*heads, dims["head_dim_qk"], dims["head_dim_vo"]),
         vq.dtype,
         vk.dtype,
@@ -505,9 +505,9 @@ def _make_entry(
     if not is_cpu:
         launcher = _launcher_of(spec, problem, vq.device.index)
     # An empty array may have any strides.
-    is_constant = given.is_constant and not any(0 in v.shape for v in (vq, vk, vv))
-    places = parse.zeros_and_ones(given) if is_constant else []
-    return Entry(spec, problem, kv_strides, axis, is_constant, launcher, places)
+    is_constant = options.is_constant and not any(0 in v.shape for v in (vq, vk, vv))
+    zeros_and_ones = parse.zeros_and_ones(options) if is_constant else []
+    return Entry(spec, problem, kv_strides, axis, is_constant, launcher, zeros_and_ones)
 
 
 def _launcher_of(
@@ -516,14 +516,14 @@ def _launcher_of(
     """One for all geometries of a problem: strides are no part of a plan."""
     key = spec, problem, device_index
     try:
-        found = _launchers.get(key)
+        launcher = _launchers.get(key)
     except TypeError:  # an option that cannot be hashed
         return AttentionLauncher(spec, problem, device_index)
-    if found is None:
+    if launcher is None:
         if len(_launchers) >= _MAX_ENTRIES:
             _launchers.clear()
-        found = _launchers[key] = AttentionLauncher(spec, problem, device_index)
-    return found
+        launcher = _launchers[key] = AttentionLauncher(spec, problem, device_index)
+    return launcher
 
 
 def _check_lengths(call: _Call) -> None:
@@ -554,13 +554,13 @@ def _view_optional(
 ) -> dict[str, ArrayView]:
     """Views of the optional arrays, checked, and of what expressions read; absent ones are left
     out."""
-    given = {name: x for name in _OPTIONAL if (x := getattr(arrays, name)) is not None}
-    if not given and not read:
+    optional = {name: x for name in _OPTIONAL if (x := getattr(arrays, name)) is not None}
+    if not optional and not read:
         return {}
-    gates = given.pop(output_gate.NAME, None)
+    gates = optional.pop(output_gate.NAME, None)
     if arrays.packed_custom_mask is not None:
-        given.pop("custom_mask", None)
-    views = {name: array.view(x, name) for name, x in given.items()}
+        optional.pop("custom_mask", None)
+    views = {name: array.view(x, name) for name, x in optional.items()}
     qo_len, kv_len, spec = call.qo_len, call.kv_len, call.entry.spec
     expressed = {}
     if spec.logits is not None:

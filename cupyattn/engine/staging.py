@@ -160,17 +160,17 @@ class Upload:
         total = sum(map(_room_of, parts))
         if not total:
             return dict.fromkeys(self.own, base)
-        block, begin, places = staging.block(total), 0, []
+        block, begin, offsets = staging.block(total), 0, []
         for part in parts:
-            places.append(begin)
+            offsets.append(begin)
             block[begin : begin + part.size] = part
             begin += _room_of(part)
         num_own = self.num_own_words
         copies = [(0, num_own, base)] if num_own else []
-        for place, (part, target) in zip(places[len(self.own) :], self.others, strict=True):
-            copies.append((place, part.size, target))
+        for offset, (part, target) in zip(offsets[len(self.own) :], self.others, strict=True):
+            copies.append((offset, part.size, target))
         staging.send(copies, stream)
-        return {name: base + 4 * place for name, place in zip(self.own, places, strict=False)}
+        return {name: base + 4 * offset for name, offset in zip(self.own, offsets, strict=False)}
 
 
 def _room_of(part: np.ndarray) -> int:

@@ -329,15 +329,15 @@ def view_scales(
     """
     fields: tuple[str | None, str | None, str | None] = "scale_q", "scale_k", "scale_v"
     if requests_and_heads is None:
-        found = [
+        scales = [
             None if x is None else _view_number(x, n) for x, n in zip(arrays, names, strict=True)
         ]
     else:
-        found = [
+        scales = [
             None if x is None else _view_by_head(x, name, *requests_and_heads)
             for x, name in zip(arrays, names, strict=True)
         ]
-    by_head = tuple(v is not None and math.prod(v.shape) != 1 for v in found)
+    by_head = tuple(v is not None and math.prod(v.shape) != 1 for v in scales)
     logits = parse.finite(numbers[0], names[0], 1.0)
     output = parse.finite(numbers[2], names[2], 1.0)
     if numbers[1] is not None:
@@ -345,22 +345,22 @@ def view_scales(
         kv_scale = parse.finite(numbers[1], names[1], 1.0)
         if is_fp8:
             logits, output = logits * kv_scale, output * kv_scale
-            fields, found[2] = ("scale_q", "scale_k", "scale_k"), found[1]
+            fields, scales[2] = ("scale_q", "scale_k", "scale_k"), scales[1]
         else:
-            fields, found[1] = ("scale_q", None, None), None
+            fields, scales[1] = ("scale_q", None, None), None
     # What is in the host's memory is read, for that waits for nothing.
     on_host = [
         v is not None and v.device.kind == "cpu" and not is_by_head
-        for v, is_by_head in zip(found, by_head, strict=True)
+        for v, is_by_head in zip(scales, by_head, strict=True)
     ]
     of_q, of_k, of_v = (
         float(array.as_numpy(v).ravel()[0]) if is_host and v is not None else 1.0
-        for v, is_host in zip(found, on_host, strict=True)
+        for v, is_host in zip(scales, on_host, strict=True)
     )
     return Scales(
         parse.finite(logits * of_q * of_k, names[0], 1.0),
         parse.finite(output * of_v, names[2], 1.0),
-        tuple(None if is_host else v for v, is_host in zip(found, on_host, strict=True)),
+        tuple(None if is_host else v for v, is_host in zip(scales, on_host, strict=True)),
         fields,
         not any(on_host),
         by_head,

@@ -23,9 +23,9 @@ def widened_pair(views: tuple[ArrayView, ...], dtype: DType, name: str) -> list[
     like = views[0]
     if like.device.kind == "cpu":
         return [array.from_numpy(array.as_numpy(v).astype(dtype.numpy), v) for v in views]
-    made = [array.empty(tuple(v.shape), dtype, like) for v in views]
-    targets = [array.view(x, name) for x in made]
+    copies = [array.empty(tuple(v.shape), dtype, like) for v in views]
+    targets = [array.view(x, name) for x in copies]
     array.acquire(targets[0], *views)
     copy_rows.launch(list(zip(views, targets, strict=True)), array.current_stream(targets[0]))
     array.release(targets[0], *views)
-    return [array.deliver(x, like) for x in made]
+    return [array.deliver(x, like) for x in copies]

@@ -119,18 +119,18 @@ def copy_on_device(target: int, source: int, size: int, device: int, stream: int
 def steps(v: ArrayView, unit: int, name: str) -> ArrayView:
     """What lies between each two of offsets [n], in units: [n - 1] on their device."""
     if v.device.kind == "cpu":
-        found: Any = np.diff(array.as_numpy(v).astype(np.int64)) // unit
+        lengths: Any = np.diff(array.as_numpy(v).astype(np.int64)) // unit
     elif v.framework == "torch":
         x = v.owner.reshape(-1).long()
-        found = (x[1:] - x[:-1]) // unit
+        lengths = (x[1:] - x[:-1]) // unit
     else:
         with on_device(v.device.index):
             x = array.as_cupy(v).astype(np.int64)
-            found = (x[1:] - x[:-1]) // unit
-    made = array.view(found, name)
+            lengths = (x[1:] - x[:-1]) // unit
+    view = array.view(lengths, name)
     if v.device.kind == "cuda":
-        array.release(made, v)
-    return made
+        array.release(view, v)
+    return view
 
 
 def int32_on_device(v: ArrayView, name: str) -> ArrayView:
@@ -141,13 +141,13 @@ def int32_on_device(v: ArrayView, name: str) -> ArrayView:
     is_int32 = v.dtype is dtypes.int32
     if is_int32 and is_contiguous(v):
         return v
-    least, most = -(2**31), 2**31 - 1
+    minimum, maximum = -(2**31), 2**31 - 1
     if v.framework == "torch":
-        x = v.owner if is_int32 else v.owner.clamp(least, most)
+        x = v.owner if is_int32 else v.owner.clamp(minimum, maximum)
         return array.view(x.int().contiguous(), name)
     with on_device(v.device.index):
         x = array.as_cupy(v)
-        x = x if is_int32 else x.clip(least, most)
-        made = array.view(x.astype(np.int32, order="C"), name)
-    array.release(made, v)
-    return made
+        x = x if is_int32 else x.clip(minimum, maximum)
+        view = array.view(x.astype(np.int32, order="C"), name)
+    array.release(view, v)
+    return view

@@ -444,7 +444,7 @@ class BatchWrapper(Untraced):
             read = logits.check(geometry.spec, batch, arrays)
             same_device(self._workspace, **read)
             require_apart(self._workspace, **read)
-            batch = logits.with_places(geometry.spec, batch)
+            batch = logits.with_request_indices(geometry.spec, batch)
         capacity = self._freeze(options, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if arrays and geometry.spec.logits is not None:

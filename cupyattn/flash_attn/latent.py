@@ -108,10 +108,10 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
         qo_offsets=arrays.qo_offsets,
         sinks=arrays.sinks,
     )
-    answer = run(parts, latent)
+    result = run(parts, latent)
     if return_lse and is_ragged:
-        return answer[0], answer[1].swapaxes(-1, -2)
-    return answer
+        return result[0], result[1].swapaxes(-1, -2)
+    return result
 
 
 def _is_given(x: Any) -> bool:

@@ -104,7 +104,7 @@ class LayerOptions(NamedTuple):
     max_q_len: int
     max_kv_len: int
     causal: bool
-    most_kv_len: int | None
+    kv_len_limit: int | None
     window: tuple[int, int] = (-1, -1)
     logits_soft_cap: float = 0.0
     output_scale: float = 1.0
@@ -119,7 +119,7 @@ class LayerOptions(NamedTuple):
             window_left=left,
             window_right=right,
             scales_by_head=self.dims is None,
-            has_table_offsets=self.most_kv_len is not None,
+            has_table_offsets=self.kv_len_limit is not None,
         )
 
 
@@ -204,7 +204,7 @@ def bounds_of(config: BackendConfig, over: AttentionMetadata) -> dict[str, Any]:
         "q_len": over.q_len,
         "max_q_len": min(over.max_seqlen_q, MANY_ROWS),
         "max_kv_len": 1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
-        "most_kv_len": None if over.kv_offsets is None else over.max_seqlen_k,
+        "kv_len_limit": None if over.kv_offsets is None else over.max_seqlen_k,
     }
 
 

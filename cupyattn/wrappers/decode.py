@@ -12,7 +12,7 @@ from ..core import parse
 from ..core.tracing import untraced
 from ..engine import geometry
 from ..engine.batch_logits import check as check_logits
-from ..engine.batch_logits import with_places
+from ..engine.batch_logits import with_request_indices
 from ..engine.key_share import read_share, with_whole_lengths
 from ..engine.logits import read as read_logits
 from ..engine.mask import NO_MASK
@@ -313,7 +313,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 require_row_limit(batch, changed.spec.group_size)
                 if changed.spec.logits is not None:
                     check_logits(changed.spec, batch, plan.logits)
-                    batch = with_places(changed.spec, batch)
+                    batch = with_request_indices(changed.spec, batch)
                 plan.by_q_len[q_len] = replace(plan, geometry=changed, batch=batch, prepared={})
             return plan.by_q_len[q_len]
 

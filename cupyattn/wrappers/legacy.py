@@ -57,13 +57,13 @@ def as_older_run(forward: _F) -> _F:
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        del given["self"]
-        changes = {name: x for name, x in given.items() if name in _PLANNED}
-        others = given.keys() - _PLANNED - _MEANINGLESS
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        del arguments["self"]
+        changes = {name: x for name, x in arguments.items() if name in _PLANNED}
+        others = arguments.keys() - _PLANNED - _MEANINGLESS
         with self._turns.planning:
             self._change(**changes)
-            return self.run(**{name: given[name] for name in others})
+            return self.run(**{name: arguments[name] for name in others})
 
     return wrapper  # type: ignore[return-value]
 

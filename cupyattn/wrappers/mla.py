@@ -399,7 +399,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             raise ArgumentError(
                 f"page_table, {lengths_name}: got one of them; wanted both, or none"
             )
-        given = Arrays(
+        call = Arrays(
             q=arrays.q,
             k=arrays.k,
             workspace=self._workspace.owner if self._has_workspace else None,
@@ -419,7 +419,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             causal=False,
             return_lse=parse.flag(return_lse, "return_lse"),
         )
-        return planless.run(given, options)
+        return planless.run(call, options)
 
 
 def _scale_of_output(o_scale: Any, out: Any, bmm2_scale: Any) -> float:

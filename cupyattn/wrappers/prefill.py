@@ -347,10 +347,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         if not (window_left is skip_softmax_threshold_scale_factor is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
-        answer: Any = run
+        function: Any = run
         if not (lse_base is _LOG2 and lse_layout is _NH):
-            answer = functools.partial(run_in_form, lse_base=lse_base, lse_layout=lse_layout)
-        return answer(
+            function = functools.partial(run_in_form, lse_base=lse_base, lse_layout=lse_layout)
+        return function(
             self,
             q=q,
             k=paged_kv_cache,
@@ -575,10 +575,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf)
             geometry.refuse("not supported", o_scale=o_scale)
-        answer: Any = run
+        function: Any = run
         if not (lse_base is _LOG2 and lse_layout is _NH):
-            answer = functools.partial(run_in_form, lse_base=lse_base, lse_layout=lse_layout)
-        return answer(
+            function = functools.partial(run_in_form, lse_base=lse_base, lse_layout=lse_layout)
+        return function(
             self,
             q=q,
             k=k,

@@ -29,7 +29,7 @@ class ReplayedTransport:
         enqueue: Callable[[Callable[[], None]], Any],
         log: list[tuple[Any, ...]],
     ) -> None:
-        self.rank, self.size = rank, len(kept)
+        self.rank, self.size, self.hosts = rank, len(kept), [0] * len(kept)
         self._kept, self._enqueue, self._log = kept, enqueue, log
         self._count = 0
         self.is_whole = True

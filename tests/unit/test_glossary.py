@@ -28,8 +28,6 @@ BANNED = re.compile(
 LATER = {
     "distributed",
     "engine",
-    "flash_attn",
-    "serving",
 }
 
 
