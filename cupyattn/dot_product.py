@@ -107,7 +107,7 @@ def dot_product_attention(
             the window and lengths hold besides. Each request is a launch of its own then. One that
             differs by head, or comes with a bias, is taken as the bias is.
     scale   of the logits; default 1 / sqrt(head_dim).
-    is_causal   a row sees no key behind its own place, which causal_alignment says.
+    is_causal   a row sees no key behind its own position, which causal_alignment says.
     causal_alignment   where rows are among the keys, for is_causal and local_window_size. "last":
             the last query of a request is at its last key, row i of t at key i + s - t. "first":
             the first query is at the first key, row i at key i, as jax.nn and torch have it; for
@@ -115,11 +115,11 @@ def dot_product_attention(
             lengths "first" takes a mask of all rows and keys.
     query_seq_lengths   [b]: how many rows of each dense or paged request count; the others give 0.
     key_value_seq_lengths, kv_lens   two names of [b]: how many keys of each request count.
-    local_window_size   (left, right): keys beside a row's own place that it sees, both ends
-            included, -1 for all; one number stands for both sides.
+    local_window_size   (left, right): keys before and after a row's own position that it sees,
+            both ends included, -1 for all; one number stands for both sides.
     cu_seqlens_q, cu_seqlens_k   [b + 1]: the first row of each request, and the end of the last.
-    max_seqlen_q, max_seqlen_k   the most of one, as far as the host knows: they choose the kernel,
-            never the answer.
+    max_seqlen_q, max_seqlen_k   upper bounds of one request, as far as the host knows; they affect
+            speed only.
     block_table   [b, most pages]: the pages of each request in the order of its keys; entries past
             its last page may hold anything.
     logits_soft_cap   c > 0: logits become c * tanh(logit / c).
@@ -129,8 +129,9 @@ def dot_product_attention(
     out     array to write instead of a new one.
     return_lse, return_residual   two names of: return the log-sum-exp of each row too. For JAX's
             arrays return_residual has query's dtype, as in jax.nn.
-    logits_transform, mask_fn, logits_params   expressions over each logit and its place, as in
-            single_prefill_with_kv_cache: dense requests of whole arrays, each a launch of its own.
+    logits_transform, mask_fn, logits_params   expressions over each logit and its position, as in
+            single_prefill_with_kv_cache. Only for dense batches without length arrays; one launch
+            per request.
     implementation: accepted for compatibility.
 
     Lengths, offsets and tables are int32 or int64. They stay on their device: nothing is copied to
@@ -172,29 +173,29 @@ def dot_product_attention(
         _check_gate(output_gate, query, value)
         if not bias is mask is logits_transform is mask_fn is logits_params is None:
             expressions = logits_transform, mask_fn, logits_params
-            answer = _hidden(call, offsets, bias, mask, expressions, is_first)
+            result = _hidden(call, offsets, bias, mask, expressions, is_first)
         elif is_first:
             _refuse_given((*offsets, block_table), _FIRST)
-            answer = _first(call)
+            result = _first(call)
         elif cu_seqlens_q is not None or cu_seqlens_k is not None:
             options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-            answer = _ragged(call, offsets)
+            result = _ragged(call, offsets)
         else:
-            answer = _dense(call)
+            result = _dense(call)
     except (ArgumentError, UnsupportedError) as error:
         if bias is mask is mask_fn is logits_transform is None and is_exporting():
             return exported(dot_product_attention, locals())
         raise _with_order(renamed(error, kv_lens is not None), query, key) from error
     if return_residual and array.view(query, "query").framework == "jax":
-        return answer[0], answer[1].astype(query.dtype)
-    return answer
+        return result[0], result[1].astype(query.dtype)
+    return result
 
 
 def renamed(error: ArgumentError | UnsupportedError, has_kv_lens: bool = False) -> Exception:
     """An error of what is called here, with the names that arguments have here."""
     name = "kv_lens" if has_kv_lens else "key_value_seq_lengths"
     names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
-    return type(error)(_NAME.sub(lambda found: names[found[0]], str(error)))
+    return type(error)(_NAME.sub(lambda match: names[match[0]], str(error)))
 
 
 def _with_order(error: Exception, query: Any, key: Any) -> Exception:
@@ -299,15 +300,15 @@ class _Call(NamedTuple):
         return Placement(shapes[0][-3], shapes[1][-3], left, right, is_first)
 
 
-def _as_batch(call: _Call, answer: Callable[[_Call], Any]) -> Any:
-    """The answer of one request without a batch axis, as a batch of one."""
+def _as_batch(call: _Call, attend: Callable[[_Call], Any]) -> Any:
+    """The output of one request without a batch axis, as a batch of one."""
     out, options = call.options["out"], call.options
     per_row = {name: options[name] for name in ("out", "output_gate")}
     batch = call.changed(**{name: None if x is None else x[None] for name, x in per_row.items()})
-    found = answer(batch._replace(q=call.q[None], k=call.k[None], v=call.v[None]))
-    made, lse = found if call.wants_lse else (found, None)
-    made = made[0] if out is None else out
-    return made if lse is None else (made, lse[0])
+    result = attend(batch._replace(q=call.q[None], k=call.k[None], v=call.v[None]))
+    output, lse = result if call.wants_lse else (result, None)
+    output = output[0] if out is None else out
+    return output if lse is None else (output, lse[0])
 
 
 def _check_lengths(call: _Call) -> None:
@@ -319,9 +320,9 @@ def _check_lengths(call: _Call) -> None:
             raise ArgumentError(f"{name}: shape is {got}; wanted [{count}]")
 
 
-def _with_rows_lse(answer: Any, wants_lse: bool) -> Any:
+def _with_rows_lse(result: Any, wants_lse: bool) -> Any:
     """The LSE of flash_attn's functions, heads before rows, with the heads last."""
-    return (answer[0], answer[1].swapaxes(-1, -2)) if wants_lse else answer
+    return (result[0], result[1].swapaxes(-1, -2)) if wants_lse else result
 
 
 # --- ragged, or pages with offsets of query ---
@@ -341,7 +342,7 @@ def _ragged(call: _Call, offsets: tuple[Any, Any]) -> Any:
         raise UnsupportedError(
             "query_seq_lengths: cu_seqlens_q says how many rows each request has; pass one of them"
         )
-    answer = flash_attn_varlen_func(
+    result = flash_attn_varlen_func(
         call.q,
         call.k,
         call.v,
@@ -351,7 +352,7 @@ def _ragged(call: _Call, offsets: tuple[Any, Any]) -> Any:
         block_table=call.table,
         **call.options,
     )
-    return _with_rows_lse(answer, call.wants_lse)
+    return _with_rows_lse(result, call.wants_lse)
 
 
 # --- dense, or pages ---
@@ -427,15 +428,15 @@ def _with_query_lengths(call: _Call, vq: ArrayView) -> Any:
     kv_lens, gate = call.kv_lens, call.options["output_gate"]
     if kv_lens is None:
         kv_lens = progression(count, array.view(call.k, "k").shape[1], 0, vq)
-    flat = out.reshape(vout.shape[0] * vout.shape[1], *vout.shape[2:])
-    if array.view(flat, "out").ptr != vout.ptr:
+    rows = out.reshape(vout.shape[0] * vout.shape[1], *vout.shape[2:])
+    if array.view(rows, "out").ptr != vout.ptr:
         raise ArgumentError("out: has rows that are not equally far apart; pass a contiguous one")
-    _fill_with_zeros(flat)
+    _fill_with_zeros(rows)
     if gate is not None:
         gate = gate.reshape(-1, *gate.shape[2:])
     offsets = progression(count + 1, 0, tokens, vq)
-    options = call.options | {"out": flat, "max_seqlen_q": tokens, "output_gate": gate}
-    answer = flash_attn_varlen_func(
+    options = call.options | {"out": rows, "max_seqlen_q": tokens, "output_gate": gate}
+    result = flash_attn_varlen_func(
         call.q.reshape(count * tokens, heads, vq.shape[3]),
         call.k,
         call.v,
@@ -446,10 +447,10 @@ def _with_query_lengths(call: _Call, vq: ArrayView) -> Any:
         block_table=call.table,
         **options,
     )
-    made = array.deliver(out, vq) if call.options["out"] is None else out
+    output = array.deliver(out, vq) if call.options["out"] is None else out
     if not call.wants_lse:
-        return made
-    return made, answer[1].swapaxes(-1, -2).reshape(count, tokens, heads)
+        return output
+    return output, result[1].swapaxes(-1, -2).reshape(count, tokens, heads)
 
 
 def _fill_with_zeros(x: Any) -> None:
@@ -466,11 +467,11 @@ def _fill_with_zeros(x: Any) -> None:
 def _single(call: _Call, vq: ArrayView) -> Any:
     """One request: its lengths are known here, so that the plan is made on the host."""
     function, arrays, rows = single_call(call.q, call.k, call.v, vq.shape[1], call.options)
-    answer = function(*arrays, **rows)
+    result = function(*arrays, **rows)
     lead = (None, None) if vq.shape[1] == 1 else (None,)
-    made, lse = answer if call.wants_lse else (answer, None)
-    made = made[lead] if call.options["out"] is None else call.options["out"]
-    return made if lse is None else (made, array.scaled(lse, math.log(2.0))[lead])
+    output, lse = result if call.wants_lse else (result, None)
+    output = output[lead] if call.options["out"] is None else call.options["out"]
+    return output if lse is None else (output, array.scaled(lse, math.log(2.0))[lead])
 
 
 def single_call(
@@ -622,7 +623,7 @@ def _check_mask(vm: ArrayView, vq: ArrayView, wanted: tuple[int, ...]) -> None:
             "added to logits as bias"
         )
     fits = len(vm.shape) <= 4 and all(
-        extent in (1, most) for extent, most in zip(vm.shape[::-1], wanted[::-1], strict=False)
+        extent in (1, size) for extent, size in zip(vm.shape[::-1], wanted[::-1], strict=False)
     )
     if not fits:
         raise ArgumentError(
@@ -632,7 +633,7 @@ def _check_mask(vm: ArrayView, vq: ArrayView, wanted: tuple[int, ...]) -> None:
 
 
 def _expressed(call: _Call, expression: LogitsExpression, arrays: tuple[ArrayView, ...]) -> Any:
-    """With expressions, which know a request's place in the batch as a number."""
+    """With expressions, which know a request's index in the batch as a number."""
     vq, options = array.view(call.q, "q"), call.options
     if len(vq.shape) == 3:
         return _as_batch(call, lambda batch: _expressed(batch, expression, arrays))
@@ -676,7 +677,7 @@ def _each(
             output_gate=None if gate is None else gate[index],
         )
         single.run(request, options, read, return_lse=call.wants_lse, is_decode=False)
-    made = array.deliver(out, vq) if call.options["out"] is None else out
+    output = array.deliver(out, vq) if call.options["out"] is None else out
     if lse is None:
-        return made
-    return made, array.deliver(array.scaled(lse, math.log(2.0)), vq)
+        return output
+    return output, array.deliver(array.scaled(lse, math.log(2.0)), vq)

@@ -160,7 +160,7 @@ def _run_cached(form: Form, arrays: Arrays, options: Options) -> Any:
     call = cached.call
     if call.outputs and call.overlaps(addresses, cached.sizes):
         return None
-    sized, out, lse = found.prepared or _sized(found), arrays.out, arrays.lse
+    sized, out, lse = cached.prepared or _sized(cached), arrays.out, arrays.lse
     if sized is None:
         return None
     if form.is_in_place:
@@ -176,22 +176,22 @@ def _run_cached(form: Form, arrays: Arrays, options: Options) -> Any:
     return out, lse
 
 
-def _sized(found: Found[_Checked]) -> _Sized | None:
+def _sized(cached: Found[_Checked]) -> _Sized | None:
     """What calls of these lengths launch; None if they do not fit each other."""
-    checked, lengths = found.call.checked, found.lengths
+    checked, lengths = cached.call.checked, cached.lengths
     num_heads, head_dim = checked.row_shape
     n, num_states = lengths[_V_A], checked.num_states
     wanted = dict.fromkeys(range(len(lengths)), n)
-    if _INDPTR < len(found.shapes) and found.shapes[_INDPTR] is not None:
+    if _INDPTR < len(cached.shapes) and cached.shapes[_INDPTR] is not None:
         n, num_states = lengths[_INDPTR] - 1, lengths[_V_A]
         wanted = dict.fromkeys(wanted, n) | {_INDPTR: n + 1, _V_A: num_states, _S_A: num_states}
     if min(n, num_states) <= 0 or n * num_heads > MAX_COUNT:
         return None
-    if any(lengths[place] != wanted[place] for place, _ in found.call.axes):
+    if any(lengths[index] != wanted[index] for index, _ in cached.call.axes):
         return None
     merge = checked.merge.of_lengths(n * num_heads, num_states)
-    found.prepared = _Sized(merge, (n, num_heads, head_dim), (n, num_heads))
-    return found.prepared
+    cached.prepared = _Sized(merge, (n, num_heads, head_dim), (n, num_heads))
+    return cached.prepared
 
 
 _make_options = maker(Options)
@@ -318,9 +318,9 @@ def _run_on_gpu(
         if indptr is views.indptr and (indptr is None or not cuda().is_debugging):
             checked = _Checked(merge, shape[1:], num_states)
             calls = _CALLS[form.is_in_place]
-            found = calls.insert(arrays, options, checked, v_a, vout.dtype, shape, shape[:2])
-            if found is not None:
-                found.prepared = _Sized(merge, shape, shape[:2])
+            cached = calls.insert(arrays, options, checked, v_a, vout.dtype, shape, shape[:2])
+            if cached is not None:
+                cached.prepared = _Sized(merge, shape, shape[:2])
     if form.is_in_place:
         return None, None
     return tuple(
