@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import sys
@@ -245,7 +246,10 @@ def _cupyx_backend(seconds: float) -> Any:
         )
 
     own = cupy_module().cuda.Device()
-    return in_time("starting cupyx.distributed", start, seconds, device=own)
+    backend = in_time("starting cupyx.distributed", start, seconds, device=own)
+    # Its store is a process that Python would wait for at the program's end.
+    atexit.register(backend.stop)
+    return backend
 
 
 @needs("mpi4py")

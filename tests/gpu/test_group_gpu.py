@@ -81,6 +81,8 @@ if rank == 0:
 while not port.exists():
     time.sleep(0.01)
 backend = cupyx.distributed.init_process_group(size, rank, port=int(port.read_text()))
+import atexit
+atexit.register(backend.stop)  # its store is a process that Python waits for
 from cupyattn.distributed import Group
 group = Group.from_cupyx(backend)
 """

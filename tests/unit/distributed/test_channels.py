@@ -171,6 +171,7 @@ def test_a_launcher_of_torchrun_s_kind_needs_no_torch(monkeypatch: pytest.Monkey
             rank=rank,
             _n_devices=size,
             all_to_all=None,
+            stop=lambda: None,
             all_gather=lambda given, out, count, stream: ctypes.memmove(
                 out.ctypes.data, given.ctypes.data, given.nbytes
             ),
