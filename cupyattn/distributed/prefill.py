@@ -16,7 +16,7 @@ from ..core.tracing import Untraced
 from ..errors import ArgumentError, CupyAttnError, DistributedError, PlanError, UnsupportedError
 from ..slots import reshape_and_cache
 from ..typing import Array, run_returns_lse
-from .carried import CarriedRows
+from .exchanged_rows import ExchangedRows
 from .group import Group
 from .heads import head_range
 from .pieces import ZigZag
@@ -27,7 +27,7 @@ from .side_stream import SideStream
 from .ulysses import Ulysses
 
 _METHODS = "gather", "overlap", "ulysses"
-_MOST_LENGTHS = 16  # that ranks compare one by one, and messages show
+_MAX_LENGTHS = 16  # that ranks compare one by one, and messages show
 
 
 class ContextParallelPrefill(Untraced):
@@ -265,8 +265,8 @@ class ContextParallelPrefill(Untraced):
                 )
         device = array.same_device(q=vq, k=vk, v=vv)
         if (device.kind == "cuda") is not self.group.on_gpu:
-            place = "a GPU" if self.group.on_gpu else "the CPU"
-            raise ArgumentError(f"q: is on {device}, and the group's arrays are on {place}")
+            kind = "a GPU" if self.group.on_gpu else "the CPU"
+            raise ArgumentError(f"q: is on {device}, and the group's arrays are on {kind}")
         return vq, vk, vv
 
     def _view_outputs(
@@ -276,11 +276,11 @@ class ContextParallelPrefill(Untraced):
         heads, dim = self._options.heads_and_dims[0], self._options.heads_and_dims[3]
         vout = None if out is None else array.view(out, "out")
         vlse = None if lse is None else array.view(lse, "lse")
-        given: dict[str, ArrayView | None] = {"q": vq, "k": vk, "v": vv}
+        inputs: dict[str, ArrayView | None] = {"q": vq, "k": vk, "v": vv}
         shape = vq.shape[0], heads, dim
         remedy = "pass such an array, or plan with o_data_type"
-        match_output(vout, shape, self._options.spec.dtype_o, "out", remedy, **given)
-        match_output(vlse, shape[:2], dtypes.float32, "lse", **given, out=vout)
+        match_output(vout, shape, self._options.spec.dtype_o, "out", remedy, **inputs)
+        match_output(vlse, shape[:2], dtypes.float32, "lse", **inputs, out=vout)
         for x, name in ((vout, "out"), (vlse, "lse")):
             if x is not None:
                 require_contiguous_last(x, name)
@@ -291,7 +291,7 @@ class ContextParallelPrefill(Untraced):
 def _lengths(share: ZigZag) -> dict[str, Any]:
     """What ranks compare of the lengths of requests."""
     facts: dict[str, Any] = {"requests": share.num_requests, "tokens": share.num_tokens}
-    if share.num_requests <= _MOST_LENGTHS:
+    if share.num_requests <= _MAX_LENGTHS:
         facts["lengths"] = share.lengths.tolist()
     else:
         facts["lengths of digest"] = hashlib.sha256(share.lengths.tobytes()).hexdigest()[:16]
@@ -375,7 +375,7 @@ class _Gathered:
             self._memory = self._make_memory(q)
         memory, plan = self._memory, self._plan
         stream = array.current_stream(q) if q.device.kind == "cuda" else None
-        answer = _State(out.owner, None if lse is None else lse.owner)
+        output = _State(out.owner, None if lse is None else lse.owner)
         own, side = _Keys(k.owner, v.owner), memory.side
         side.enter(stream)
         # --- 1. Let keys be on their way ---
@@ -384,9 +384,9 @@ class _Gathered:
         side.begin(stream)
         for chunk, taken in zip(plan.chunks, memory.taken, strict=True):
             if chunk.num_rows:
-                given = memory.given.bytes(chunk.first, chunk.num_rows)
-                everything = taken.bytes(0, self._group.size * chunk.num_rows)
-                self._group.all_gather(everything, given, side.handle)
+                own_rows = memory.send_rows.bytes(chunk.first, chunk.num_rows)
+                all_rows = taken.bytes(0, self._group.size * chunk.num_rows)
+                self._group.all_gather(all_rows, own_rows, side.handle)
             side.mark()
         if memory.own_slots is not None and plan.num_rows:
             _store(own, memory.keys, memory.own_slots)
@@ -399,11 +399,11 @@ class _Gathered:
                     _store(memory.come[come], memory.keys, memory.slots[come])
                 come += 1
             keys = own if stage.is_own else memory.keys
-            state = memory.states[index] if self._has_states else answer
+            state = memory.states[index] if self._has_states else output
             self._stages[index].attend(q.owner, keys.k, keys.v, state.v, state.s)
         # --- 3. Merge in the order of stages ---
         if self._has_states and plan.num_rows:
-            merge_states(memory.merged.v, memory.merged.s, out=answer.v, lse=answer.s)
+            merge_states(memory.merged.v, memory.merged.s, out=output.v, lse=output.s)
         side.leave(stream)
 
     def _make_memory(self, like: ArrayView) -> _Memory:
@@ -431,8 +431,8 @@ def _store(rows: _Keys, target: _Keys, slots: Any) -> None:
 class _Memory:
     """What runs of a plan write in between, on the device and of the framework of their arrays.
 
-    given, sent    rows for other ranks, and K and V of them
-    taken, come    rows of all ranks, and K and V of them, of each chunk
+    send_rows, sent    rows for other ranks, and K and V of them
+    taken, come        rows of all ranks, and K and V of them, of each chunk
     keys           K and V that stages read
     states, merged  of each stage (v, s), and of all as they are merged
     """
@@ -450,14 +450,14 @@ class _Memory:
         num_qo_heads, num_kv_heads, dim_qk, dim_vo = options.heads_and_dims
         row = num_kv_heads * (dim_qk + dim_vo)
         self.side = SideStream(like.device)
-        self.given = CarriedRows(plan.num_sent, row, options.dtype, like)
-        self.sent = self._heads_of(self.given)
+        self.send_rows = ExchangedRows(plan.num_sent, row, options.dtype, like)
+        self.sent = self._heads_of(self.send_rows)
         self.taken = [
-            CarriedRows(size * chunk.num_rows, row, options.dtype, like) for chunk in plan.chunks
+            ExchangedRows(size * chunk.num_rows, row, options.dtype, like) for chunk in plan.chunks
         ]
         self.come = [self._heads_of(rows) for rows in self.taken]
         columns = num_kv_heads * dim_qk, num_kv_heads * dim_vo
-        k, v = (CarriedRows(plan.num_gathered, x, options.dtype, like) for x in columns)
+        k, v = (ExchangedRows(plan.num_gathered, x, options.dtype, like) for x in columns)
         self.keys = _Keys(k.heads(0, num_kv_heads, dim_qk), v.heads(0, num_kv_heads, dim_vo))
         self.send_slots = self._on_device(plan.send_slots)
         self.own_slots = None if plan.own_slots is None else self._on_device(plan.own_slots)
@@ -478,7 +478,7 @@ class _Memory:
     def _on_device(self, slots: np.ndarray) -> Any:
         return array.constant(slots, self._like)
 
-    def _heads_of(self, rows: CarriedRows) -> _Keys:
+    def _heads_of(self, rows: ExchangedRows) -> _Keys:
         """K and V of rows that hold both."""
         _, num_kv_heads, dim_qk, dim_vo = self._options.heads_and_dims
         return _Keys(

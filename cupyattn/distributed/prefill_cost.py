@@ -126,10 +126,10 @@ def choose(prompt: Prompt, rates: Rates, methods: tuple[str, ...]) -> Choice:
     states of all rows instead. Ulysses moves a rank's share of q, k, v and the answer, each once,
     so it wins where there are many ranks, or as many KV heads as heads of q.
     """
-    found = sorted(_estimates(prompt, rates, methods), key=lambda choice: choice.seconds)
-    if not found:
+    choices = sorted(_estimates(prompt, rates, methods), key=lambda choice: choice.seconds)
+    if not choices:
         raise ArgumentError(f"methods: got {methods}; wanted one of gather, overlap and ulysses")
-    best, *others = found
+    best, *others = choices
     return Choice(best.method, best.num_chunks, best.seconds, best.attention, tuple(others))
 
 

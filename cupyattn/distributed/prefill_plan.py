@@ -110,18 +110,18 @@ def make_plan(
     """
     if share.size == 1:
         return _alone(share, causal)
-    given = [
+    sent = [
         [_sent(share, source, chunk, num_chunks, window_left) for source in range(share.size)]
         for chunk in range(num_chunks)
     ]
-    sizes = [max(int(x.length.sum()) for x in of_ranks) for of_ranks in given]
+    sizes = [max(int(x.length.sum()) for x in of_ranks) for of_ranks in sent]
     firsts = [sum(sizes[:chunk]) for chunk in range(num_chunks)]
     send_slots = np.full(int(share.counts(rank).sum()), -1, np.int32)
-    for of_ranks, first in zip(given, firsts, strict=True):
+    for of_ranks, first in zip(sent, firsts, strict=True):
         own = of_ranks[rank]
         _place(send_slots, own.row, first + _starts(own.length), own.length)
     lay_out = _lay_out_whole if method == "gather" else _lay_out_parts
-    slots, own_slots, stages = lay_out(share, rank, given, causal, window_left)
+    slots, own_slots, stages = lay_out(share, rank, sent, causal, window_left)
     chunks = tuple(map(Chunk, sizes, firsts, slots))
     num_gathered = max((stage.num_keys for stage in stages if not stage.is_own), default=0)
     return PrefillPlan(
@@ -175,8 +175,8 @@ def _sent(share: ZigZag, rank: int, chunk: int, num_chunks: int, window_left: in
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
     """Where each of the lengths begins if all lie one after another, in their shape."""
-    flat = lengths.ravel()
-    return (flat.cumsum() - flat).reshape(lengths.shape)
+    in_order = lengths.ravel()
+    return (in_order.cumsum() - in_order).reshape(lengths.shape)
 
 
 def _place(slots: np.ndarray, rows: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> None:
@@ -189,7 +189,7 @@ def _place(slots: np.ndarray, rows: np.ndarray, targets: np.ndarray, lengths: np
 
 
 def _lay_out_whole(
-    share: ZigZag, rank: int, given: list[list[Segments]], causal: bool, window_left: int
+    share: ZigZag, rank: int, sent: list[list[Segments]], causal: bool, window_left: int
 ) -> tuple[list[np.ndarray], np.ndarray, list[Stage]]:
     """(slots of each chunk, slots of the rank's own keys, stages) of "gather"."""
     begin, end = share.spans(rank)
@@ -209,30 +209,30 @@ def _lay_out_whole(
     behind = base + last[:, 0] - first[:, 0]
     ranges = ((first[:, 0], last[:, 0], base), (more, last[:, 1], behind))
 
-    def place(slots: np.ndarray, segments: Segments, offset: np.ndarray) -> None:
+    def place_range(slots: np.ndarray, segments: Segments, offset: np.ndarray) -> None:
         for low, high, target in ranges:
             seen = segments.within(low, high)
             rows = offset + (seen.row - segments.row)
             _place(slots, rows, target[:, None] + seen.position - low[:, None], seen.length)
 
     all_slots = []
-    for of_ranks in given:
+    for of_ranks in sent:
         size = max(int(x.length.sum()) for x in of_ranks)
         slots = np.full(share.size * size, -1, np.int32)
         for source, segments in enumerate(of_ranks):
             if source != rank:
-                place(slots, segments, source * size + _starts(segments.length))
+                place_range(slots, segments, source * size + _starts(segments.length))
         all_slots.append(slots)
     own_slots = np.full(int(qo_len.sum()), -1, np.int32)
     row = share.indptr(rank)[:-1, None] + np.stack([np.zeros_like(base), qo_len[:, 0]], 1)
-    place(own_slots, Segments(row, begin, qo_len), row)
+    place_range(own_slots, Segments(row, begin, qo_len), row)
     is_among = first[:, 1] < last[:, 0]  # whether the late piece's keys begin in the early one's
     late_start = np.where(is_among, base + first[:, 1] - first[:, 0], behind)
     kv_start = np.stack([base, late_start], axis=1)
     kv_len = last - first
     stages = []
-    pieces = ((0, 1),) if len(given) == 1 or not causal else ((0,), (1,))
-    for chunks, piece in enumerate(pieces, 1 if len(pieces) > 1 else len(given)):
+    pieces = ((0, 1),) if len(sent) == 1 or not causal else ((0,), (1,))
+    for chunks, piece in enumerate(pieces, 1 if len(pieces) > 1 else len(sent)):
         chosen = [x[:, piece] for x in (qo_len, kv_len, row, kv_start)]
         stages.append(_stage(chunks, chosen, causal))
     return all_slots, own_slots, stages
@@ -242,7 +242,7 @@ def _lay_out_whole(
 
 
 def _lay_out_parts(
-    share: ZigZag, rank: int, given: list[list[Segments]], causal: bool, window_left: int
+    share: ZigZag, rank: int, sent: list[list[Segments]], causal: bool, window_left: int
 ) -> tuple[list[np.ndarray], None, list[Stage]]:
     """(slots of each chunk, None, stages) of "overlap"."""
     assert window_left < 0
@@ -250,7 +250,7 @@ def _lay_out_parts(
     qo_len = end - begin
     rows = share.indptr(rank)[:-1]
     all_slots, stages = [], [_own_stage(share, rank, causal)]
-    for chunk, of_ranks in enumerate(given):
+    for chunk, of_ranks in enumerate(sent):
         size = max(int(x.length.sum()) for x in of_ranks)
         others = [source for source in range(share.size) if source != rank]
         lengths = np.stack([of_ranks[source].length for source in others], axis=1)  # [B, others, 2]

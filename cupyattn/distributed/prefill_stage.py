@@ -112,8 +112,8 @@ class StageWrapper(BatchWrapper):
             run(self, q=q, k=k, v=v, out=out, lse=lse, options=NO_OPTIONS)
             return
         # The reference writes all rows.
-        made, made_lse = run(self, q=q, k=k, v=v, options=NO_OPTIONS._replace(return_lse=True))
-        for target, source in ((out, made), (lse, made_lse)):
+        whole, whole_lse = run(self, q=q, k=k, v=v, options=NO_OPTIONS._replace(return_lse=True))
+        for target, source in ((out, whole), (lse, whole_lse)):
             if target is not None:
                 written, values = _numbers(target), _numbers(source)
                 for begin, count in zip(batch.requests.q_start, batch.requests.qo_len, strict=True):

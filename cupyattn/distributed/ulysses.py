@@ -16,7 +16,7 @@ from ..array import ArrayView
 from ..core import dtypes
 from ..schedule.batch import BatchRequests
 from ..slots import reshape_and_cache
-from .carried import CarriedRows, copy
+from .exchanged_rows import ExchangedRows, copy
 from .group import Group
 from .heads import head_range
 from .pieces import ZigZag
@@ -75,15 +75,15 @@ class Ulysses:
         memory = self._memory
         stream = array.current_stream(q) if q.device.kind == "cuda" else None
         # --- 1. Tokens of all heads become all tokens of own heads ---
-        self._lay_out(q, k, v, memory.given, stream)
-        self._exchange(memory.taken, memory.given, stream)
+        self._lay_out(q, k, v, memory.send, stream)
+        self._exchange(memory.taken, memory.send, stream)
         columns, keys = self._query_columns, self._key_columns
         reshape_and_cache(
             memory.taken.heads(0, 1, columns),
             memory.taken.heads(columns, 1, keys),
             memory.queries.heads(0, 1, columns),
             memory.keys.heads(0, 1, keys),
-            memory.places,
+            memory.slots,
         )
         # --- 2. Attend ---
         heads, (_, _, dim_qk, dim_vo) = self._heads, self._options.heads_and_dims
@@ -91,33 +91,33 @@ class Ulysses:
             memory.queries.heads(0, heads.num_qo_heads, dim_qk),
             memory.keys.heads(0, heads.num_kv_heads, dim_qk),
             memory.keys.heads(heads.num_kv_heads * dim_qk, heads.num_kv_heads, dim_vo),
-            memory.answers.heads(0, heads.num_qo_heads, dim_vo),
+            memory.outputs.heads(0, heads.num_qo_heads, dim_vo),
             memory.lse.whole,
         )
         # --- 3. And back ---
-        answer = heads.num_qo_heads * dim_vo
+        columns_out = heads.num_qo_heads * dim_vo
         numbers = heads.num_qo_heads * 4 // self._options.spec.dtype_o.itemsize
         reshape_and_cache(
-            memory.answers.heads(0, 1, answer),
-            memory.lse_as_answers,
-            memory.given_back.heads(0, 1, answer),
-            memory.given_back.heads(memory.lse_column, 1, numbers),
+            memory.outputs.heads(0, 1, columns_out),
+            memory.lse_as_outputs,
+            memory.send_back.heads(0, 1, columns_out),
+            memory.send_back.heads(memory.lse_column, 1, numbers),
             memory.origins,
         )
-        self._exchange(memory.taken_back, memory.given_back, stream)
+        self._exchange(memory.taken_back, memory.send_back, stream)
         self._collect(memory, out, lse, stream)
 
-    def _exchange(self, taken: CarriedRows, given: CarriedRows, stream: int | None) -> None:
+    def _exchange(self, taken: ExchangedRows, send: ExchangedRows, stream: int | None) -> None:
         num_rows = self._group.size * self._part
-        self._group.all_to_all(taken.bytes(0, num_rows), given.bytes(0, num_rows), stream)
+        self._group.all_to_all(taken.bytes(0, num_rows), send.bytes(0, num_rows), stream)
 
     def _lay_out(
-        self, q: ArrayView, k: ArrayView, v: ArrayView, given: CarriedRows, stream: int | None
+        self, q: ArrayView, k: ArrayView, v: ArrayView, send: ExchangedRows, stream: int | None
     ) -> None:
         """Give every rank its heads of this rank's tokens. KV heads with replicas are copied."""
         if not self._num_rows:
             return
-        size, part, row = self._group.size, self._part, given.columns
+        size, part, row = self._group.size, self._part, send.columns
         heads, (_, _, dim_qk, dim_vo) = self._heads, self._options.heads_and_dims
         copies, replicas = heads.num_replicas, size // heads.num_replicas
         pairs = []
@@ -131,11 +131,11 @@ class Ulysses:
             if times == 1:
                 shape = size, self._num_rows, own, dim
                 source = array.as_strided(x, shape, (own * head, token, head, 1))
-                target = given.strided(column, shape, (part * row, row, dim, 1))
+                target = send.strided(column, shape, (part * row, row, dim, 1))
             else:
                 shape = replicas, times, self._num_rows, dim
                 source = array.as_strided(x, shape, (head, 0, token, 1))
-                target = given.strided(column, shape, (times * part * row, part * row, row, 1))
+                target = send.strided(column, shape, (times * part * row, part * row, row, 1))
             pairs.append((source, target))
             column += own * dim
         copy(pairs[:1], stream)
@@ -164,12 +164,12 @@ class Ulysses:
     def _make_memory(self, like: ArrayView) -> _Memory:
         return _Memory(
             like,
-            num_carried=self._group.size * self._part,
+            num_exchanged=self._group.size * self._part,
             num_tokens=self._num_tokens,
             columns=(self._query_columns, self._key_columns),
             heads_and_dim=(self._heads.num_qo_heads, self._options.heads_and_dims[3]),
             options=self._options,
-            places=array.constant(self._places, like),
+            slots=array.constant(self._places, like),
             origins=array.constant(self._origins, like),
         )
 
@@ -181,32 +181,32 @@ class _Memory:
         self,
         like: ArrayView,
         *,
-        num_carried: int,
+        num_exchanged: int,
         num_tokens: int,
         columns: tuple[int, int],
         heads_and_dim: tuple[int, int],
         options: PrefillOptions,
-        places: Any,
+        slots: Any,
         origins: Any,
     ) -> None:
         self._place = like.device, like.framework
         dtype, dtype_o = options.dtype, options.spec.dtype_o
         row = _rounded(sum(columns), dtype.itemsize)
-        self.given = CarriedRows(num_carried, row, dtype, like)
-        self.taken = CarriedRows(num_carried, row, dtype, like)
-        self.queries = CarriedRows(num_tokens, columns[0], dtype, like)
-        self.keys = CarriedRows(num_tokens, columns[1], dtype, like)
+        self.send = ExchangedRows(num_exchanged, row, dtype, like)
+        self.taken = ExchangedRows(num_exchanged, row, dtype, like)
+        self.queries = ExchangedRows(num_tokens, columns[0], dtype, like)
+        self.keys = ExchangedRows(num_tokens, columns[1], dtype, like)
         num_heads, dim = heads_and_dim
-        self.answers = CarriedRows(num_tokens, num_heads * dim, dtype_o, like)
-        self.lse = CarriedRows(num_tokens, num_heads, dtypes.float32, like)
+        self.outputs = ExchangedRows(num_tokens, num_heads * dim, dtype_o, like)
+        self.lse = ExchangedRows(num_tokens, num_heads, dtypes.float32, like)
         self.lse_column = _rounded(num_heads * dim, dtype_o.itemsize)
         numbers = num_heads * 4 // dtype_o.itemsize
         row = _rounded(self.lse_column + numbers, dtype_o.itemsize)
-        self.given_back = CarriedRows(num_carried, row, dtype_o, like)
-        self.taken_back = CarriedRows(num_carried, row, dtype_o, like)
+        self.send_back = ExchangedRows(num_exchanged, row, dtype_o, like)
+        self.taken_back = ExchangedRows(num_exchanged, row, dtype_o, like)
         # The numbers of the LSE, as a copy of elements of the answer's dtype takes them.
-        self.lse_as_answers = self.lse.seen_as(dtype_o)
-        self.places, self.origins = places, origins
+        self.lse_as_outputs = self.lse.seen_as(dtype_o)
+        self.slots, self.origins = slots, origins
 
     def fits(self, like: ArrayView) -> bool:
         return self._place == (like.device, like.framework)

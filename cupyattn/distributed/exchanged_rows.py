@@ -13,7 +13,7 @@ from ..core.dtypes import DType
 from ..launch.ops import copy_rows
 
 
-class CarriedRows:
+class ExchangedRows:
     """[num_rows, columns] elements in memory of the framework of `like`, and parts of it.
 
     At least one row is there, so that every part has an address.
@@ -54,7 +54,7 @@ class CarriedRows:
         """The bytes of so many rows, as the array that a group takes."""
         own = self.view
         size = self.columns * own.dtype.itemsize
-        made = ArrayView(
+        row_bytes = ArrayView(
             own.ptr + first * size,
             (count * size,),
             (1,),
@@ -64,7 +64,7 @@ class CarriedRows:
             False,
             own.owner,
         )
-        return array.as_numpy(made) if own.device.kind == "cpu" else array.as_cupy(made)
+        return array.as_numpy(row_bytes) if own.device.kind == "cpu" else array.as_cupy(row_bytes)
 
 
 def copy(pairs: Sequence[tuple[ArrayView, ArrayView]], stream: int | None) -> None:
