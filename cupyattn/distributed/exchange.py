@@ -26,7 +26,7 @@ from ..core.records import maker
 from ..engine import merge_states
 from ..engine.call_cache import Argument, CallCache
 from ..engine.staging import alloc_pinned
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, DistributedError, UnsupportedError
 from ..launch.driver.enqueue import cuda
 from ..launch.ops import exchange_states
 from ..launch.ops.exchange_states import Exchange, Windows
@@ -135,6 +135,7 @@ class StateExchange:
         self.timeout = parse.positive(timeout, "timeout", 1.5)
         self._serial = next(_serials)
         self._known_rows: set[int] = set()
+        self._is_closed = False
         self._device = cuda().get_device() if group.on_gpu else 0
         group.handshake(
             {
@@ -170,6 +171,8 @@ class StateExchange:
 
         It is launched on the current stream of the arrays' framework; the host waits for nothing.
         """
+        if self._is_closed:
+            raise DistributedError("this exchange is closed; make a new one")
         self.group.check()
         arrays = _make_arrays(o, lse, out, lse_out)
         options = _make_options(self._serial, return_lse)
@@ -203,6 +206,7 @@ class StateExchange:
 
     def close(self) -> None:
         """Give the memory back that peers write. All ranks close, once none exchanges any more."""
+        self._is_closed = True
         if self._windows is not None:
             self._windows.close()
 
@@ -217,7 +221,7 @@ class StateExchange:
         fits = fits and max_states <= exchange_states.MAX_STATES
         window = None
         groups = exchange_states.groups_of(max_states)
-        if group.on_gpu and fits:
+        if group.on_gpu and fits and exchange_states.has_whole_words():
             size = exchange_states.window_bytes(group.size, groups, self.head_dim, self.dtype)
             window = group.window(size)
         if window is None:

@@ -12,6 +12,7 @@ from ...array import ArrayView
 from ...core import dtypes
 from ...core.device import device_props, overlaps_launches
 from ...core.dtypes import DType
+from ...errors import CompileError
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue
 
@@ -59,6 +60,15 @@ class Exchange(NamedTuple):
         arguments = params.this_thread.launch_buffer
         params.EXCHANGE_STATES.pack_into(arguments.buffer, arguments.offset, *addresses, self.look)
         enqueue(self.launch, arguments, self.device_index, stream)
+
+
+def has_whole_words() -> bool:
+    """Whether this NVRTC knows stores of 16 bytes as a whole: from CUDA 12.3 on."""
+    try:
+        major, minor = map(int, jit.nvrtc_version().split("."))
+    except CompileError:  # kernels are compiled elsewhere
+        return True
+    return (major, minor) >= (12, 3)
 
 
 def vectors_of(head_dim: int, dtype: DType) -> int:

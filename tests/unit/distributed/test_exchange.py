@@ -12,6 +12,7 @@ from helpers.exchange_calls import SMALL, ExchangeCase, RankRun, random_case
 
 from cupyattn import ArgumentError, DistributedError, UnsupportedError
 from cupyattn.distributed import Group, StateExchange, simulate
+from cupyattn.launch.ops import exchange_states
 
 
 def run_and_check(case: ExchangeCase) -> None:
@@ -151,3 +152,23 @@ def test_a_rank_that_differs_is_named() -> None:
             exchange.run(_ARRAYS["o"][:rows], _ARRAYS["lse"][:rows])
 
     simulate(2, run)
+
+
+def test_a_closed_exchange_says_so() -> None:
+    def work(group: Group) -> None:
+        exchange = StateExchange(group, 4, 4, 8)
+        exchange.close()
+        with pytest.raises(DistributedError, match="closed; make a new one"):
+            exchange.run(_ARRAYS["o"], _ARRAYS["lse"])
+        exchange = StateExchange(group, 4, 4, 8)
+        exchange.run(_ARRAYS["o"], _ARRAYS["lse"])
+
+    simulate(2, work)
+
+
+@pytest.mark.parametrize(("version", "has"), [("12.2", False), ("12.3", True), ("13.0", True)])
+def test_whole_words_need_cuda_12_3(
+    version: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_states.jit, "nvrtc_version", lambda: version)
+    assert exchange_states.has_whole_words() is has
