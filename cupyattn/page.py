@@ -33,9 +33,10 @@ from .launch.driver import scratch
 from .launch.driver.enqueue import cuda
 from .launch.ops import get_batch_indices_positions as get_positions
 from .launch.ops import get_seq_lens as get_lengths
-from .launch.ops.append_paged_kv_cache import Append, Refused, Rows, prepare
+from .launch.ops.append_paged_kv_cache import Append, Refused, prepare
 from .launch.ops.get_batch_indices_positions import FindPositions
 from .launch.ops.get_seq_lens import FindLengths
+from .launch.ops.rows import Rows
 from .typing import Array, ArrayT, Pages
 
 __all__ = [
@@ -122,8 +123,8 @@ def append_paged_kv_cache(
     # Validate.
     layout = parse.kv_layout(kv_layout)
     dims = Dims()
-    new_k = _rows(append_key, "nnz num_kv_heads head_dim_qk", dims, "append_key")
-    new_v = _rows(append_value, "nnz num_kv_heads head_dim_vo", dims, "append_value")
+    new_k = view_rows(append_key, "nnz num_kv_heads head_dim_qk", dims, "append_key")
+    new_v = view_rows(append_value, "nnz num_kv_heads head_dim_vo", dims, "append_value")
     require_same_dtype(new_v, "append_value", new_k, "append_key")
     cache = view_paged(paged_kv_cache, layout, dims)
     if "jax" in (cache.k.framework, cache.v.framework):
@@ -144,9 +145,9 @@ def append_paged_kv_cache(
     _require_cache(cache, dims)
     scales = append_scales(k_scale, v_scale, new_k.dtype, cache.k.dtype)
     index = {
-        "batch_indices": _index(batch_indices, "nnz", dims, "batch_indices"),
-        "positions": _index(positions, "nnz", dims, "positions"),
-        "kv_indices": _index(kv_indices, "num_indices", dims, "kv_indices"),
+        "batch_indices": view_index(batch_indices, "nnz", dims, "batch_indices"),
+        "positions": view_index(positions, "nnz", dims, "positions"),
+        "kv_indices": view_index(kv_indices, "num_indices", dims, "kv_indices"),
         **_offsets_and_lengths(dims, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len),
     }
     device = _device_of(cache, {"append_key": new_k, "append_value": new_v, **index})
@@ -451,17 +452,12 @@ def _append_on_gpu(
     scales: tuple[float, float],
 ) -> Append | None:
     """Enqueue an append. Returns it if later calls of its signature may enqueue it as it is."""
-
-    def rows(v: ArrayView, pages: ArrayView, strides: tuple[int, int, int], scale: float) -> Rows:
-        own = v.strides[0], v.strides[1]
-        return Rows(v.ptr, pages.ptr, own, strides, v.shape[2], scale)
-
     index = {n: int32_on_device(v, n) for n, v in index_arrays.items() if n != "kv_last_page_len"}
     stream = array.current_stream(new_k)
     k_slot, k_head, v_slot, v_head, k_page, v_page = cache.strides
     append = prepare(
-        rows(new_k, cache.k, (k_page, k_slot, k_head), scales[0]),
-        rows(new_v, cache.v, (v_page, v_slot, v_head), scales[1]),
+        Rows.of(new_k, cache.k, (k_page, k_slot, k_head), scales[0]),
+        Rows.of(new_v, cache.v, (v_page, v_slot, v_head), scales[1]),
         new_k.dtype,
         cache.k.dtype,
         new_k.shape[1],
@@ -502,13 +498,13 @@ def _are_unconverted(originals: Iterable[ArrayView], used: Iterable[ArrayView]) 
     return not cuda().is_debugging and all(a is b for a, b in zip(originals, used, strict=True))
 
 
-def _rows(x: Any, spec: str, dims: Dims, name: str) -> ArrayView:
+def view_rows(x: Any, spec: str, dims: Dims, name: str) -> ArrayView:
     v = array.view(x, name)
     match_array(v, spec, (*WIDE, *FP8), name, dims)
     return v
 
 
-def _index(x: Any, extent: str, dims: Dims, name: str) -> ArrayView:
+def view_index(x: Any, extent: str, dims: Dims, name: str) -> ArrayView:
     v = array.view(x, name)
     match(v, extent, dims, name)
     require_dtype(v, (dtypes.int32, dtypes.int64), name)
@@ -519,8 +515,8 @@ def _offsets_and_lengths(dims: Dims, **index: Any) -> dict[str, ArrayView]:
     """Two index arrays by name: offsets [B + 1], and a number for each of the B requests."""
     (name, offsets), (per_request, lengths) = index.items()
     views = {
-        name: _index(offsets, "num_offsets", dims, name),
-        per_request: _index(lengths, "B", dims, per_request),
+        name: view_index(offsets, "num_offsets", dims, name),
+        per_request: view_index(lengths, "B", dims, per_request),
     }
     if dims["num_offsets"] != dims["B"] + 1:
         raise ArgumentError(

@@ -12,8 +12,6 @@ from .array import ArrayView
 from .array.match import (
     Dims,
     is_contiguous,
-    match,
-    match_array,
     require_dtype,
     require_output,
     require_same_dtype,
@@ -26,7 +24,8 @@ from .engine.cpu import tokens_first
 from .engine.kv_cache import Keys, view_paged
 from .errors import ArgumentError
 from .launch.ops import store_kv as launcher
-from .page import FP8, WIDE, append_scales
+from .launch.ops.rows import Rows
+from .page import FP8, WIDE, append_scales, view_index, view_rows
 from .typing import Array, Scale
 
 __all__ = ["reshape_and_cache"]
@@ -120,13 +119,13 @@ def _store(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     layout = parse.kv_layout(options[0])
     dims = Dims()
     k, v, k_cache, v_cache, slot_mapping, scale_k, scale_v, slot_map = arrays
-    vk = _rows(k, "n num_kv_heads head_dim_qk", dims, "k")
-    vv = _rows(v, "n num_kv_heads head_dim_vo", dims, "v")
+    vk = view_rows(k, "n num_kv_heads head_dim_qk", dims, "k")
+    vv = view_rows(v, "n num_kv_heads head_dim_vo", dims, "v")
     require_same_dtype(vv, "v", vk, "k")
     cache = view_paged((k_cache, v_cache), layout, dims)
     cache = cache._replace(names=("k_cache", "v_cache"))
-    slots = _index(slot_mapping, "n", dims, "slot_mapping")
-    table = None if slot_map is None else _index(slot_map, "m", dims, "slot_map")
+    slots = view_index(slot_mapping, "n", dims, "slot_mapping")
+    table = None if slot_map is None else view_index(slot_map, "m", dims, "slot_map")
     numbers = append_scales(options[1], options[2], vk.dtype, cache.k.dtype, ("k_cache", "k"))
     scales = [
         None if x is None else _scale_view(x, name, dims["num_kv_heads"], vk.dtype, cache.k.dtype)
@@ -165,10 +164,13 @@ def _store_on_gpu(
     slots, table = _contiguous(given_slots), inputs["slot_map"]
     table = None if table is None else _contiguous(table)
     k_slot, k_head, v_slot, v_head, k_page, v_page = cache.strides
-    steps = [0 if x is None or x.shape[0] == 1 else x.strides[0] for x in scales]
+    of_k, of_v = (0 if x is None or x.shape[0] == 1 else x.strides[0] for x in scales)
     store = launcher.prepare(
-        launcher.Rows(vk, cache.k, (k_page, k_slot, k_head), numbers[0], steps[0]),
-        launcher.Rows(vv, cache.v, (v_page, v_slot, v_head), numbers[1], steps[1]),
+        vk,
+        Rows.of(vk, cache.k, (k_page, k_slot, k_head), numbers[0]),
+        Rows.of(vv, cache.v, (v_page, v_slot, v_head), numbers[1]),
+        dtype_cache=cache.k.dtype,
+        scale_strides=(of_k, of_v),
         slots=slots,
         slot_map=table,
         num_slots=page_size * cache.size,
@@ -242,16 +244,3 @@ def _scale_view(
             "KV head"
         )
     return v if dtype in WIDE and dtype_cache in FP8 else None
-
-
-def _rows(x: Any, spec: str, dims: Dims, name: str) -> ArrayView:
-    v = array.view(x, name)
-    match_array(v, spec, (*WIDE, *FP8), name, dims)
-    return v
-
-
-def _index(x: Any, extent: str, dims: Dims, name: str) -> ArrayView:
-    v = array.view(x, name)
-    match(v, extent, dims, name)
-    require_dtype(v, (dtypes.int32, dtypes.int64), name)
-    return v

@@ -20,7 +20,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention import append_new_kv
 from ..launch.attention.append_new_kv import Rotation
 from ..launch.attention.plan_batch import INDEX_DTYPES
-from ..launch.ops.append_paged_kv_cache import Rows
+from ..launch.ops.rows import Rows
 from ..page import append_paged_kv_cache
 
 _CACHES = "k_cache", "v_cache"
@@ -245,7 +245,7 @@ class Append:
             k, v = (with_even_rows(x.owner, x)[1] for x in (k, v))
         tokens = merge_leading(k, "k", 2), merge_leading(v, "v", 2)
         rows = [
-            Rows(x.ptr, cache.ptr, x.strides[:2], cache.strides[:3], x.shape[2], 1.0)  # type: ignore[arg-type]
+            Rows.of(x, cache, tuple(cache.strides[:3]))
             for x, cache in zip(tokens, caches, strict=True)
         ]
         after = array.view(self.after, "cache_seqlens")

@@ -13,12 +13,9 @@ from ...core.device import device_props
 from ...core.dtypes import DType
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue
-from ..ops.append_paged_kv_cache import COPIED, Rows, is_row_aligned, pack_rows
+from ..ops.rows import COPIED, THREADS, Rows, lane_bits, num_blocks
 from .plan_batch import IndexFormat
 
-_THREADS = 256
-_MAX_BLOCKS = 2**31 - 1
-_MAX_LANE_BITS = 5
 TABLE_DTYPES = dtypes.float32, dtypes.float16, dtypes.bfloat16
 ROTATED_DTYPES = dtypes.float16, dtypes.bfloat16
 
@@ -83,7 +80,7 @@ def config(
         "DTypeTable": dtype_table or dtypes.float32,
         "kAligned": is_aligned,
         "kRotary": dtype_table is not None,
-        "kThreads": _THREADS,
+        "kThreads": THREADS,
     }
     return jit.Config(values)
 
@@ -126,8 +123,8 @@ def _are_queries_aligned(rotation: Rotation) -> bool:
     q = rotation.q
     _, num_heads, head_dim = q.shape
     strides, out = (q.strides[0], q.strides[1]), (num_heads * head_dim, head_dim, 0)
-    rows = Rows(q.ptr, rotation.rotated_q.ptr, strides, out, head_dim, 1.0)
-    return is_row_aligned(rows, q.dtype, q.dtype)
+    rows = Rows(q.ptr, rotation.rotated_q.ptr, strides, out, head_dim)
+    return rows.is_aligned(q.dtype, q.dtype)
 
 
 class Addresses(NamedTuple):
@@ -170,7 +167,7 @@ class Bound(NamedTuple):
 def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
     """The launch of such arrays, wherever they are as far aligned."""
     dtype, batch_size = new.dtype, new.lens.shape[0]
-    is_aligned = all(is_row_aligned(rows, dtype, dtype) for rows in (new.k, new.v))
+    is_aligned = all(rows.is_aligned(dtype, dtype) for rows in (new.k, new.v))
     dtype_table, dtype_q, rotated = None, None, _NOT_ROTATED
     if rotation is not None:
         dtype_table, dtype_q = rotation.cosines.dtype, rotation.q.dtype
@@ -182,8 +179,7 @@ def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
         device,
         device_props(device).arch,
     )
-    chunks = max(new.k.head_dim, new.v.head_dim) // (16 // dtype.itemsize if is_aligned else 1)
-    lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
+    bits = lane_bits(max(new.k.head_dim, new.v.head_dim), dtype, is_aligned)
     rest = _REST.pack(
         _formats(new, rotation),
         *rotated.q_strides,
@@ -202,14 +198,13 @@ def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
         *rotated.extents,
         rotated.is_interleaved,
         rotated.q_moves,
-        lane_bits,
+        bits,
     )
-    # The kernel walks on with rows beyond the last block; lengths are written without rows too.
+    # Lengths are written without rows too.
     maximum = max(new.num_rows * new.num_kv_heads, rotated.q_rows * rotated.num_qo_heads, 1)
-    blocks = min(-(-maximum // (_THREADS >> lane_bits)), _MAX_BLOCKS)
-    grid = blocks, 2 if rotation is None else 3, 1
-    launch = Launch(kernel.function, grid, _THREADS, 0)
-    return Bound(launch, pack_rows(new.k), pack_rows(new.v), rest, device)
+    grid = num_blocks(maximum, bits), 2 if rotation is None else 3, 1
+    launch = Launch(kernel.function, grid, THREADS, 0)
+    return Bound(launch, new.k.pack(), new.v.pack(), rest, device)
 
 
 def addresses_of(new: NewKeys, rotation: Rotation | None) -> Addresses:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 
 from ... import jit
 from ...array import ArrayView
@@ -13,11 +12,8 @@ from ...core.device import device_props
 from ...core.dtypes import DType
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue
-from .append_paged_kv_cache import COPIED
+from . import rows
 
-_THREADS = 256
-_MAX_BLOCKS = 2**31 - 1
-_MAX_LANE_BITS = 5
 _MAX_ARRAYS = 2
 _VECTOR = 16  # bytes
 
@@ -28,13 +24,9 @@ _PARAMS = struct.Struct(f"<{_MAX_ARRAYS * _ROWS.size}s q")
 Pair = tuple[ArrayView, ArrayView]
 
 
-@lru_cache(maxsize=64)
 def config(dtype: DType, dtype_target: DType, is_aligned: bool) -> jit.Config:
     """The kernel's Config."""
-    if dtype is dtype_target:
-        dtype = dtype_target = COPIED[dtype.itemsize]
-    values: dict[str, jit.Constant] = {"DType": dtype, "DTypeTarget": dtype_target}
-    return jit.Config({**values, "kAligned": is_aligned, "kThreads": _THREADS})
+    return rows.config(dtype, dtype_target, is_aligned, "DTypeTarget")
 
 
 def launch(pairs: Sequence[Pair], stream: int) -> None:
@@ -55,17 +47,14 @@ def launch(pairs: Sequence[Pair], stream: int) -> None:
     is_aligned = all(_is_aligned(source, target) for source, target in pairs)
     chosen = config(first.dtype, target.dtype, is_aligned)
     kernel = jit.load("copy_rows", chosen, device, device_props(device).arch)
-    width = _VECTOR // first.dtype.itemsize if is_aligned else 1
-    chunks = max(target.shape[-1] for _, target in pairs) // width
-    lane_bits = min(max(chunks - 1, 0).bit_length(), _MAX_LANE_BITS)
+    columns = max(target.shape[-1] for _, target in pairs)
+    lane_bits = rows.lane_bits(columns, first.dtype, is_aligned)
     arguments = params.this_thread.launch_buffer
     packed = b"".join(_pack(source, target) for source, target in pairs)
     _PARAMS.pack_into(arguments.buffer, arguments.offset, packed, lane_bits)
-    # The kernel walks on with rows beyond the last block.
     num_rows = max(math.prod(target.shape[:-1]) for _, target in pairs)
-    blocks = min(-(-num_rows // (_THREADS >> lane_bits)), _MAX_BLOCKS)
-    grid = blocks, len(pairs), 1
-    enqueue(Launch(kernel.function, grid, _THREADS, 0), arguments, device, stream)
+    grid = rows.num_blocks(num_rows, lane_bits), len(pairs), 1
+    enqueue(Launch(kernel.function, grid, rows.THREADS, 0), arguments, device, stream)
 
 
 def _pack(source: ArrayView, target: ArrayView) -> bytes:

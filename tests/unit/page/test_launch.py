@@ -19,7 +19,7 @@ from cupyattn import array, jit
 from cupyattn.core import dtypes
 from cupyattn.engine.workspace import int32_on_device
 from cupyattn.errors import ArgumentError
-from cupyattn.launch.ops import append_paged_kv_cache as launcher
+from cupyattn.launch.ops.rows import Rows
 from cupyattn.slots import reshape_and_cache
 
 PARAMS = Path(__file__).parents[3] / "kernels/cupyattn/params"
@@ -100,8 +100,8 @@ def test_an_append_that_converts_to_a_pair(gpu: Gpu, make: Callable) -> None:
     assert launch.grid == (1, 2, 1)
 
 
-def rows(**changes: Any) -> launcher.Rows:
-    plain = launcher.Rows(1 << 20, 1 << 21, (128, 64), (512, 128, 64), 64, 1.0)
+def rows(**changes: Any) -> Rows:
+    plain = Rows(1 << 20, 1 << 21, (128, 64), (512, 128, 64), 64, 1.0)
     return plain._replace(**changes)
 
 
@@ -125,7 +125,7 @@ def rows(**changes: Any) -> launcher.Rows:
 )
 def test_alignment(changes: dict, dtype: str, dtype_cache: str, expected: bool) -> None:
     kinds = dtypes.parse(dtype), dtypes.parse(dtype_cache)
-    assert launcher.is_row_aligned(rows(**changes), *kinds) is expected
+    assert rows(**changes).is_aligned(*kinds) is expected
 
 
 def test_every_config_is_listed(gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

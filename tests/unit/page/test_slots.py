@@ -13,7 +13,7 @@ from helpers.slot_cases import Case
 
 from cupyattn import slots as slots_module
 from cupyattn.errors import ArgumentError
-from cupyattn.launch.ops import store_kv as launcher
+from cupyattn.launch.driver import params
 from cupyattn.slots import reshape_and_cache
 
 
@@ -92,7 +92,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def slots_of(launch: fake_gpu.Launched) -> int:
     """The address of the slots in the kernel's struct, after both rows and their scales."""
-    ahead = 2 * (struct.calcsize("<2Q") + launcher._ROWS.size) + struct.calcsize("<2Q")
+    ahead = 2 * (struct.calcsize("<2Q") + params.APPENDED_ROWS.size) + struct.calcsize("<2Q")
     return struct.unpack_from("<Q", launch.params, ahead)[0]
 
 
