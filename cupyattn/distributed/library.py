@@ -52,6 +52,11 @@ class Calls(Protocol):
         """Windows of this library's own."""
 
 
+# Calls that graphs may hold. A graph asks its communicator when it is destroyed, and the process
+# would end badly if that had been freed before.
+_KEPT: list[Calls] = []
+
+
 class LibraryTransport:
     """Collectives of a library among ranks that have met."""
 
@@ -62,6 +67,7 @@ class LibraryTransport:
         self._calls, self._ranks = calls, ranks
         self._windows: list[Window] = []
         self._sources = "not asked for yet"
+        self._is_in_graphs = False
         if self.on_gpu:  # what barriers send: made here, since a graph could not allocate it
             self._own, self._all = (cupy_module().zeros(n, np.uint8) for n in (1, self.size))
         ranks.ask = calls.failure
@@ -119,13 +125,18 @@ class LibraryTransport:
                 window.close()
         self._windows.clear()
         self._ranks.stop()
-        if self._ranks.reason is None:
+        if self._is_in_graphs:
+            _KEPT.append(self._calls)
+        elif self._ranks.reason is None:
             try:
                 self._ranks.in_time("closing the group", self._calls.close, 5.0)
             except Exception as error:  # the others are gone, or have not come to close theirs
                 self._ranks.fail(f"the group was closed ({error})")
 
     def _do(self, call: Callable[..., None], out: Any, given: Any, stream: int | None) -> None:
+        if stream and self.on_gpu and not self._is_in_graphs:
+            runtime = cupy_module().cuda.runtime
+            self._is_in_graphs = bool(runtime.streamIsCapturing(stream))
         try:
             call(out, given, stream)
         except CupyAttnError:

@@ -38,12 +38,16 @@ class Runtime:
         self._calls = calls
         self._memory: dict[int, np.ndarray] = {}
         self.open_fails_on: Callable[[], bool] = lambda: False
+        self.capturing: set[int] = set()
 
     def getDeviceCount(self) -> int:
         return 4
 
     def getDevice(self) -> int:
         return Device().id
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        return stream in self.capturing
 
     def deviceGetPCIBusId(self, device: int) -> str:
         return f"0000:{device:02x}:00.0"

@@ -15,6 +15,7 @@ from helpers.fake_nccl import Array, ThreadChannel, installed, seem_processes
 
 from cupyattn import ArgumentError, DeviceError, DistributedError, MissingPackageError
 from cupyattn.distributed import Group, nccl, new_unique_id, simulated, starts, torch, windows
+from cupyattn.distributed import library as transports
 from cupyattn.distributed.ranks import Ranks
 
 
@@ -60,6 +61,22 @@ def test_collectives_of_cupy_s_communicator(takes_tuples: bool) -> None:
         assert calls.count("send 1 2 on 119") == calls.count("recv 1 2 on 119") == 3
         assert "reduceScatter 7 0 on 81" in calls  # the current stream where none is named
         assert sum(x.startswith("destroy") for x in calls) == 6 and "abort 0" not in calls
+
+
+def test_a_communicator_that_graphs_hold_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed() as (_, cupy, calls):
+        monkeypatch.setattr(transports, "_KEPT", [])
+        cupy.cuda.runtime.capturing = {0x77}
+        identity = new_unique_id()
+
+        def work(rank: int) -> None:
+            for stream in (0x77, 0x78):
+                group = Group.from_unique_id(identity, rank, 2, device=rank, timeout=10)
+                group.barrier(stream)
+                group.close()
+
+        _in_threads(2, work)
+        assert sum(x.startswith("destroy") for x in calls) == 2 and len(transports._KEPT) == 2
 
 
 def test_an_error_that_nccl_notices_fails_the_group_within_moments() -> None:
