@@ -72,7 +72,7 @@ class Figures(NamedTuple):
                 best = measured.setdefault(str(row["case"]), {})
                 world = int(str(row["world"]))
                 best[world] = min(us, best.get(world, math.inf))
-        links = {kind: fitted(points) for kind, points in messages.items()}
+        links = {kind: fitted(sizes) for kind, sizes in messages.items()}
         return Figures(shares, links["exchange"], links["gather"], measured)
 
     def share(self, case: str, parts: float) -> float:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         status = run(args, rows)
         facts["rows"] = json.loads(rows.read_text("utf-8")) if rows.exists() else []
     (args.out / FILE_NAME).write_text(json.dumps(facts, indent=1), "utf-8")
-    if any(row["kind"] == "exchange" for row in facts["rows"]):
+    if {"exchange", "gather"} <= {row["kind"] for row in facts["rows"]}:
         print(scale.table(scale.points(scale.Figures.of(facts["rows"]))))
     return status
 
