@@ -17,11 +17,23 @@ class ExchangedRows:
     """[num_rows, columns] elements in memory of the framework of `like`, and parts of it.
 
     At least one row is there, so that every part has an address.
+
+    memory   bytes to use instead of new ones, CuPy's or NumPy's, which hold one row at least
     """
 
-    def __init__(self, num_rows: int, columns: int, dtype: DType, like: ArrayView) -> None:
+    def __init__(
+        self, num_rows: int, columns: int, dtype: DType, like: ArrayView, memory: Any = None
+    ) -> None:
         self.num_rows, self.columns = max(1, num_rows), columns
-        self.whole = array.empty((self.num_rows, columns), dtype, like)
+        if memory is None:
+            self.whole = array.empty((self.num_rows, columns), dtype, like)
+        else:
+            size = self.num_rows * columns * dtype.itemsize
+            elements = memory[:size]
+            if like.framework == "torch":
+                elements = sys.modules["torch"].from_dlpack(elements)
+            kind = _element_type(dtype, like.framework)
+            self.whole = elements.view(kind).reshape(self.num_rows, columns)
         self.view = array.view(self.whole, "exchanged rows")
 
     def heads(self, column: int, num_heads: int, head_dim: int) -> Any:
@@ -44,10 +56,7 @@ class ExchangedRows:
 
     def seen_as(self, dtype: DType) -> Any:
         """[num_rows, 1, columns]: the bytes of all rows as elements of another dtype."""
-        own = self.view
-        kind = (
-            getattr(sys.modules["torch"], dtype.name) if own.framework == "torch" else dtype.numpy
-        )
+        kind = _element_type(dtype, self.view.framework)
         return self.whole.view(kind).reshape(self.num_rows, 1, -1)
 
     def bytes(self, first: int, count: int) -> Any:
@@ -65,6 +74,10 @@ class ExchangedRows:
             own.owner,
         )
         return array.as_numpy(row_bytes) if own.device.kind == "cpu" else array.as_cupy(row_bytes)
+
+
+def _element_type(dtype: DType, framework: str) -> Any:
+    return getattr(sys.modules["torch"], dtype.name) if framework == "torch" else dtype.numpy
 
 
 def copy(pairs: Sequence[tuple[ArrayView, ArrayView]], stream: int | None) -> None:

@@ -19,9 +19,10 @@ from ..typing import Array, run_returns_lse
 from .exchanged_rows import ExchangedRows
 from .group import Group
 from .heads import head_range
+from .peer_memory import PeerMemory
 from .pieces import ZigZag
 from .prefill_cost import Choice, Prompt, Rates, choose
-from .prefill_plan import PrefillPlan, make_plan
+from .prefill_plan import Chunk, PrefillPlan, make_plan
 from .prefill_stage import PrefillOptions, StageWrapper, read_options
 from .side_stream import SideStream
 from .ulysses import Ulysses
@@ -85,6 +86,7 @@ class ContextParallelPrefill(Untraced):
         self._share: ZigZag | None = None
         self._choice: Choice | None = None
         self._way: _Gathered | Ulysses | None = None
+        self._peers = PeerMemory(group)
 
     def plan(
         self,
@@ -129,9 +131,9 @@ class ContextParallelPrefill(Untraced):
                 self.group.on_gpu,
                 {"causal": causal, "o_dtype": o_data_type, **options},
             )
-            choice = self._choose(share, checked, num_chunks)
+            methods = self._methods(checked, num_chunks)
             facts = {**checked.facts(), **_lengths(share)}
-            facts |= {"method": choice.method, "num_chunks": choice.num_chunks}
+            facts |= {"method": self._method, "num_chunks": num_chunks, "rates": self._rates}
         except CupyAttnError as error:
             problem, facts = error, {"error in plan()": str(error)}
         try:
@@ -141,9 +143,14 @@ class ContextParallelPrefill(Untraced):
                 raise
         if problem is not None:
             raise problem
-        make = Ulysses if choice.method == "ulysses" else _Gathered
+        has_peers = methods != ("ulysses",) and self._peers.reserve(_gathered_bytes(share, checked))
+        choice = self._choose(share, checked, methods, has_peers, num_chunks)
         self._way = None  # before another takes its memory
-        self._way = make(self.group, share, checked, choice)
+        if choice.method == "ulysses":
+            self._way = Ulysses(self.group, share, checked)
+        else:
+            peers = self._peers if has_peers else None
+            self._way = _Gathered(self.group, share, checked, choice, peers)
         self._share, self._options, self._choice = share, checked, choice
 
     @run_returns_lse
@@ -196,8 +203,8 @@ class ContextParallelPrefill(Untraced):
             raise PlanError("describe() was called before plan(); call plan() first")
         return self._choice.describe()
 
-    def _choose(self, share: ZigZag, options: PrefillOptions, num_chunks: int | None) -> Choice:
-        """What serves the batch; UnsupportedError where nothing does."""
+    def _methods(self, options: PrefillOptions, num_chunks: Any) -> tuple[str, ...]:
+        """The methods that serve; UnsupportedError where none does."""
         refusals = {
             method: refusal
             for method in _METHODS
@@ -207,26 +214,11 @@ class ContextParallelPrefill(Untraced):
         methods = tuple(method for method in wanted if method not in refusals)
         if not methods:
             raise UnsupportedError("; ".join(refusals[method] for method in wanted))
-        spec = options.spec
-        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo = options.heads_and_dims
-        prompt = Prompt(
-            share.lengths,
-            self.group.size,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim_qk,
-            head_dim_vo,
-            itemsize=options.dtype.itemsize,
-            causal=spec.causal,
-            window_left=spec.window_left,
-        )
-        chosen = choose(prompt, self._rates, methods)
-        if num_chunks is None:
-            return chosen
-        return self._with_chunks(chosen, num_chunks)
+        if num_chunks is not None:
+            self._check_chunks(parse.require_int(num_chunks, "num_chunks"))
+        return methods
 
-    def _with_chunks(self, chosen: Choice, num_chunks: int) -> Choice:
-        count = parse.require_int(num_chunks, "num_chunks")
+    def _check_chunks(self, count: int) -> None:
         if self._method not in ("gather", "overlap"):
             raise ArgumentError(
                 f"num_chunks: got {count} with method={self._method!r}; wanted None, or the method "
@@ -236,9 +228,33 @@ class ContextParallelPrefill(Untraced):
         if not is_fit:
             wanted = "1 or 2" if self._method == "gather" else "1 or an even number"
             raise ArgumentError(f"num_chunks: got {count} for {self._method!r}; wanted {wanted}")
-        known = (x for x in (chosen, *chosen.others) if x.num_chunks == count)
+
+    def _choose(
+        self,
+        share: ZigZag,
+        options: PrefillOptions,
+        methods: tuple[str, ...],
+        has_peers: bool,
+        num_chunks: int | None,
+    ) -> Choice:
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo = options.heads_and_dims
+        prompt = Prompt(
+            share.lengths,
+            self.group.size,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            itemsize=options.dtype.itemsize,
+            causal=options.spec.causal,
+            window_left=options.spec.window_left,
+        )
+        chosen = choose(prompt, self._rates, methods, has_peers)
+        if num_chunks is None:
+            return chosen
+        known = (x for x in (chosen, *chosen.others) if x.num_chunks == num_chunks)
         seconds = next((x.seconds for x in known), chosen.seconds)
-        return Choice(self._method, count, seconds, chosen.attention)
+        return Choice(self._method, num_chunks, seconds, chosen.attention)
 
     def _view_inputs(self, q: Any, k: Any, v: Any) -> tuple[ArrayView, ArrayView, ArrayView]:
         assert self._options is not None and self._share is not None
@@ -298,6 +314,18 @@ def _lengths(share: ZigZag) -> dict[str, Any]:
     return facts
 
 
+def _key_bytes(options: PrefillOptions) -> int:
+    """Of a token's keys and values."""
+    _, num_kv_heads, dim_qk, dim_vo = options.heads_and_dims
+    return num_kv_heads * (dim_qk + dim_vo) * options.dtype.itemsize
+
+
+def _gathered_bytes(share: ZigZag, options: PrefillOptions) -> int:
+    """What all ranks give where no window spares them any."""
+    rows = max(int(share.counts(rank).sum()) for rank in range(share.size))
+    return max(1, share.size * rows * _key_bytes(options))
+
+
 def _refusal(method: str, options: PrefillOptions, size: int) -> str | None:
     """Why a method does not serve, in a sentence."""
     spec = options.spec
@@ -336,7 +364,12 @@ class _Gathered:
     """
 
     def __init__(
-        self, group: Group, share: ZigZag, options: PrefillOptions, choice: Choice
+        self,
+        group: Group,
+        share: ZigZag,
+        options: PrefillOptions,
+        choice: Choice,
+        peers: PeerMemory | None,
     ) -> None:
         self._group, self._options = group, options
         spec = options.spec
@@ -348,6 +381,9 @@ class _Gathered:
             causal=spec.causal,
             window_left=spec.window_left,
         )
+        self._row_bytes = _key_bytes(options)
+        needed = group.size * self._plan.num_sent * self._row_bytes
+        self._peers = peers if peers is not None and peers.reserve(max(1, needed)) else None
         # One launch writes each row of the answer, or all leave states of all rows.
         self._has_states = self._plan.method == "overlap" and len(self._plan.stages) > 1
         self._stages = []
@@ -380,13 +416,14 @@ class _Gathered:
         side.enter(stream)
         # --- 1. Let keys be on their way ---
         if plan.num_sent:
+            if self._peers is not None:
+                side.begin(stream)
+                self._peers.begin(side.handle)
             _store(own, memory.sent, memory.send_slots)
         side.begin(stream)
         for chunk, taken in zip(plan.chunks, memory.taken, strict=True):
             if chunk.num_rows:
-                own_rows = memory.send_rows.bytes(chunk.first, chunk.num_rows)
-                all_rows = taken.bytes(0, self._group.size * chunk.num_rows)
-                self._group.all_gather(all_rows, own_rows, side.handle)
+                self._bring(chunk, memory.send_rows, taken, side.handle)
             side.mark()
         if memory.own_slots is not None and plan.num_rows:
             _store(own, memory.keys, memory.own_slots)
@@ -406,8 +443,21 @@ class _Gathered:
             merge_states(memory.merged.v, memory.merged.s, out=output.v, lse=output.s)
         side.leave(stream)
 
+    def _bring(
+        self, chunk: Chunk, own: ExchangedRows, taken: ExchangedRows, stream: int | None
+    ) -> None:
+        """Let every rank have the rows of all ranks."""
+        if self._peers is not None:
+            offset = self._group.size * chunk.first * self._row_bytes
+            self._peers.send(own, chunk.first, chunk.num_rows, offset, stream)
+            return
+        own_rows = own.bytes(chunk.first, chunk.num_rows)
+        all_rows = taken.bytes(0, self._group.size * chunk.num_rows)
+        self._group.all_gather(all_rows, own_rows, stream)
+
     def _make_memory(self, like: ArrayView) -> _Memory:
-        return _Memory(self._plan, self._group.size, self._options, self._has_states, like)
+        place = None if self._peers is None else self._peers.local
+        return _Memory(self._plan, self._group.size, self._options, self._has_states, like, place)
 
 
 class _Keys(NamedTuple):
@@ -444,6 +494,7 @@ class _Memory:
         options: PrefillOptions,
         has_states: bool,
         like: ArrayView,
+        window: Any,
     ) -> None:
         self._place = like.device, like.framework
         self._like, self._options = like, options
@@ -452,9 +503,13 @@ class _Memory:
         self.side = SideStream(like.device)
         self.send_rows = ExchangedRows(plan.num_sent, row, options.dtype, like)
         self.sent = self._heads_of(self.send_rows)
-        self.taken = [
-            ExchangedRows(size * chunk.num_rows, row, options.dtype, like) for chunk in plan.chunks
-        ]
+        self.taken = []
+        for chunk in plan.chunks:
+            memory = None
+            if window is not None and chunk.num_rows:
+                memory = window[size * chunk.first * row * options.dtype.itemsize :]
+            taken = ExchangedRows(size * chunk.num_rows, row, options.dtype, like, memory)
+            self.taken.append(taken)
         self.come = [self._heads_of(rows) for rows in self.taken]
         columns = num_kv_heads * dim_qk, num_kv_heads * dim_vo
         k, v = (ExchangedRows(plan.num_gathered, x, options.dtype, like) for x in columns)

@@ -7,13 +7,14 @@ no launch to the microsecond; ways that it takes to be equal are within some per
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from ..core import parse
 from ..errors import ArgumentError
 
+_COPIES, _COLLECTIVES = 3e11, 5e10  # bytes a second that a rank takes from its peers
 _TILE_ROWS, _SLOTS = 128, 132  # query rows of a tile, and tiles that run at a time
 
 
@@ -23,18 +24,21 @@ class Rates:
 
     attention   floating point operations of prefill
     memory      bytes that copies read and write in the GPU's memory
-    link        bytes that a rank takes from the others: 3e11 by NVLink, 4e10 by a network of 400
-                Gbit/s. It belongs to the slowest link of the group
+    link        bytes that a rank takes from the others, by the slowest link of the group; None:
+                3e11 by copies to the memory of peers, 5e10 by collectives of NCCL (measured on a
+                pair of H100s without NVLink multicast; a network of 400 Gbit/s has 4e10)
     launch      seconds, not a rate: what one more launch or collective takes
     """
 
-    attention: float = 6e14
+    attention: float = 7.5e14
     memory: float = 2.5e12
-    link: float = 3e11
+    link: float | None = None
     launch: float = 1e-5
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "link" and self.link is None:
+                continue
             value = parse.positive(getattr(self, field.name), f"rates.{field.name}", 0.0)
             object.__setattr__(self, field.name, value)
 
@@ -117,8 +121,13 @@ class Choice:
         return f"{text} ({others})" if others else text
 
 
-def choose(prompt: Prompt, rates: Rates, methods: tuple[str, ...]) -> Choice:
+def choose(
+    prompt: Prompt, rates: Rates, methods: tuple[str, ...], has_peer_memory: bool = False
+) -> Choice:
     """The way that takes the least time, of these methods; the earlier one of two that are equal.
+
+    has_peer_memory: keys come by copies to it. What waits for them then waits for every rank's
+    launch before, so that gathering in two chunks, whose first launches differ, is left out.
 
     More ranks make attention shorter and leave what is exchanged as long. Gathering moves the keys
     of all tokens to every rank, all but a rank's own; it waits for them, or for half of them in two
@@ -126,23 +135,30 @@ def choose(prompt: Prompt, rates: Rates, methods: tuple[str, ...]) -> Choice:
     states of all rows instead. Ulysses moves a rank's share of q, k, v and the answer, each once,
     so it wins where there are many ranks, or as many KV heads as heads of q.
     """
-    choices = sorted(_estimates(prompt, rates, methods), key=lambda choice: choice.seconds)
+    estimates = _estimates(prompt, rates, methods, has_peer_memory)
+    choices = sorted(estimates, key=lambda choice: choice.seconds)
     if not choices:
         raise ArgumentError(f"methods: got {methods}; wanted one of gather, overlap and ulysses")
     best, *others = choices
     return Choice(best.method, best.num_chunks, best.seconds, best.attention, tuple(others))
 
 
-def _estimates(prompt: Prompt, rates: Rates, methods: tuple[str, ...]) -> Iterator[Choice]:
+def _estimates(
+    prompt: Prompt, rates: Rates, methods: tuple[str, ...], has_peer_memory: bool
+) -> Iterator[Choice]:
     work = 2.0 * prompt.num_qo_heads * (prompt.head_dim_qk + prompt.head_dim_vo)
     attention = prompt.num_pairs * work / rates.attention / prompt.size
+    of_keys = rates
+    if rates.link is None:
+        of_keys = replace(rates, link=_COPIES if has_peer_memory else _COLLECTIVES)
+        rates = replace(rates, link=_COLLECTIVES)
     if "gather" in methods:
-        for num_chunks in (1, 2) if prompt.causal else (1,):
-            seconds = _gather(prompt, rates, attention, num_chunks)
+        for num_chunks in (1, 2) if prompt.causal and not has_peer_memory else (1,):
+            seconds = _gather(prompt, of_keys, attention, num_chunks)
             yield Choice("gather", num_chunks, seconds, attention)
     if "overlap" in methods:
         for num_chunks in (1, 2, 4):
-            seconds = _overlap(prompt, rates, attention, num_chunks)
+            seconds = _overlap(prompt, of_keys, attention, num_chunks)
             yield Choice("overlap", num_chunks, seconds, attention)
     if "ulysses" in methods:
         yield Choice("ulysses", 1, _ulysses(prompt, rates) + attention, attention)
@@ -156,6 +172,7 @@ def _last_wave(prompt: Prompt, attention: float, rows: float) -> float:
 
 def _exchange(prompt: Prompt, rates: Rates) -> tuple[float, float, float]:
     """What keys take: to be packed, to come, and to be put in their places."""
+    assert rates.link is not None
     others = (prompt.size - 1) / prompt.size
     packed = 2 * prompt.num_tokens / prompt.size * prompt.key_bytes / rates.memory
     come = others * prompt.num_sent * prompt.key_bytes / rates.link
@@ -190,6 +207,7 @@ def _overlap(prompt: Prompt, rates: Rates, attention: float, num_chunks: int) ->
 
 def _ulysses(prompt: Prompt, rates: Rates) -> float:
     """All but attention."""
+    assert rates.link is not None
     rows = prompt.num_tokens / prompt.size
     queries = prompt.num_qo_heads * (prompt.head_dim_qk + prompt.head_dim_vo) * prompt.itemsize
     keys = prompt.key_bytes * max(1.0, prompt.size / prompt.num_kv_heads)

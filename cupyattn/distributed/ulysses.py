@@ -20,7 +20,6 @@ from .exchanged_rows import ExchangedRows, copy
 from .group import Group
 from .heads import head_range
 from .pieces import ZigZag
-from .prefill_cost import Choice
 from .prefill_stage import PrefillOptions, StageWrapper
 
 _ALIGNMENT = 16
@@ -33,9 +32,7 @@ class Ulysses:
     answers, and behind them, from a 16-byte boundary on, its LSE.
     """
 
-    def __init__(
-        self, group: Group, share: ZigZag, options: PrefillOptions, choice: Choice
-    ) -> None:
+    def __init__(self, group: Group, share: ZigZag, options: PrefillOptions) -> None:
         num_qo_heads, num_kv_heads, dim_qk, dim_vo = options.heads_and_dims
         self._group, self._options = group, options
         self._heads = head_range(num_qo_heads, num_kv_heads, group.size, group.rank)

@@ -61,6 +61,9 @@ class ReplayedTransport:
     def share_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self.size
 
+    def window(self, nbytes: int) -> None:
+        return None
+
     def failure(self) -> None:
         return None
 
