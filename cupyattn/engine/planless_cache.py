@@ -133,11 +133,16 @@ class Asked(NamedTuple):
             for place, name in enumerate(Arrays._fields)
             if name in self.shared and self.arrays[place] is None and read[place] is not None
         ]
-        num_bytes = prepared.num_bytes
+        prepared, derivation = replace(prepared, shared=tuple(shared)), None
         if before is not None:
-            num_bytes = -(-num_bytes // 16) * 16 + before.num_bytes
-        prepared = replace(prepared, shared=tuple(shared), before=before, num_bytes=num_bytes)
-        return Repeat(prepared, repeat.v_offset)
+            prepared = _with_before(prepared, before)
+            if repeat.derivation is not None and not shared:
+                derivation = replace(
+                    repeat.derivation,
+                    first=prepared,
+                    per_request=[*repeat.derivation.per_request, *_counts_of_new(self.more)],
+                )
+        return Repeat(prepared, repeat.v_offset, derivation)
 
 
 # Places of Arrays that belong to requests.
@@ -206,12 +211,33 @@ def prepared_for(found: Found[Checked]) -> Prepared | None:
     prepared = of_lengths(
         first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, pads_lse
     )
+    if first.before is not None:
+        before = first.before.of_lengths(found.lengths, extents)
+        if before is None:
+            return None
+        prepared = _with_before(prepared, before)
     if 0 < found.sizes[_WORKSPACE] < prepared.num_bytes:
         return None
     if len(checked.by_lengths) >= _MAX_LENGTHS:
         checked.by_lengths.clear()
     checked.by_lengths[key] = found.prepared = prepared
     return prepared
+
+
+def _with_before(prepared: Prepared, before: Before) -> Prepared:
+    """The launches behind what is launched ahead of them, which has the end of their workspace."""
+    num_bytes = -(-prepared.num_bytes // 16) * 16 + before.num_bytes
+    return replace(prepared, before=before, num_bytes=num_bytes)
+
+
+def _counts_of_new(more: MoreArrays) -> list[Counts]:
+    """How many new keys there are, or offsets of them, and positions that they rotate from."""
+    counts = [Counts(ROLES.index("new_k"), 0)]
+    if more.new_offsets is not None:
+        counts = [Counts(ROLES.index("new_offsets"), 1)]
+    if more.rotary_begin is not None:
+        counts.append(Counts(ROLES.index("rotary_begin"), 0))
+    return counts
 
 
 def _extents_of(

@@ -22,7 +22,7 @@ from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params
 from . import output_gate, row_mask
 from .arrays import ROLES, Arrays
-from .check_planless import Call
+from .check_planless import Call, Extents
 from .geometry import Variant
 from .index_arrays import progression
 from .kv_cache import pack_strides
@@ -40,6 +40,10 @@ class Before(Protocol):
     @property
     def num_bytes(self) -> int:
         """How many bytes of the workspace it writes."""
+        ...
+
+    def of_lengths(self, lengths: Sequence[int], extents: Extents) -> Before | None:
+        """The same of a call of other lengths, in the order of ROLES; None if they do not fit."""
         ...
 
     def launch(self, addresses: list[int], space: int, stream: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..array.match import require_contiguous_last, require_dtype, require_output
 from ..core import dtypes
 from ..core.problem import MAX_LENGTH
 from ..engine.arrays import ROLES, Arrays, MoreArrays
+from ..engine.check_planless import Extents
 from ..engine.index_arrays import compute, fresh_progression
 from ..engine.views import Names, merge_leading
 from ..engine.workspace import int32_on_device
@@ -124,20 +126,42 @@ class StoredAppend(NamedTuple):
     """An append that was launched, with everything packed but addresses.
 
     lens_bytes  of the lengths that it writes first, before rotated queries if there are any
+    row_bytes   of a row of such queries; 0: none are rotated
+    tokens      rows of new keys for each entry of their first axis
     table       address and owner of a table that the call makes; None: the caller's
     """
 
     bound: append_new_kv.Bound
     num_bytes: int
     lens_bytes: int
-    rotates: bool
+    row_bytes: int
+    tokens: int
     table: tuple[int, object] | None
+
+    def of_lengths(self, lengths: Sequence[int], extents: Extents) -> StoredAppend | None:
+        """See prepared.Before."""
+        if extents.table is None or self.table is not None:
+            return None
+        if lengths[_NEW_V] != lengths[_NEW_K] or lengths[_NEW_K] * self.tokens > MAX_LENGTH:
+            return None
+        q_rows = extents.num_rows if self.row_bytes else 0
+        bound = self.bound.of_lengths(
+            extents.table[2],
+            extents.num_keys,
+            q_rows,
+            lengths[_NEW_K] * self.tokens,
+            extents.num_requests,
+            extents.table[1],
+        )
+        lens_bytes = _lens_bytes(extents.num_requests)
+        num_bytes = lens_bytes + q_rows * self.row_bytes
+        return self._replace(bound=bound, num_bytes=num_bytes, lens_bytes=lens_bytes)
 
     def launch(self, addresses: list[int], space: int, stream: int) -> None:
         """Enqueue it, and let attention read what it writes."""
         lens, table, q = addresses[_KV_LENS], addresses[_TABLE], 0
         begin, q_offsets, rotated = lens, 0, 0
-        if self.rotates:
+        if self.row_bytes:
             q, q_offsets, rotated = addresses[_Q], addresses[_OFFSETS], space + self.lens_bytes
             begin = addresses[_BEGIN] or lens
             addresses[_Q] = rotated
@@ -159,6 +183,10 @@ class StoredAppend(NamedTuple):
         )
         addresses[_KV_LENS] = space
         self.bound.enqueue(pointers, stream)
+
+
+def _lens_bytes(count: int) -> int:
+    return -(-4 * count // 16) * 16
 
 
 class Append:
@@ -293,14 +321,14 @@ class Append:
     def before(self) -> StoredAppend:
         """The same of a call that was launched."""
         assert self._bound is not None
-        lens_bytes, num_bytes, rotation = -(-4 * self.count // 16) * 16, 0, self.rotation
-        if rotation is not None:
-            num_bytes = math.prod(rotation.rotated_q.shape) * rotation.rotated_q.dtype.itemsize
+        lens_bytes, num_rows, row_bytes = _lens_bytes(self.count), 0, 0
+        if self.rotation is not None:
+            num_rows, *row = self.rotation.rotated_q.shape
+            row_bytes = math.prod(row) * self.rotation.rotated_q.dtype.itemsize
         is_own = self.arrays.block_tables is None
         table = (array.view(self.table, "page_table").ptr, self.table) if is_own else None
-        return StoredAppend(
-            self._bound, lens_bytes + num_bytes, lens_bytes, rotation is not None, table
-        )
+        tokens, num_bytes = math.prod(self.vk.shape[1:-2]), lens_bytes + num_rows * row_bytes
+        return StoredAppend(self._bound, num_bytes, lens_bytes, row_bytes, tokens, table)
 
     def lengths_after(self, *, are_read_early: bool) -> Any:
         """[b], with the new keys. are_read_early: before the append, which writes them on a GPU."""

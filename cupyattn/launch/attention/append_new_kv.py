@@ -22,6 +22,7 @@ ROTATED_DTYPES = dtypes.float16, dtypes.bfloat16
 # kernels/cupyattn/params/append_new_kv.cuh
 _ROWS = f"2Q {params.APPENDED_ROWS.size}s"  # of K, and of V
 _REST = struct.Struct("<64s 8q 12i")
+_LENGTHS = slice(5, 11)  # of _REST, from the step of the table's rows on
 _PARAMS = struct.Struct(f"<{_ROWS} {_ROWS} 10Q {_REST.size}s")
 
 
@@ -156,6 +157,25 @@ class Bound(NamedTuple):
     rest: bytes
     device: int
 
+    def of_lengths(
+        self,
+        table_step: int,
+        num_pages: int,
+        q_rows: int,
+        num_rows: int,
+        batch_size: int,
+        table_width: int,
+    ) -> Bound:
+        """The launch of arrays of these lengths, whose other strides and extents are the same."""
+        facts = [*_REST.unpack(self.rest)]
+        facts[_LENGTHS] = table_step, num_pages, q_rows, num_rows, batch_size, table_width
+        *_, num_qo_heads, num_kv_heads, _, _, _, _, bits = facts
+        # Lengths are written without rows too.
+        maximum = max(num_rows * num_kv_heads, q_rows * num_qo_heads, 1)
+        blocks = num_blocks(maximum, bits)
+        launch = self.launch._replace(grid=(blocks, *self.launch.grid[1:]))
+        return self._replace(launch=launch, rest=_REST.pack(*facts))
+
     def enqueue(self, addresses: Addresses, stream: int) -> None:
         arguments = params.this_thread.launch_buffer
         new_k, k_cache, new_v, v_cache, *others = addresses
@@ -166,7 +186,7 @@ class Bound(NamedTuple):
 
 def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
     """The launch of such arrays, wherever they are as far aligned."""
-    dtype, batch_size = new.dtype, new.lens.shape[0]
+    dtype = new.dtype
     is_aligned = all(rows.is_aligned(dtype, dtype) for rows in (new.k, new.v))
     dtype_table, dtype_q, rotated = None, None, _NOT_ROTATED
     if rotation is not None:
@@ -184,12 +204,7 @@ def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
         _formats(new, rotation),
         *rotated.q_strides,
         *rotated.table_strides,
-        new.table.strides[0],
-        new.num_pages,
-        rotated.q_rows,
-        new.num_rows,
-        batch_size,
-        new.table.shape[1],
+        *(0,) * 6,  # lengths
         new.page_size,
         rotated.q_len,
         new.k_len,
@@ -200,11 +215,10 @@ def bind(new: NewKeys, rotation: Rotation | None, device: int) -> Bound:
         rotated.q_moves,
         bits,
     )
-    # Lengths are written without rows too.
-    maximum = max(new.num_rows * new.num_kv_heads, rotated.q_rows * rotated.num_qo_heads, 1)
-    grid = num_blocks(maximum, bits), 2 if rotation is None else 3, 1
-    launch = Launch(kernel.function, grid, THREADS, 0)
-    return Bound(launch, new.k.pack(), new.v.pack(), rest, device)
+    launch = Launch(kernel.function, (0, 2 if rotation is None else 3, 1), THREADS, 0)
+    bound = Bound(launch, new.k.pack(), new.v.pack(), rest, device)
+    step, (batch_size, width) = new.table.strides[0], (new.lens.shape[0], new.table.shape[1])
+    return bound.of_lengths(step, new.num_pages, rotated.q_rows, new.num_rows, batch_size, width)
 
 
 def addresses_of(new: NewKeys, rotation: Rotation | None) -> Addresses:

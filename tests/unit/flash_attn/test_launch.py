@@ -776,6 +776,63 @@ def test_calls_that_append_are_found_again(
     assert gpu.launches[1].params[96:] == first[1][96:]
 
 
+def _of_batch(make: Callable[..., Any], variant: str, count: int) -> dict[str, Any]:
+    """The arrays of a call of VARIANTS, of so many requests."""
+    named = {
+        "q": make(count, 1, H, D),
+        "page_table": make(count, WIDTH + count, dtype="int32"),
+        "cache_seqlens": ints(*range(count)),
+        "k": make(count, 1, HK, D),
+        "v": make(count, 1, HK, D),
+    }
+    if variant == "new rows":
+        offsets = ints(*range(count + 1))
+        named |= {"q": make(3 * count, H, D), "cu_seqlens_q": 3 * offsets, "max_seqlen_q": 4}
+        named |= {name: make(2 * count, HK, D) for name in "kv"}
+        named |= {"cu_seqlens_k_new": offsets}
+    if variant == "rotated":
+        named |= {"rotary_cos": make(9, 8), "rotary_sin": make(9, 8), "causal": True}
+        named |= {"rotary_seqlens": ints(*range(count))}
+    if variant == "padding":
+        named |= {"cache_leftpad": ints(*range(count))}
+    return named
+
+
+@pytest.mark.parametrize("variant", ["new keys", "new rows", "rotated", "padding"])
+def test_appends_of_other_lengths_are_found_again(
+    gpu: Gpu, make: Callable[..., Any], variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they launch is what their full checks would."""
+
+    def launched(count: int) -> list[Any]:
+        gpu.launches.clear()
+        named = _of_batch(make, variant, count)
+        out = decode(make, **named)
+        assert out.shape == named["q"].shape
+        told = struct.unpack_from("<2Q 48x 2Q 48x 10Q", gpu.launches[0].params)
+        assert (told[0], told[2]) == (pointer(named["k"]), pointer(named["v"]))
+        assert struct.unpack_from("<Q", gpu.launches[1].params, 8) == (told[-2],)
+        return [
+            (launch.kernel, launch.grid, launch.params[begin:end])
+            for launch, (begin, end) in zip(gpu.launches, ((208, 384), (96, 320)), strict=False)
+        ] + [(gpu.launches[-1].kernel, gpu.launches[-1].grid)]
+
+    checked = []
+    for count in (counts := (2, 70, 3, B)):
+        fake_gpu.forget()
+        checked.append(launched(count))
+    with monkeypatch.context() as patch:
+        patch.setattr(forward, "view_cache", None)
+        for _ in range(2):
+            assert [launched(count) for count in counts] == checked
+    # Lengths that do not fit are refused as ever.
+    for name in ("v", "cache_seqlens"):
+        named = _of_batch(make, variant, 5)
+        named[name] = _of_batch(make, variant, 6)[name]
+        with pytest.raises(ArgumentError):
+            decode(make, **named)
+
+
 def test_appends_that_are_found_again_are_checked_for_overlaps(
     gpu: Gpu, make: Callable[..., Any]
 ) -> None:
