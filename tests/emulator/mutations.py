@@ -188,6 +188,15 @@ PORTABLE = (
     Mutation("first-masked-tile-unmasked", "first_key + kKeys >", "first_key >=", "verify"),
     Mutation("tiles-ahead-of-mask-skipped", "return tile", "return first", "verify many"),
     Mutation("mask-map-one-tile-late", "kTileKV)", "kTileKV + 1)", "verify many"),
+    Mutation("key-share-counts-others", "periods * run()", "periods * period()", "key share"),
+    Mutation("key-share-starts-at-zero", "+ first()", "", "key share of drafts"),
+    Mutation("key-share-rows-by-own-keys", "whole_len()", "kv_len", "key share"),
+    Mutation(
+        "key-share-bits-of-own-keys",
+        "share.position(key + 32 * i + b) - begin",
+        "key + 32 * i + b - first",
+        "key share of drafts",
+    ),
     Mutation("items-see-delimiter", "hidden.end - key", "hidden.end - 1 - key", "items"),
     Mutation("items-miss-prefix-end", "hidden.begin - key", "hidden.begin - 1 - key", "items"),
     # Cascades and mixed batches.

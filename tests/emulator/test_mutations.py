@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import gpu_cases, page_cases, share_cases
 from helpers.flash_cases import Case
+from helpers.key_shares import Case as Shared
 from helpers.logits_calls import Single
 from helpers.new_keys import random_new_keys
 from helpers.page_cases import STRAY, Append
@@ -30,6 +31,7 @@ from . import (
     test_cascade,
     test_exchange,
     test_flash_attn,
+    test_key_share,
     test_logits,
     test_merge,
     test_output_gate,
@@ -113,6 +115,11 @@ def _verify(q_len: int, kv_len: tuple[int, ...], **facts: object) -> None:
         tree="bool3",
     )
     run.batch(case, num_sms=1, **facts).check()
+
+
+def _key_share(kind: str) -> Callable:
+    case = Shared(0, kind, 3, 2, (90, 41), (3, 3))
+    return lambda **facts: test_key_share.check(case, **facts)
 
 
 def _items(**facts: object) -> None:
@@ -393,6 +400,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "odd pages": _batch((40, 1), (150, 90), page_size=3),
     "verify": lambda **facts: _verify(3, (600, 150), **facts),
     "verify many": lambda **facts: _verify(30, (150, 401), **facts),
+    "key share": _key_share("verify"),
+    "key share of drafts": _key_share("tree"),
     "items": _items,
     "append": _append,
     "new keys": _new_keys,

@@ -36,9 +36,12 @@ def mixed_config(
 
     None if there is none: blocks must have as many warps, and a mask is not shared out. Twice the
     rows of decode would spill on old chips, beside what more than one scale does to a logit, and
-    beside large tiles of more than 64 columns whose keys are in rows.
+    beside large tiles of more than 64 columns whose keys are in rows. So would fp8 keys that ranks
+    share, under a cap.
     """
     if problem.custom_mask or problem.is_wide:
+        return None
+    if problem.key_share and problem.soft_cap and problem.dtype_kv.is_fp8:
         return None
     is_wide = large == LARGE and problem.head_dim_vo > 64 and problem.dtype_kv.is_float16
     if small == VERIFY and (is_transformed(problem) or (is_wide and not problem.paged)):

@@ -38,14 +38,14 @@ struct KeyShare {
     const int whole = max_of(tokens, 0);
     const int periods = divide(whole, numbers[3], static_cast<int>(numbers[4]));
     const int rest = whole - periods * period();
-    // mutate: share-counts-a-run-of-others
+    // mutate: key-share-counts-others
     return periods * run() + min_of(max_of(rest - first(), 0), run());
   }
 
   // The place in the whole sequence of this rank's key `index`.
   __device__ __forceinline__ int position(int index) const {
     const int runs = divide(index, numbers[5], static_cast<int>(numbers[6]));
-    return index + runs * (period() - run()) + first();  // mutate: share-starts-at-rank-zero
+    return index + runs * (period() - run()) + first();  // mutate: key-share-starts-at-zero
   }
 };
 

@@ -347,7 +347,7 @@ struct OfKeyShare<RowMask> : AnyMask {
       const int high = min_of(request.kv_len - key - 32 * i, 32);
 #pragma unroll 1
       for (int b = low; b < high; ++b) {
-        const int bit = share.position(key + 32 * i + b) - begin;  // mutate: share-bits-of-own-keys
+        const int bit = share.position(key + 32 * i + b) - begin;  // mutate: key-share-bits-of-own-keys
         const int64_t byte = row_byte + (bit >> 3);
         if (bit >= request.qo_len || byte >= params.mask_bytes) break;
         word |= ((static_cast<uint32_t>(params.mask[byte]) >> (bit & 7)) & 1u) << b;

@@ -53,7 +53,7 @@ struct Request {
   // kKeyShare: among those of all ranks.
   template <bool kKeyShare = false>
   __device__ __forceinline__ int position(const AttentionParams& params, int token) const {
-    if constexpr (kKeyShare) return token + whole_len() - qo_len;  // mutate: position-in-own-keys
+    if constexpr (kKeyShare) return token + whole_len() - qo_len;  // mutate: key-share-rows-by-own-keys
     if (params.positions == nullptr) return token + kv_len - qo_len;  // mutate: causality-top-left
     return params.positions[q_start + token] - key_offset;  // mutate: level-positions-not-shifted
   }
