@@ -24,6 +24,7 @@ DOORS: dict[str, tuple[Draw, int]] = {
     "cascade": (small.cascade, 60),
     "shared prefix": (small.shared, 40),
     "latent": (small.latent, 110),
+    "shares of keys": (small.shares, 48),
     "tables": (small.planless, 100),
     "flash_attn": (small.flash, 140),
     "trtllm_fmha_v2": (small.fmha, 24),

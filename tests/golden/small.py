@@ -17,6 +17,7 @@ from helpers import (
     gates,
     gpu_cases,
     item_cases,
+    key_shares,
     logits_calls,
     merge_calls,
     mixed_calls,
@@ -144,6 +145,15 @@ def shared(seed: int, card: Card) -> Drawn:
 
 def latent(seed: int, card: Card) -> Drawn:
     return _of(card, mla_calls.Call(mla_calls.random_case(seed), np, workspace(card)))
+
+
+def shares(seed: int, card: Card) -> Drawn:
+    """One rank's call, of several that share keys."""
+    case, memory = key_shares.random_case(seed, most=3000), workspace(card)
+    whole = key_shares.Whole.of(case)
+    rank = key_shares.Rank.of(whole, case.shares[seed % case.world])
+    text = f"rank {rank.share.cp_rank}, {described(case)}"
+    return text, lambda: key_shares.answer(whole, rank, np.asarray, memory)
 
 
 def planless(seed: int, card: Card) -> Drawn:
