@@ -38,14 +38,19 @@ class PeerMemory:
             return False
         if self._window is not None and self._window.nbytes >= nbytes:
             return True
-        if self._window is not None:
-            if self._group.on_gpu:
-                cupy_module().cuda.runtime.deviceSynchronize()
-            self._group.barrier()
-            self._window.close()
+        self.close()
         self._window = self._group.window(max(nbytes, 1))
         self._is_absent = self._window is None
         return not self._is_absent
+
+    def close(self) -> None:
+        """Give it back, on all ranks. Nothing of a captured graph may use it any more."""
+        if self._window is not None:
+            if self._group.on_gpu:
+                cupy_module().cuda.runtime.deviceSynchronize()
+            self._group.share_bytes(b"")
+            self._window.close()
+            self._window = None
 
     def begin(self, stream: int | None) -> None:
         """Wait until every rank has read what the last call wrote."""

@@ -197,6 +197,12 @@ class ContextParallelPrefill(Untraced):
         way.run(vq, vk, vv, vout, vlse)
         return (out, lse) if return_lse else out
 
+    def close(self) -> None:
+        """Give back what runs exchange, which peers write; all ranks call it. (A group that is
+        closed gives back what is left.) A graph of a run may not be replayed any more."""
+        self._way = self._choice = None
+        self._peers.close()
+
     def describe(self) -> str:
         """What plan() chose, in a sentence with the estimates of the other ways."""
         if self._choice is None:

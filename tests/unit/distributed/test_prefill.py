@@ -222,8 +222,30 @@ def test_plans_follow_one_another() -> None:
             out = prefill.run(*own).astype(np.float64)
             wanted = share.cut(case.expected()[0], group.rank)
             np.testing.assert_allclose(out, wanted, atol=2e-3)
+        for _ in range(2):
+            prefill.close()
+            with pytest.raises(PlanError, match=re.escape("run() was called before plan()")):
+                prefill.run(*own)
+        prefill.plan(case.qo_indptr, 8, 2, 16)  # it may be used again
+        assert np.array_equal(prefill.run(*own), out)
 
     simulate(2, work)
+
+
+@pytest.mark.parametrize(("method", "chunks"), WAYS)
+def test_hosts_without_peer_memory(method: str, chunks: int | None) -> None:
+    """Between hosts keys go through all_gather, and the answers are the same."""
+    case = Case(RAGGED, 2, method, chunks)
+    share = ZigZag(case.qo_indptr, 2)
+    answers = {}
+    for hosts in ([0, 0], [0, 1]):
+
+        def work(group: Group) -> np.ndarray:
+            return case.plan(group).run(*[share.cut(x, group.rank) for x in case.arrays()])
+
+        answers[tuple(hosts)] = simulate(2, work, hosts=hosts)
+    for same, other in zip(*answers.values(), strict=True):
+        np.testing.assert_allclose(same.astype(float), other.astype(float), atol=1e-3)
 
 
 def test_what_was_chosen_is_said() -> None:
