@@ -27,37 +27,43 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m benchmarks distributed", description="Time attention over several GPUs."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of results.json")
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs of this host (default 2)")
-    parser.add_argument("--seconds", type=float, default=240.0, help="budget")
+    parser.add_argument(
+        "--ranks", default="2", help="GPUs of this host, or several numbers by comma (default 2)"
+    )
+    parser.add_argument("--seconds", type=float, default=240.0, help="budget of each group")
     parser.add_argument("--case", default="", help="cases whose names start so")
     parser.add_argument("--commit", default=os.environ.get("CUPYATTN_BENCH_COMMIT"))
     args = parser.parse_args(argv)
-    if args.ranks < 1:
-        parser.error(f"--ranks: got {args.ranks}, wanted 1 or more")
+    sizes = [int(size) for size in args.ranks.split(",") if size.isdecimal()]
+    if not sizes or min(sizes) < 1 or len(sizes) != args.ranks.count(",") + 1:
+        parser.error(f"--ranks: got {args.ranks}, wanted numbers of 1 or more")
     args.out.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, Any] = {"ranks": args.ranks, **header(args.commit)}
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.json"
-        status = run(args, rows)
-        facts["rows"] = json.loads(rows.read_text("utf-8")) if rows.exists() else []
+    facts: dict[str, Any] = {"ranks": sizes, **header(args.commit), "rows": []}
+    status = 0
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = Path(folder) / "rows.json"
+            status |= run(args, size, rows, size == sizes[0])
+            facts["rows"] += json.loads(rows.read_text("utf-8")) if rows.exists() else []
     (args.out / FILE_NAME).write_text(json.dumps(facts, indent=1), "utf-8")
     if {"exchange", "gather"} <= {row["kind"] for row in facts["rows"]}:
         print(scale.table(scale.points(scale.Figures.of(facts["rows"]))))
     return status
 
 
-def run(args: argparse.Namespace, rows: Path) -> int:
-    """The ranks, until all have ended. One that fails ends the others."""
+def run(args: argparse.Namespace, size: int, rows: Path, is_first: bool) -> int:
+    """`size` ranks, until all have ended. One that fails ends the others."""
     root = Path(__file__).resolve().parents[2]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.distributed.rank", "--out", str(rows)]
     command += ["--seconds", str(args.seconds), "--case", args.case]
+    command += ["--alone"] if is_first else []
     ranks = []
-    for rank in range(args.ranks):
+    for rank in range(size):
         env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        env |= {"WORLD_SIZE": str(args.ranks), "LOCAL_WORLD_SIZE": str(args.ranks)}
+        env |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks.append(subprocess.Popen(command, cwd=root, env=env))
     end = time.time() + args.seconds + 60

@@ -33,8 +33,9 @@ _WORKSPACE_BYTES = 256 << 20
 class Rank:
     """This process among the others, and the rows that it has measured."""
 
-    def __init__(self, group: Group, out: Path, deadline: float) -> None:
+    def __init__(self, group: Group, out: Path, deadline: float, alone: bool) -> None:
         self.group, self.out, self.deadline = group, out, deadline
+        self.alone = alone  # whether kernels on one GPU are measured too
         self.rows: list[dict[str, Any]] = []
 
     def add(self, kind: str, case: str, us: float, **facts: Any) -> None:
@@ -154,13 +155,14 @@ def run_decode(rank: Rank, case: Decode) -> None:
     """A case on one GPU, on parts of one, and on the group, whose answer is checked."""
     group, arrays = rank.group, DecodeArrays(case)
     alone = arrays.step(0, 1, torch.bfloat16)
-    rank.add("decode", case.name, time_alone(alone), world=1, path="one")
-    rank.add("share", case.name, rank.rows[-1]["us"], parts=1)
     whole = alone()[0].float()
-    for parts in PARTS[1:]:
-        if arrays.table.shape[1] % parts == 0 and rank.has_time(30):
-            step = arrays.step(0, parts, torch.float32)
-            rank.add("share", case.name, time_alone(step), parts=parts)
+    if rank.alone:
+        rank.add("decode", case.name, time_alone(alone), world=1, path="one")
+        rank.add("share", case.name, rank.rows[-1]["us"], parts=1)
+        for parts in PARTS[1:]:
+            if arrays.table.shape[1] % parts == 0 and rank.has_time(30):
+                step = arrays.step(0, parts, torch.float32)
+                rank.add("share", case.name, time_alone(step), parts=parts)
     attend = arrays.step(group.rank, group.size, torch.float32)
     own = case.num_qo_heads // group.size
     expected = whole[:, group.rank * own : (group.rank + 1) * own]
@@ -188,13 +190,14 @@ def run_prompt(rank: Rank, case: Prompt) -> None:
     k, v = (torch.randn(case.tokens, case.num_kv_heads, case.head_dim, **options) for _ in "kv")
     indptr = np.array([0, case.tokens], np.int32)
     alone = prompt_alone(case, q, k, v)
-    rank.add("prompt", case.name, time_alone(alone, 1), world=1, path="one")
-    rank.add("share", case.name, rank.rows[-1]["us"], parts=1)
     whole = alone()
-    for parts in PARTS[1:]:
-        if rank.has_time(30):
-            step = prompt_share(case, q, k, v, parts)
-            rank.add("share", case.name, time_alone(step, 1), parts=parts)
+    if rank.alone:
+        rank.add("prompt", case.name, time_alone(alone, 1), world=1, path="one")
+        rank.add("share", case.name, rank.rows[-1]["us"], parts=1)
+        for parts in PARTS[1:]:
+            if rank.has_time(30):
+                step = prompt_share(case, q, k, v, parts)
+                rank.add("share", case.name, time_alone(step, 1), parts=parts)
     share = ZigZag(indptr, group.size)
     own = [share.cut(x, group.rank) for x in (q, k, v)]
     expected = share.cut(whole, group.rank).float()
@@ -306,13 +309,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="file of rows")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--case", default="", help="names that start so")
+    parser.add_argument("--alone", action="store_true", help="measure one GPU's kernels too")
     args = parser.parse_args(argv)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=device)
     group = Group.from_torch(device=device.index)
     print(group.describe(), flush=True)
-    rank = Rank(group, args.out, time.time() + args.seconds)
+    rank = Rank(group, args.out, time.time() + args.seconds, args.alone)
     for shape in EXCHANGES:
         if rank.has_time(20) and "exchange".startswith(args.case):
             run_exchange(rank, *shape)
