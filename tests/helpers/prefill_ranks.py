@@ -64,7 +64,8 @@ def check(group: Group, framework: str, prompts: Prompts) -> None:
     wrapper.plan(indptr, indptr, *prompts.heads, *prompts.dims, **options)
     alone = to_host(wrapper.run(*whole)).astype(np.float64)
     wanted, wanted_lse = prompts.expected()
-    limit = 1.02 * np.abs(alone - wanted).max()
+    # A few rows may be rounded otherwise by another kernel.
+    limit = 1.02 * np.abs(alone - wanted).max() + 2e-4
     share = ZigZag(indptr, group.size)
     own = [share.cut(x, group.rank) for x in whole]
     rows = share.rows(group.rank)
@@ -78,7 +79,7 @@ def check(group: Group, framework: str, prompts: Prompts) -> None:
         out, lse = (to_host(x) for x in answers[0])
         case = f"rank {group.rank}, {framework}, {method} in {num_chunks}, {prompts}"
         off = np.abs(out.astype(np.float64) - wanted[rows]).max(initial=0)
-        assert off <= limit, f"{case}: off by {off}, one GPU by {limit / 1.02}"
+        assert off <= limit, f"{case}: off by {off}, wanted {limit} at most"
         np.testing.assert_allclose(lse, wanted_lse[rows], atol=2e-3, err_msg=case)
         prefill.close()
         for again in answers[1:]:
