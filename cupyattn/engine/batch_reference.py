@@ -29,13 +29,13 @@ def requests_of(plan: Plan, keys: Keys, vmask: ArrayView | None) -> Iterator[Req
     for index in range(batch.num_requests):
         begin, kv_len = int(lengths.q_start[index]), int(lengths.kv_len[index])
         rows = slice(begin, begin + int(lengths.qo_len[index]))
-        places = reference_places(batch, spec, index)
+        positions = reference_places(batch, spec, index)
         if seen is None:
             mask = plan.mask.of_request(batch, index)
         else:
-            mask = row_mask.with_earlier_keys(seen[rows], kv_len, **places)
+            mask = row_mask.with_earlier_keys(seen[rows], kv_len, **positions)
         own_k, own_v = (_keys_of(x, batch, index, kv_len) for x in (k, v))
-        options = places if spec.logits is None else {**places, "batch": index}
+        options = positions if spec.logits is None else {**positions, "batch": index}
         yield Request(rows, own_k, own_v, mask, options=options)
 
 

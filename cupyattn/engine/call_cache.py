@@ -4,7 +4,7 @@ Calls of a decoding loop differ in addresses, and some of them in lengths. All o
 checks depend on form the signature of a call. Two calls with equal signature pass the same checks,
 so only lengths and addresses are compared before the launch. The cache raises no error: a call that
 it does not find goes through the full checks, which raise the error if there is one, and a call
-that cannot be kept has its answer all the same.
+that cannot be kept has its outputs all the same.
 
 Most of the cost of a repeated call is to read its signature, attribute by attribute. torch compares
 several tensors with earlier ones in one call into C++, by which its compiler guards graphs. Where
@@ -41,7 +41,7 @@ _MAX_APART, _MAX_WORKSPACES = 256, 16
 _Seen: TypeAlias = tuple[list[int], list[Any], list[Any]]
 _Read: TypeAlias = Callable[[Sequence[Any]], _Seen]
 _Checked = TypeVar("_Checked")
-_Given = ParamSpec("_Given")
+_Params = ParamSpec("_Params")
 _Kept = TypeVar("_Kept")
 _log = logging.getLogger("cupyattn")
 
@@ -106,57 +106,57 @@ def _read_cupy(arrays: Sequence[Any]) -> _Seen:
 
 # Addresses of arrays, 0 for none, if they look as they did, else None.
 # All arguments but arrays: a tuple or a record, whose fields can be hashed.
-Scalars: TypeAlias = Any
+CallOptions: TypeAlias = Any
 _Compare: TypeAlias = Callable[[Sequence[Any]], "list[int] | None"]
 
 
 class _Tensors(NamedTuple):
     """The tensors of a call, each once: where they are, their sizes and strides with None for what
-    may be another, and (place, first place) of those that are in several."""
+    may be another; and of those that are several arguments, index -> first index."""
 
-    places: list[int]
+    indices: list[int]
     sizes: list[list[Any]]
     strides: list[list[Any]]
-    twins: dict[int, int]
+    repeated: dict[int, int]
 
     @classmethod
     def of(
         cls, arrays: Sequence[Any], axes: Sequence[int | None] | None, free: Sequence[int]
     ) -> _Tensors | None:
-        """None where a tensor that is in several places may be another in one of them."""
-        made = cls([], [], [], {})
-        for place, x in enumerate(arrays):
+        """None where a tensor that is several arguments may be another for one of them."""
+        tensors = cls([], [], [], {})
+        for index, x in enumerate(arrays):
             if x is None:
                 continue
             size, stride = [*x.shape], [*x.stride()]
-            axis = None if axes is None else axes[place]
-            if place in free:
+            axis = None if axes is None else axes[index]
+            if index in free:
                 size, stride = ([None] * x.dim() for _ in "ss")
             elif axis is not None and axis < x.dim():
                 size[axis] = None
-            first = next((i for i, known in enumerate(made.places) if arrays[known] is x), None)
+            first = next((i for i, known in enumerate(tensors.indices) if arrays[known] is x), None)
             if first is None:
-                made.places.append(place)
-                made.sizes.append(size)
-                made.strides.append(stride)
-            elif size == made.sizes[first]:
-                made.twins[place] = made.places[first]
+                tensors.indices.append(index)
+                tensors.sizes.append(size)
+                tensors.strides.append(stride)
+            elif size == tensors.sizes[first]:
+                tensors.repeated[index] = tensors.indices[first]
             else:
                 return None
-        return made
+        return tensors
 
     def guards(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
         """What compares tensors in C++: types, dtypes, shapes, strides, devices, and whether
         gradients or signs are pending. None of a torch that has that in another form."""
         torch = sys.modules["torch"]
-        tensors = [arrays[place] for place in self.places]
+        own = [arrays[index] for index in self.indices]
         try:
-            made = torch._C._dynamo.guards.TensorGuards(
-                *tensors, dynamic_dims_sizes=self.sizes, dynamic_dims_strides=self.strides
+            compiled = torch._C._dynamo.guards.TensorGuards(
+                *own, dynamic_dims_sizes=self.sizes, dynamic_dims_strides=self.strides
             )
             address_of = torch.Tensor.data_ptr
-            is_plain = all(type(x).data_ptr is address_of for x in tensors)
-            return made.check if is_plain and made.check(*tensors) else None
+            is_plain = all(type(x).data_ptr is address_of for x in own)
+            return compiled.check if is_plain and compiled.check(*own) else None
         except Exception:
             return None
 
@@ -164,47 +164,42 @@ class _Tensors(NamedTuple):
 def _comparer_torch(
     arrays: Sequence[Any],
     facts: list[Any],
-    num_places: int,
+    num_arguments: int,
     axes: Sequence[int | None] | None = None,
     free: Sequence[int] = (),
 ) -> _Compare | None:
     """A comparison of later calls with this one, None where this torch has none. It returns
-    num_places addresses, though arrays end early.
+    num_arguments addresses, though arrays end early.
 
-    axes: of lengths that may be others, free: places of arrays with any lengths and strides. An
-    array in several places, such as offsets of q and k, is compared once, and later ones must be in
-    the same.
+    axes: of lengths that may be others, free: indices of arrays with any lengths and strides. A
+    tensor that is several arguments, such as offsets of q and k, is compared once, and later ones
+    must be the same arguments.
     """
     tensors_of = _Tensors.of(arrays, axes, free)
     are_equal = None if tensors_of is None else tensors_of.guards(arrays)
     if tensors_of is None or are_equal is None:
         return None
-    places, twins, num_arrays = tensors_of.places, tensors_of.twins, len(arrays)
-    # Those that are not given most often are the last ones: one look at the slice is all they cost.
-    end = max([*places, *twins]) + 1
-    absent = [place for place in range(end) if arrays[place] is None]
-    fills = [(place, twins.get(place)) for place in range(end) if place not in places]
-    same = list(twins.items())
-    offsets = [facts[place][_OFFSET] for place in places]
-    are_aligned = offsets == [0] * len(places)
-    pick: Callable[[Sequence[Any]], tuple[Any, ...]] = operator.itemgetter(*places)
-    if len(places) == 1:
-        only = places[0]
-        pick = lambda arrays: (arrays[only],)  # noqa: E731
-    rest, no_addresses = (None,) * (num_arrays - end), [0] * (num_places - end)
+    indices, repeated = tensors_of.indices, tensors_of.repeated
+    # Arguments that are mostly None are the last ones: one look at the slice is all they cost.
+    end = max([*indices, *repeated]) + 1
+    absent = [index for index in range(end) if arrays[index] is None]
+    fills = [(index, repeated.get(index)) for index in range(end) if index not in indices]
+    same = list(repeated.items())
+    offsets = [facts[index][_OFFSET] for index in indices]
+    are_aligned = offsets == [0] * len(indices)
+    only = slice(indices[0], indices[0] + 1)
+    pick = operator.itemgetter(*indices) if len(indices) > 1 else operator.itemgetter(only)
+    rest, no_addresses = (None,) * (len(arrays) - end), [0] * (num_arguments - end)
     lowest, address_of = LOWEST_ADDRESS, sys.modules["torch"].Tensor.data_ptr
 
     def compare(arrays: Sequence[Any]) -> list[int] | None:
-        if len(arrays) != num_arrays:
-            if len(arrays) < end or any(x is not None for x in arrays[end:]):
-                return None
-        elif arrays[end:] != rest:
+        if len(arrays) < end or (arrays[end:] != rest and any(x is not None for x in arrays[end:])):
             return None
-        for place in absent:
-            if arrays[place] is not None:
+        for index in absent:
+            if arrays[index] is not None:
                 return None
-        for place, first in same:
-            if arrays[place] is not arrays[first]:
+        for index, first in same:
+            if arrays[index] is not arrays[first]:
                 return None
         tensors = pick(arrays)
         if not are_equal(*tensors):
@@ -217,8 +212,8 @@ def _comparer_torch(
                     is_known = False
         if not is_known and [*map(_offset, tensors, addresses)] != offsets:
             return None
-        for place, twin in fills:
-            addresses.insert(place, 0 if twin is None else addresses[twin])
+        for index, source in fills:
+            addresses.insert(index, 0 if source is None else addresses[source])
         addresses += no_addresses
         return addresses
 
@@ -261,7 +256,7 @@ _framework_by_type: dict[type, _Framework] = {}
 
 
 class Argument(NamedTuple):
-    """An array that a way to call takes; None stands for an optional array that is not given.
+    """An array that a way to call takes; None stands for an optional array that is not passed.
 
     length_axis  the axis whose extent varies from call to call and is compared at each; all other
                  extents belong to the signature. None: the whole shape does. So it does of one
@@ -288,13 +283,13 @@ class Argument(NamedTuple):
 class CachedCall(Generic[_Checked]):
     """What calls of one signature share. It holds no array of the caller's.
 
-    checked    what the way to call made of a call that passed its checks
-    axes       (place, length_axis) of arrays that are given and have that axis
-    fixed      places of arrays that have such an axis, and whose length belongs to the signature
+    checked    what the function made of a call that passed its checks
+    axes       (index, length_axis) of arrays that are passed and have that axis
+    fixed      indices of arrays that have such an axis, and whose length belongs to the signature
     steps, rests   of each array: n rows along its length_axis lie within step * n + rest bytes; of
                a free one the bytes of a unit of stride, and of an element
-    outputs    places of outputs that are given, each with the places that it may not overlap
-    pairs      places of outputs that may lie within each other, but not at one address
+    outputs    indices of outputs that are passed, each with those of arrays that it may not overlap
+    pairs      indices of outputs that may lie within each other, but not at one address
     make_out, make_lse   make outputs of a shape like that of the first call, of any length
     make_like  makes what make_out does, of the first array, in less time; None where that differs
     address    of an array that they have made
@@ -320,14 +315,14 @@ class CachedCall(Generic[_Checked]):
     def overlaps(self, addresses: list[int], sizes: Sequence[int]) -> bool:
         """Whether the bytes of an output meet those of another array; the full checks find out
         whether they share an element."""
-        for place, others in self.outputs:
-            low = addresses[place]
-            high = low + sizes[place]
+        for index, others in self.outputs:
+            low = addresses[index]
+            high = low + sizes[index]
             for other in others:
                 address = addresses[other]
                 if address < high and low < address + sizes[other]:
                     return True
-        return any(addresses[place] == addresses[other] for place, other in self.pairs)
+        return any(addresses[index] == addresses[other] for index, other in self.pairs)
 
 
 class Apart(dict[int, list[int]]):
@@ -370,13 +365,13 @@ class Found(Generic[_Checked]):
     apart_from: dict[tuple[object, ...], Apart] = field(default_factory=dict)
 
     def apart_of(self, clear: tuple[object, ...]) -> Apart:
-        """`Apart` of calls whose arrays may not lie in the same places."""
+        """`Apart` of calls whose arrays may not lie in the same memory."""
         if len(self.apart_from) >= _MAX_WORKSPACES:
             self.apart_from.clear()
         return self.apart_from.setdefault(clear, Apart())
 
     def is_apart(self, addresses: list[int], key: int) -> bool:
-        """Whether no output has bytes of another array. key: the place of keys."""
+        """Whether no output has bytes of another array. key: the index of keys."""
         if self.apart.get(addresses[key]) == addresses:
             return True
         if self.call.overlaps(addresses, self.sizes):
@@ -384,10 +379,10 @@ class Found(Generic[_Checked]):
         self.apart.add(addresses[key], addresses.copy())
         return True
 
-    def strides(self, place: int) -> tuple[int, ...]:
+    def strides(self, index: int) -> tuple[int, ...]:
         """The strides of a free array, in elements."""
-        strides: tuple[int, ...] = self.facts[place][_STRIDES]
-        unit, itemsize = self.call.steps[place], self.call.rests[place]
+        strides: tuple[int, ...] = self.facts[index][_STRIDES]
+        unit, itemsize = self.call.steps[index], self.call.rests[index]
         if unit == itemsize:
             return strides
         return tuple(stride * unit // itemsize for stride in strides)
@@ -395,11 +390,11 @@ class Found(Generic[_Checked]):
 
 @dataclass(slots=True, eq=False)
 class _Group(Generic[_Checked]):
-    """The cached calls with equal scalars, by facts without lengths.
+    """The cached calls with equal options, by facts without lengths.
 
     last  the last of them: to compare facts is faster than to hash them
     fixed  what these calls have as `CachedCall.fixed`
-    zeros_and_ones  places of scalars that are numbers 0 or 1, to which a bool would be equal
+    zeros_and_ones  indices of options that are numbers 0 or 1, to which a bool would be equal
     """
 
     last: Found[_Checked]
@@ -410,14 +405,14 @@ class _Group(Generic[_Checked]):
 
 def report(error: Exception) -> None:
     """Say that a call could not be kept. The tests let this raise."""
-    _log.warning("a call was answered, but cannot be cached: %r", error)
+    _log.warning("a call was served, but cannot be cached: %r", error)
 
 
-def after_launch(keep: Callable[_Given, _Kept | None]) -> Callable[_Given, _Kept | None]:
+def after_launch(keep: Callable[_Params, _Kept | None]) -> Callable[_Params, _Kept | None]:
     """A decorator of what keeps a call that was launched: it cannot fail the call any more."""
 
     @functools.wraps(keep)
-    def keep_or_report(*args: _Given.args, **named: _Given.kwargs) -> _Kept | None:
+    def keep_or_report(*args: _Params.args, **named: _Params.kwargs) -> _Kept | None:
         try:
             return keep(*args, **named)
         except Exception as error:
@@ -433,10 +428,10 @@ class CallCache(Generic[_Checked]):
     def __init__(self, *arguments: Argument) -> None:
         self._arguments = arguments
         self._axes = [argument.length_axis for argument in arguments]
-        self._free = [place for place, argument in enumerate(arguments) if argument.is_free]
+        self._free = [index for index, argument in enumerate(arguments) if argument.is_free]
         self._absent = [0] * len(arguments)
-        # By the type of scalars too: records of two types with equal fields are not one call.
-        self._groups: defaultdict[type, dict[Scalars, _Group[_Checked]]] = defaultdict(dict)
+        # By the type of options too: records of two types with equal fields are not one call.
+        self._groups: defaultdict[type, dict[CallOptions, _Group[_Checked]]] = defaultdict(dict)
         self._num_calls = 0
         _caches.append(self)
 
@@ -448,34 +443,34 @@ class CallCache(Generic[_Checked]):
         self._num_calls = 0
 
     def lookup(
-        self, arrays: Sequence[Any], scalars: Scalars
+        self, arrays: Sequence[Any], options: CallOptions
     ) -> tuple[Found[_Checked], list[int]] | None:
         """The cached call of equal signature, and addresses of the arrays, 0 for none; or None.
 
-        `arrays` may end early, `scalars` are all other arguments.
+        `arrays` may end early, `options` are all other arguments.
         """
         try:
-            # Scalars are hashed, so that arrays among them are never compared.
-            group = self._groups[type(scalars)].get(scalars)
+            # CallOptions are hashed, so that arrays among them are never compared.
+            group = self._groups[type(options)].get(options)
             if group is None:
                 return None
-            for place in group.zeros_and_ones:
-                if type(scalars[place]) in BOOLS:
+            for index in group.zeros_and_ones:
+                if type(options[index]) in BOOLS:
                     return None
-            found = group.last  # another thread may replace it at any time
-            addresses = None if found.compare is None else found.compare(arrays)
+            cached = group.last  # another thread may replace it at any time
+            addresses = None if cached.compare is None else cached.compare(arrays)
             if addresses is None:
                 other = self._lookup_other(group, arrays)
                 if other is None:
                     return None
-                found, addresses = other
+                cached, addresses = other
         except Exception:  # arguments raise what they like when they are read or hashed
             return None
         if recording.current is not None:
-            recording.keep((found, arrays))
+            recording.keep((cached, arrays))
         if len(addresses) < len(self._absent):  # `arrays` ended early
             addresses += self._absent[len(addresses) :]
-        return found, addresses
+        return cached, addresses
 
     def _lookup_other(
         self, group: _Group[_Checked], arrays: Sequence[Any]
@@ -484,45 +479,47 @@ class CallCache(Generic[_Checked]):
         framework = _framework_by_type.get(type(arrays[0]))
         if framework is None:
             return None
-        found = group.last
-        if found.call.compare is not None:
-            addresses = found.call.compare(arrays)
+        cached = group.last
+        if cached.call.compare is not None:
+            addresses = cached.call.compare(arrays)
             if addresses is not None:
-                found = group.last = self._refit(found, arrays, framework)
-                return found, addresses
+                cached = group.last = self._last_at_shapes_of(cached, arrays, framework)
+                return cached, addresses
         addresses, shapes, facts = framework.read(arrays)
-        if shapes == found.shapes and facts == found.facts:
-            if found.call.compare is not None:
-                self._renew(found, arrays, framework)
-            return found, addresses
-        other = self._other(group, found, shapes, facts)
+        if shapes == cached.shapes and facts == cached.facts:
+            if cached.call.compare is not None:
+                self._renew(cached, arrays, framework)
+            return cached, addresses
+        other = self._of_shapes(group, cached, shapes, facts)
         if other is not None:
             group.last = other
         return None if other is None else (other, addresses)
 
-    def _renew(self, found: Found[_Checked], arrays: Sequence[Any], framework: _Framework) -> None:
+    def _renew(self, cached: Found[_Checked], arrays: Sequence[Any], framework: _Framework) -> None:
         """Compare later calls with this one, which torch calls different where all facts are equal:
         it was made in another mode, such as inference_mode(), and so will be those behind it."""
-        call = found.call
+        call = cached.call
         if call.num_renewed >= _MAX_RENEWED:
             return
         call.num_renewed += 1
         varying = self._varying(call.fixed)
-        call.compare = framework.comparer(arrays, found.facts, len(self._axes), varying, self._free)
-        found.compare = framework.comparer(arrays, found.facts, len(self._axes))
+        call.compare = framework.comparer(
+            arrays, cached.facts, len(self._axes), varying, self._free
+        )
+        cached.compare = framework.comparer(arrays, cached.facts, len(self._axes))
 
     def _varying(self, fixed: tuple[int, ...]) -> list[int | None]:
         """The axes of lengths that later calls may have others of."""
-        return [None if place in fixed else axis for place, axis in enumerate(self._axes)]
+        return [None if index in fixed else axis for index, axis in enumerate(self._axes)]
 
-    def _other(
+    def _of_shapes(
         self, group: _Group[_Checked], last: Found[_Checked], shapes: list[Any], facts: list[Any]
     ) -> Found[_Checked] | None:
         """The call of arrays that the last one's are not like."""
-        known = self._with_lengths(last, shapes) if facts == last.facts else None
+        known = self._last_at_lengths_of(last, shapes) if facts == last.facts else None
         return known or self._find(group, shapes, facts)
 
-    def _refit(
+    def _last_at_shapes_of(
         self, last: Found[_Checked], arrays: Sequence[Any], framework: _Framework
     ) -> Found[_Checked]:
         """The last call for arrays that differ from its own in nothing but lengths."""
@@ -531,79 +528,81 @@ class CallCache(Generic[_Checked]):
             last.compare = framework.comparer(arrays, last.facts, len(self._axes))
             return last
         facts, lengths = last.facts, self._absent.copy()
-        for place, axis in last.call.axes:
-            lengths[place] = shapes[place][axis]  # type: ignore[index]
+        for index, axis in last.call.axes:
+            lengths[index] = shapes[index][axis]  # type: ignore[index]
         if self._free:
             facts = [*facts]
-            for place in self._free:
-                shape = shapes[place] if place < len(shapes) else None
+            for index in self._free:
+                shape = shapes[index] if index < len(shapes) else None
                 if shape is not None:
-                    kind, dtype, _, *rest = facts[place]
-                    facts[place] = kind, dtype, arrays[place].stride(), *rest
-                    lengths[place] = shape[0] if shape else 0
+                    kind, dtype, _, *rest = facts[index]
+                    facts[index] = kind, dtype, arrays[index].stride(), *rest
+                    lengths[index] = shape[0] if shape else 0
             if shapes == last.shapes and facts == last.facts:
                 last.compare = framework.comparer(arrays, facts, len(self._axes))
                 return last
-        return self._fit(last.call, shapes, facts, lengths)
+        return self._at_shapes(last.call, shapes, facts, lengths)
 
-    def _with_lengths(self, last: Found[_Checked], shapes: list[Any]) -> Found[_Checked] | None:
+    def _last_at_lengths_of(
+        self, last: Found[_Checked], shapes: list[Any]
+    ) -> Found[_Checked] | None:
         """The last call with other lengths, None if other extents differ too."""
         lengths, sizes = last.lengths.copy(), last.sizes.copy()
         axes, steps = self._axes, last.call.steps
-        for place, (new, old) in enumerate(zip(shapes, last.shapes, strict=True)):
+        for index, (new, old) in enumerate(zip(shapes, last.shapes, strict=True)):
             if new != old:
-                axis = axes[place]
-                if axis is None or place in last.call.fixed:
+                axis = axes[index]
+                if axis is None or index in last.call.fixed:
                     return None
                 known = [*old]
                 known[axis] = length = new[axis]
                 if known != [*new]:
                     return None
-                sizes[place] += (length - lengths[place]) * steps[place]
-                lengths[place] = length
+                sizes[index] += (length - lengths[index]) * steps[index]
+                lengths[index] = length
         return Found(last.call, shapes, last.facts, lengths, sizes)
 
     def _find(
         self, group: _Group[_Checked], shapes: list[Any], facts: list[Any]
     ) -> Found[_Checked] | None:
         for fixed in (*group.fixed,):  # another thread may add to it at any time
-            key, lengths = self._without_lengths(shapes, facts, fixed)
+            key, lengths = self._signature(shapes, facts, fixed)
             call = group.calls.get(key)
             if call is not None:
-                return self._fit(call, shapes, facts, lengths)
+                return self._at_shapes(call, shapes, facts, lengths)
         return None
 
     def _axes_of(self, shapes: list[Any]) -> tuple[tuple[int, int], ...]:
         """`CachedCall.axes` of a call with these shapes."""
-        given = enumerate(zip(self._axes, shapes, strict=False))
-        return tuple((at, a) for at, (a, x) in given if a is not None and x and a < len(x))
+        pairs = enumerate(zip(self._axes, shapes, strict=False))
+        return tuple((at, a) for at, (a, x) in pairs if a is not None and x and a < len(x))
 
-    def _without_lengths(
+    def _signature(
         self, shapes: list[Any], facts: list[Any], fixed: tuple[int, ...]
     ) -> tuple[tuple[Any, ...], list[int]]:
-        """(shapes without lengths, but for `fixed` places, and all facts; lengths)."""
+        """(shapes without lengths, but for `fixed` arrays, and all facts; lengths)."""
         lengths = self._absent.copy()
         extents = [*shapes]
-        for place, axis in self._axes_of(shapes):
-            shape = shapes[place]
-            lengths[place] = shape[axis]
-            if place not in fixed:
-                extents[place] = shape[:axis], shape[axis + 1 :]
+        for index, axis in self._axes_of(shapes):
+            shape = shapes[index]
+            lengths[index] = shape[axis]
+            if index not in fixed:
+                extents[index] = shape[:axis], shape[axis + 1 :]
         if self._free:
             facts = [*facts]
-            for place in self._free:
-                if place < len(shapes) and shapes[place] is not None:
-                    kind, dtype, strides, *rest = facts[place]
-                    lengths[place] = shapes[place][0] if shapes[place] else 0
-                    extents[place] = len(strides)
-                    facts[place] = kind, dtype, *rest
+            for index in self._free:
+                if index < len(shapes) and shapes[index] is not None:
+                    kind, dtype, strides, *rest = facts[index]
+                    lengths[index] = shapes[index][0] if shapes[index] else 0
+                    extents[index] = len(strides)
+                    facts[index] = kind, dtype, *rest
         return (*extents, *facts), lengths
 
     @after_launch
     def insert(
         self,
         arrays: Sequence[Any],
-        scalars: Scalars,
+        options: CallOptions,
         checked: _Checked,
         like: ArrayView,
         dtype_o: DType,
@@ -623,7 +622,7 @@ class CallCache(Generic[_Checked]):
             return None
         try:
             _, shapes, facts = framework.read(arrays)
-            group = self._groups[type(scalars)].get(scalars)
+            group = self._groups[type(options)].get(options)
         except (AttributeError, TypeError):  # another framework's; an argument without a hash
             return None
         extents = self._extents_of(framework, arrays, shapes, facts)
@@ -632,10 +631,10 @@ class CallCache(Generic[_Checked]):
         steps, rests = extents
         axes = self._axes_of(shapes)
         fixed = tuple(
-            place
-            for place, axis in axes
-            if shapes[place][axis] == 1
-            or (rests[place] > 0 and self._is_written(self._arguments[place], arrays))
+            index
+            for index, axis in axes
+            if shapes[index][axis] == 1
+            or (rests[index] > 0 and self._is_written(self._arguments[index], arrays))
         )
         varying = self._varying(fixed)
         call = CachedCall(
@@ -653,30 +652,32 @@ class CallCache(Generic[_Checked]):
             current_stream=array.stream_reader(like),
             compare=framework.comparer(arrays, facts, len(self._axes), varying, self._free),
         )
-        key, lengths = self._without_lengths(shapes, facts, fixed)
+        key, lengths = self._signature(shapes, facts, fixed)
         if self._num_calls >= _MAX_CALLS:
             self.clear()
             group = None
-        found = self._fit(call, shapes, facts, lengths)
-        places = zeros_and_ones(scalars)
-        if group is not None and group.zeros_and_ones != places:
+        cached = self._at_shapes(call, shapes, facts, lengths)
+        own_zeros_and_ones = zeros_and_ones(options)
+        if group is not None and group.zeros_and_ones != own_zeros_and_ones:
             self._num_calls -= len(group.calls)
-            del self._groups[type(scalars)][scalars]
+            del self._groups[type(options)][options]
             group = None
         if group is None:
-            group = self._groups[type(scalars)][scalars] = _Group(found, {}, {}, places)
+            group = self._groups[type(options)][options] = _Group(
+                cached, {}, {}, own_zeros_and_ones
+            )
         self._num_calls += key not in group.calls
         group.fixed[fixed] = None
-        group.calls[key], group.last = call, found
+        group.calls[key], group.last = call, cached
         _framework_by_type[type(arrays[0])] = framework
-        return found
+        return cached
 
     def _extents_of(
         self, framework: _Framework, arrays: Sequence[Any], shapes: list[Any], facts: list[Any]
     ) -> tuple[list[int], list[int]] | None:
         """`CachedCall.steps` and `rests`; None if there is an array by which nothing is cached."""
         all_steps, rests = self._absent.copy(), self._absent.copy()
-        for place, (x, shape, fact) in enumerate(zip(arrays, shapes, facts, strict=True)):
+        for index, (x, shape, fact) in enumerate(zip(arrays, shapes, facts, strict=True)):
             if fact is None:
                 continue
             _, _, strides, device, is_refused, offset = fact
@@ -685,63 +686,63 @@ class CallCache(Generic[_Checked]):
             if 0 in shape or min(strides, default=0) < 0:
                 return None
             # Scales and the like may come without any axis.
-            axis = self._axes[place]
+            axis = self._axes[index]
             if axis is not None and axis >= len(shape):
                 axis = None
             unit = framework.stride_bytes(x)
-            if self._arguments[place].is_free:
-                all_steps[place], rests[place] = unit, framework.itemsize(x)
+            if self._arguments[index].is_free:
+                all_steps[index], rests[index] = unit, framework.itemsize(x)
                 continue
             steps = [stride * unit for stride in strides]
             step = 0 if axis is None else steps[axis]
             span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
             rest = span + framework.itemsize(x) - step * (1 if axis is None else shape[axis])
-            all_steps[place], rests[place] = step, rest
+            all_steps[index], rests[index] = step, rest
         return all_steps, rests
 
-    def _fit(
+    def _at_shapes(
         self, call: CachedCall[_Checked], shapes: list[Any], facts: list[Any], lengths: list[int]
     ) -> Found[_Checked]:
         sizes = call.rests.copy()
-        for place, _ in call.axes:
-            sizes[place] += lengths[place] * call.steps[place]
-        for place in self._free:
-            if place < len(shapes) and shapes[place] is not None:
+        for index, _ in call.axes:
+            sizes[index] += lengths[index] * call.steps[index]
+        for index in self._free:
+            if index < len(shapes) and shapes[index] is not None:
                 reach = 0
-                for n, stride in zip(shapes[place], facts[place][_STRIDES], strict=True):
+                for n, stride in zip(shapes[index], facts[index][_STRIDES], strict=True):
                     reach += (n - 1) * stride
-                sizes[place] = reach * call.steps[place] + call.rests[place]
+                sizes[index] = reach * call.steps[index] + call.rests[index]
             else:
-                sizes[place] = 0
+                sizes[index] = 0
         return Found(call, shapes, facts, lengths, sizes)
 
     def _outputs(self, arrays: Sequence[Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Places of outputs that are given, each with the places that it may not overlap."""
-        given = [
-            (place, argument)
-            for place, argument in enumerate(self._arguments)
-            if argument.is_planned or (place < len(arrays) and arrays[place] is not None)
+        """`CachedCall.outputs` of a call with these arrays."""
+        present = [
+            (index, argument)
+            for index, argument in enumerate(self._arguments)
+            if argument.is_planned or (index < len(arrays) and arrays[index] is not None)
         ]
         return tuple(
             (
-                place,
+                index,
                 tuple(
                     other
-                    for other, beside in given
-                    if other != place and not (argument.interleaves and beside.interleaves)
+                    for other, other_argument in present
+                    if other != index and not (argument.interleaves and other_argument.interleaves)
                 ),
             )
-            for place, argument in given
+            for index, argument in present
             if self._is_written(argument, arrays)
         )
 
     def _pairs(self, arrays: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """`CachedCall.pairs` of a call with these arrays."""
         within = [
-            place
-            for place, argument in enumerate(self._arguments[: len(arrays)])
+            index
+            for index, argument in enumerate(self._arguments[: len(arrays)])
             if argument.interleaves
-            and arrays[place] is not None
+            and arrays[index] is not None
             and self._is_written(argument, arrays)
         ]
         return tuple(itertools.combinations(within, 2))
@@ -749,8 +750,8 @@ class CallCache(Generic[_Checked]):
     def _is_written(self, argument: Argument, arrays: Sequence[Any]) -> bool:
         if argument.written_with is None:
             return argument.is_output
-        place = [x.name for x in self._arguments].index(argument.written_with)
-        return place < len(arrays) and arrays[place] is not None
+        index = [x.name for x in self._arguments].index(argument.written_with)
+        return index < len(arrays) and arrays[index] is not None
 
 
 def _maker(

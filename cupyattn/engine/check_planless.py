@@ -203,9 +203,9 @@ class LengthForm(NamedTuple):
                     f"{names.q}: holds {num_rows} rows; wanted {count * qo_len}, {qo_len} for each "
                     f"of the {count} requests"
                 )
-        most = qo_len or max(1, num_rows)
+        max_rows = qo_len or max(1, num_rows)
         if self.max_q_len is not None:
-            most = qo_len or min(most, max(1, self.max_q_len))
+            max_rows = qo_len or min(max_rows, max(1, self.max_q_len))
         max_keys, step = num_keys, 0
         if table is not None:
             # Requests that are no rows of the table may begin at any of its entries.
@@ -228,7 +228,7 @@ class LengthForm(NamedTuple):
             num_requests=count,
             num_rows=num_rows,
             qo_len=qo_len or -1,
-            max_qo_len=most,
+            max_qo_len=max_rows,
             kv_step=step,
             max_kv_len=max_keys,
             likely_kv_len=max_keys if self.max_kv_len is None else min(max_keys, self.max_kv_len),
@@ -315,7 +315,7 @@ class Call:
         }
         if self.queries is not None and self.pages is not None:
             inputs |= {names.q_rope: self.queries.rope, names.k_rope: self.pages.rope}
-        inputs |= {f"{names.q} {place}": x for place, x in enumerate(self.spread)}
+        inputs |= {f"{names.q} {index}": x for index, x in enumerate(self.spread)}
         labels = names.qo_lens, names.kv_lens, names.qo_offsets, names.kv_offsets
         return inputs | dict(zip((*labels, *_REPEATED, names.kv_begin), self.indices, strict=True))
 
@@ -377,8 +377,8 @@ def check(arrays: Arrays, options: Options) -> Call:
         slopes = view_slopes(arrays.alibi_slopes, owners, vq.shape[1])
     # --- 3. What serves such heads, and lengths as it takes them ---
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(rows.shape),))
-    given = _given(options, layout, vq, vout, scales.logits, rows.value_pages, slopes)
-    geometry = _geometry(vq, keys, dims, given)
+    raw_options = _raw_options(options, layout, vq, vout, scales.logits, rows.value_pages, slopes)
+    geometry = _geometry(vq, keys, dims, raw_options)
     form = _length_form(options, geometry, vq, indices)
     rows_of_table = None if table is None else (table.shape[0], table.shape[1], table.strides[0])
     extents = Extents(count, vq.shape[0], keys.size, rows_of_table)
@@ -446,10 +446,10 @@ def _view_heads(arrays: Arrays, options: Options, layout: str, dims: Dims) -> Ro
 
 def _of_latent_rows(options: Options, arrays: Arrays) -> Options:
     """Offsets of q say how many rows each request has, and those of keys where its pages are."""
-    most = options.max_q_len
+    max_q_len = options.max_q_len
     return options._replace(
         q_len=options.q_len if arrays.qo_offsets is None else 0,
-        max_q_len=None if most is None else min(most, _MANY_ROWS),
+        max_q_len=None if max_q_len is None else min(max_q_len, _MANY_ROWS),
         has_table_offsets=arrays.kv_offsets is not None,
     )
 
@@ -516,8 +516,8 @@ def _view_table(x: Any, options: Options) -> tuple[ArrayView, int]:
 def _check_gaps(call: Call, arrays: Arrays) -> None:
     """Gaps of q and of lists lie between the same tokens."""
     options, names, of_lists = call.options, call.names, call.gaps[2]
-    given = arrays.q, arrays.q_rope, arrays.block_tables
-    call.spread = tuple(array.view(x, names.q) for x in given if x is not None)
+    arrays_apart = arrays.q, arrays.q_rope, arrays.block_tables
+    call.spread = tuple(array.view(x, names.q) for x in arrays_apart if x is not None)
     tokens = options.request_tokens if options.is_list else options.q_len
     if len(call.out_shape) == 4:
         tokens = call.out_shape[1]
@@ -541,7 +541,7 @@ def _scales(arrays: Arrays, options: Options, dims: Dims, keys: Keys, owners: in
     )
 
 
-def _geometry(vq: ArrayView, keys: Keys, dims: Dims, given: RawOptions) -> Geometry:
+def _geometry(vq: ArrayView, keys: Keys, dims: Dims, raw_options: RawOptions) -> Geometry:
     return find_geometry(
         PlanOptions(
             vq.device,
@@ -553,7 +553,7 @@ def _geometry(vq: ArrayView, keys: Keys, dims: Dims, given: RawOptions) -> Geome
             vq.dtype,
             keys.k.dtype,
             None,
-            given,
+            raw_options,
         )
     )
 
@@ -570,7 +570,7 @@ def _view_keys(
     return keys, view_tables(arrays.block_tables, names.block_tables, are_shared)
 
 
-def _given(
+def _raw_options(
     options: Options,
     kv_layout: str,
     vq: ArrayView,
@@ -617,8 +617,8 @@ def _slope_logits(options: Options, slopes: ArrayView) -> LogitsExpression | Non
             "their right, or behind a soft cap; pass a contiguous array"
         )
     logit = f"{_CAP} * tanh(logit / {_CAP})" if cap else "logit"
-    place = "head" if is_one_row else "batch, head"
-    transform = f"{logit} - {_SLOPES}[{place}] * abs(kv_idx - q_idx)"
+    index = "head" if is_one_row else "batch, head"
+    transform = f"{logit} - {_SLOPES}[{index}] * abs(kv_idx - q_idx)"
     arrays = ((_SLOPES, dtypes.float32, 1 if is_one_row else 2),)
     return logits.make(transform, None, arrays, ((_CAP, dtypes.float32, cap),) if cap else ())
 
@@ -637,12 +637,12 @@ def _padded_lse_shape(call: Call, options: Options) -> tuple[int, ...]:
     if call.queries is not None:
         return call.lengths.num_requests, num_heads, options.q_len
     name = options.names.max_q_len
-    most = require_int(options.max_q_len, name, min(1, num_rows))
-    shape = call.lengths.num_requests, most, num_heads
+    max_rows = require_int(options.max_q_len, name, min(1, num_rows))
+    shape = call.lengths.num_requests, max_rows, num_heads
     if call.return_lse and math.prod(shape) > MAX_LENGTH:
         raise UnsupportedError(
-            f"{name}: got {most}, so that the LSE has shape {list(shape)}; at most {MAX_LENGTH} "
-            "elements are supported"
+            f"{name}: got {max_rows}, so that the LSE has shape {list(shape)}; at most "
+            f"{MAX_LENGTH} elements are supported"
         )
     return shape
 
@@ -702,15 +702,15 @@ def _indices(
     num_lens = count + options.cumulative_kv_lens
     if options.is_list:
         num_lens = count // max(1, options.request_tokens)
-    for repeated, given, name, wanted in (
+    for repeated, original, name, wanted in (
         (arrays.o_offsets, arrays.qo_offsets, _REPEATED[0], names.qo_offsets),
         (arrays.v_offsets, arrays.kv_offsets, _REPEATED[1], names.kv_offsets),
     ):
-        if repeated is not None and given is None:
+        if repeated is not None and original is None:
             raise ArgumentError(f"{name}: given without {wanted}; pass both, or none")
     are_cumulative = arrays.qo_lens is None and not options.q_len
     either = (count, count + 1)
-    found = Indices(
+    indices = Indices(
         *(
             None if x is None else view_index(x, name, counts, vq, options.from_host)
             for x, name, counts in (
@@ -725,14 +725,14 @@ def _indices(
         )
     )
     if are_derived:
-        found = found._replace(kv_lens=found.kv_offsets)
+        indices = indices._replace(kv_lens=indices.kv_offsets)
     is_cumulative = are_derived or options.cumulative_kv_lens
-    if is_cumulative and found.kv_lens is not None and vq.device.kind == "cpu":
+    if is_cumulative and indices.kv_lens is not None and vq.device.kind == "cpu":
         unit = keys.k.shape[1] * keys.k.shape[2] if are_derived and options.in_elements else 1
         name = names.kv_offsets if are_derived else names.kv_lens
-        require_from_zero(array.as_numpy(found.kv_lens).reshape(-1), name)
-        found = found._replace(kv_lens=steps(found.kv_lens, unit, names.kv_lens))
-    return found, count
+        require_from_zero(array.as_numpy(indices.kv_lens).reshape(-1), name)
+        indices = indices._replace(kv_lens=steps(indices.kv_lens, unit, names.kv_lens))
+    return indices, count
 
 
 def require_from_zero(offsets: np.ndarray, name: str) -> None:

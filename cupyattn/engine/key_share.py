@@ -23,8 +23,8 @@ WHOLE_LENGTHS = "cp_tot_seqused_k"
 
 def read_share(cp_world_size: Any, cp_rank: Any, interleave_size: Any) -> KeyShare | None:
     """The share of these arguments; None of one rank, which holds all keys."""
-    given = cp_world_size, cp_rank, interleave_size
-    if all(type(x) is int for x in given) and given == (1, 0, 1):
+    numbers = cp_world_size, cp_rank, interleave_size
+    if all(type(x) is int for x in numbers) and numbers == (1, 0, 1):
         return None
     share = KeyShare(cp_world_size, cp_rank, interleave_size)
     return None if share.is_whole else share

@@ -97,11 +97,13 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
     def decorate(plan: _F) -> _F:
         @functools.wraps(plan)
         def planned(wrapper: BatchWrapper, *args: Any, **kwargs: Any) -> None:
-            given, rest = args[:count], kwargs
-            if len(given) < count:
-                given += tuple(kwargs.get(name) for name in tables[len(given) :])
+            table_args, rest = args[:count], kwargs
+            if len(table_args) < count:
+                table_args += tuple(kwargs.get(name) for name in tables[len(table_args) :])
                 rest = {name: x for name, x in kwargs.items() if name not in tables}
-            is_on_host = type(given[0]) is np.ndarray or not getattr(given[0], "is_cuda", True)
+            is_on_host = type(table_args[0]) is np.ndarray or not getattr(
+                table_args[0], "is_cuda", True
+            )
             is_new = wrapper._is_graph or wrapper._is_probe
             if is_new and is_on_host:
                 plan(wrapper, *map(_faster, args[:count]), *args[count:], **kwargs)
@@ -111,13 +113,15 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
                 return
             if is_on_host:
                 scalars = (*args[count:], *rest.values(), *rest)
-                given = tuple(map(_faster, given))
-                arrays = (*given[1:], *absent, given[0]) if has_rows else (*given, None)
+                table_args = tuple(map(_faster, table_args))
+                arrays = (
+                    (*table_args[1:], *absent, table_args[0]) if has_rows else (*table_args, None)
+                )
                 if not _plan_on_host(wrapper, arrays, scalars, names):
-                    plan(wrapper, *given[: len(args)], *args[count:], **kwargs)
+                    plan(wrapper, *table_args[: len(args)], *args[count:], **kwargs)
                     _remember_on_host(wrapper, arrays, scalars, has_keys, state)
                 return
-            arrays = (*given[1:], *absent, given[0]) if has_rows else given
+            arrays = (*table_args[1:], *absent, table_args[0]) if has_rows else table_args
             scalars = (*args[count:], *rest.values(), *rest, _number_of(wrapper))
             if not plan_again(wrapper, arrays, scalars):
                 plan(wrapper, *args, **kwargs)
@@ -167,13 +171,15 @@ def _take_listed(wrapper: BatchWrapper, plan: Plan) -> bool:
     the current plan; whether it did. While it works on something else, the host, which would wait
     for that, makes the list."""
     batch, requests = plan.batch, plan.batch.requests
-    place, count, v = wrapper._workspace.device, batch.num_requests, batch.page_ids_device
-    if place.kind == "cpu" or plan.split != (0, True) or requests.uniform <= 0:
+    device, count, v = wrapper._workspace.device, batch.num_requests, batch.page_ids_device
+    if device.kind == "cpu" or plan.split != (0, True) or requests.uniform <= 0:
         return False
     if (v is None and batch.page_ids is None) or are_equal(requests.kv_len):
         return False  # the host remembers lists of equal lengths
     if v is not None:
-        is_plain = v.dtype is dtypes.int32 and (v.device, v.framework) == _place_of(wrapper)
+        is_plain = v.dtype is dtypes.int32 and (v.device, v.framework) == _device_and_framework(
+            wrapper
+        )
         if not is_plain or not is_contiguous(v):
             return False
     (variant,) = wrapper._variants(plan.geometry)
@@ -192,20 +198,20 @@ def _take_listed(wrapper: BatchWrapper, plan: Plan) -> bool:
     at_lengths = -(-(count + 1) // 4) * 4
     at_ids = at_lengths + -(-count // 4) * 4
     if wrapper._staging is None:
-        wrapper._staging = Staging(place.index)
+        wrapper._staging = Staging(device.index)
     block = wrapper._staging.block(at_ids + ids.size)
     block[: count + 1] = batch.kv_indptr
     block[at_lengths : at_lengths + count] = requests.kv_len
     block[at_ids : at_ids + ids.size] = ids
     # --- 2. Make the list; ids of pages come behind it ---
     address, page_size = wrapper._staging.address, plan.geometry.spec.page_size
-    given = 0, False, address, False, address + 4 * at_lengths, False
-    tables = DeviceTables(given, read_tables.KEYS, count, requests.uniform, page_size)
+    pointers = 0, False, address, False, address + 4 * at_lengths, False
+    tables = DeviceTables(pointers, read_tables.KEYS, count, requests.uniform, page_size)
     begin = -(-planner.num_words // 4) * 4
     words = wrapper._next_words.reserve(begin + ids.size)
-    numbers = read_tables.read(tables, planner, words, place.index, stream)
-    _, is_bad, _, _, *made = numbers[: read_tables.HEAD].tolist()
-    schedule = None if is_bad else _schedule_of(wrapper, planner, Built._make(made))
+    numbers = read_tables.read(tables, planner, words, device.index, stream)
+    _, is_bad, _, _, *built = numbers[: read_tables.HEAD].tolist()
+    schedule = None if is_bad else _schedule_of(wrapper, planner, Built._make(built))
     if schedule is None:
         return False
     if v is None:
@@ -263,11 +269,11 @@ def _rows_on_host(qo_indptr: Any, count: int) -> QueryRows | None:
         return None
     qo_indptr = qo_indptr.astype(np.int64)
     lengths = qo_indptr[1:] - qo_indptr[:-1]
-    least, end = int(lengths[lengths.argmin()]), int(qo_indptr[-1])
-    if least <= 0 or end > MAX_LENGTH:
+    shortest, end = int(lengths[lengths.argmin()]), int(qo_indptr[-1])
+    if shortest <= 0 or end > MAX_LENGTH:
         return None
-    if least * count == end:
-        return uniform_rows(count, least)
+    if shortest * count == end:
+        return uniform_rows(count, shortest)
     return QueryRows(qo_indptr, lengths, -1)
 
 
@@ -321,22 +327,22 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     arrays: as _CALLS has them. scalars: all other arguments.
     """
     # --- 1. Find what passed the checks ---
-    answer = _CALLS.lookup(arrays, scalars)
-    if answer is None:
+    hit = _CALLS.lookup(arrays, scalars)
+    if hit is None:
         return False
-    found, (kv_indptr, ids, lengths, qo_indptr) = answer
-    geometry, split, first, state = found.call.checked
+    cached, (kv_indptr, ids, lengths, qo_indptr) = hit
+    geometry, split, first, state = cached.call.checked
     (_, rows_wide, _, kv_wide, has_read, is_wide), kind, _, q_len, page_size = first
-    num_offsets, num_ids, num_lengths, num_rows = found.lengths
+    num_offsets, num_ids, num_lengths, num_rows = cached.lengths
     count = num_offsets - 1
     fits = 0 < count <= read_tables.MAX_REQUESTS and (not page_size or num_lengths == count)
     if not fits or (not q_len and num_rows != num_offsets):
         return False
     # --- 2. Read the tables ---
-    stream, (device, framework) = found.call.current_stream(), _place_of(wrapper)
+    stream, (device, framework) = cached.call.current_stream(), _device_and_framework(wrapper)
     wrapper._refuse_capture(stream)
-    given = qo_indptr, rows_wide, kv_indptr, kv_wide, lengths if has_read else 0, is_wide
-    tables = DeviceTables(given, kind, count, q_len, page_size)
+    pointers = qo_indptr, rows_wide, kv_indptr, kv_wide, lengths if has_read else 0, is_wide
+    tables = DeviceTables(pointers, kind, count, q_len, page_size)
     planner, words = None, 0
     (variant,) = wrapper._variants(geometry)
     launcher = geometry.launcher(variant)
@@ -345,10 +351,10 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
         if planner is not None:
             words = wrapper._next_words.reserve(planner.num_words)
     numbers = read_tables.read(tables, planner, words, device.index, stream)
-    _, is_bad, least_rows, max_rows, *made = numbers[: read_tables.HEAD].tolist()
+    _, is_bad, min_rows, max_rows, *built = numbers[: read_tables.HEAD].tolist()
     if is_bad:
         return False
-    batch = _batch_of(numbers, tables, least_rows if least_rows == max_rows else -1)
+    batch = _batch_of(numbers, tables, min_rows if min_rows == max_rows else -1)
     if page_size and (batch.num_page_ids > num_ids or meets(wrapper._workspace, ids, 4 * num_ids)):
         return False
     # --- 3. Make it the current plan ---
@@ -359,7 +365,7 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
         batch.page_ids_device, plan.page_ids, plan.views = view, ids, (view,)
     if batch.num_rows:
         plan.prepared[variant] = _prepared(
-            wrapper, plan, launcher, variant, planner, Built._make(made), stream
+            wrapper, plan, launcher, variant, planner, Built._make(built), stream
         )
     plan.owner = wrapper._turns.begin()
     wrapper._current = plan
@@ -394,11 +400,11 @@ def _prepared(
     launcher: Any,
     variant: Variant,
     planner: Planner | None,
-    made: Built,
+    built: Built,
     stream: int,
 ) -> Prepared:
     """The schedule of a plan on the device: the one that the GPU has made, else the host's."""
-    schedule = None if planner is None else _schedule_of(wrapper, planner, made)
+    schedule = None if planner is None else _schedule_of(wrapper, planner, built)
     if schedule is not None:
         return _prepared_by_gpu(wrapper, launcher, schedule)
     _, schedule = wrapper._schedule_variant(plan, variant)
@@ -409,9 +415,9 @@ def _prepared(
     return Prepared(launcher, schedule, address, owner, rotated)
 
 
-def _schedule_of(wrapper: BatchWrapper, planner: Planner, made: Built) -> BatchSchedule | None:
+def _schedule_of(wrapper: BatchWrapper, planner: Planner, built: Built) -> BatchSchedule | None:
     """The schedule of a list that the GPU has made, if it has, and the workspace has room."""
-    schedule = planner.schedule(made)
+    schedule = planner.schedule(built)
     if schedule is not None and schedule.workspace_bytes:
         wrapper._enlarge_workspace(schedule.workspace_bytes)
         if schedule.workspace_bytes > num_bytes(wrapper._workspace):
@@ -431,12 +437,12 @@ def _number_of(wrapper: BatchWrapper) -> int:
     """What plans of a wrapper depend on besides their arguments, as a number."""
     if wrapper._facts < 0:
         own = (getattr(wrapper, name, None) for name in ("_takes_sinks", "_in_elements"))
-        facts = type(wrapper), wrapper._kv_layout, *_place_of(wrapper), *own
+        facts = type(wrapper), wrapper._kv_layout, *_device_and_framework(wrapper), *own
         wrapper._facts = _numbers.setdefault(facts, len(_numbers))
     return wrapper._facts
 
 
-def _place_of(wrapper: BatchWrapper) -> tuple[Device, str]:
+def _device_and_framework(wrapper: BatchWrapper) -> tuple[Device, str]:
     return wrapper._workspace.device, wrapper._workspace.framework
 
 
@@ -452,15 +458,19 @@ def _remember(
 
     has_keys: lengths are those of all keys of a request.
     """
-    plan, place = wrapper._current, _place_of(wrapper)
-    if plan is None or place[1] not in ("torch", "cupy") or not _is_plain(wrapper, plan, scalars):
+    plan, device_key = wrapper._current, _device_and_framework(wrapper)
+    if (
+        plan is None
+        or device_key[1] not in ("torch", "cupy")
+        or not _is_plain(wrapper, plan, scalars)
+    ):
         return
     spec = plan.geometry.spec
     views = [None if x is None else array.view(x, "a table") for x in (*arrays, None)[:4]]
     for v in views:
         if v is None:
             continue
-        is_read = (v.device, v.framework) == place and v.dtype in _IS_WIDE
+        is_read = (v.device, v.framework) == device_key and v.dtype in _IS_WIDE
         if not is_read or len(v.shape) != 1 or not is_contiguous(v):
             return
     kv_indptr, ids, lengths, rows = views

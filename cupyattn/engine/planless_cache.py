@@ -17,7 +17,7 @@ from ..errors import CupyAttnError
 from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from .arrays import NO_MORE, ROLES, Arrays, MoreArrays
-from .call_cache import Argument, CallCache, Found, Scalars, after_launch
+from .call_cache import Argument, CallCache, CallOptions, Found, after_launch
 from .check_planless import Call, Extents, LengthForm
 from .prepared import Before, Prepared, is_bool_mask, of_lengths, plan_of
 
@@ -102,7 +102,7 @@ class Asked(NamedTuple):
     """
 
     arrays: Arrays
-    options: Scalars
+    options: CallOptions
     shared: dict[str, Any]
     more: MoreArrays = NO_MORE
 

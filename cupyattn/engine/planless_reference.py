@@ -58,24 +58,24 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
 
     Raises ArgumentError for what the GPU would cut.
     """
-    found = _read_lengths(call, read, names)
-    starts, qo_len, _, kv_len, kv_begin = found
+    lengths = _read_lengths(call, read, names)
+    starts, qo_len, _, kv_len, kv_begin = lengths
     if call.mask is not None and (qo_len > call.mask_bits).any():
         raise ArgumentError(
             f"mask: a request has {qo_len.max()} rows, but those of the mask are of "
             f"{call.mask_bits} bits; wanted {names.max_q_len} to be the most rows of one request"
         )
-    _check_room(call, found, names)
+    _check_room(call, lengths, names)
     order = np.argsort(starts[qo_len > 0])
     first, behind = (x[qo_len > 0][order] for x in (starts, starts + qo_len))
     if (first[1:] < behind[:-1]).any():
         raise ArgumentError(
             f"{names.qo_offsets}: requests share rows of {names.q}; wanted rows of its own for each"
         )
-    most = _padded_shape(call)[1] if call.pads_lse else 0
-    if call.pads_lse and _gives_lse(call) and qo_len.max(initial=0) > most:
+    max_rows = _padded_shape(call)[1] if call.pads_lse else 0
+    if call.pads_lse and _gives_lse(call) and qo_len.max(initial=0) > max_rows:
         raise ArgumentError(
-            f"{names.max_q_len}: got {most}, but request {qo_len.argmax()} has "
+            f"{names.max_q_len}: got {max_rows}, but request {qo_len.argmax()} has "
             f"{qo_len.max()} rows, which the LSE needs room for"
         )
     wrong = np.flatnonzero((kv_begin < 0) | (kv_begin > np.maximum(kv_len, 0)))
@@ -85,12 +85,12 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
             f"{names.kv_begin}: request {at} begins at key {kv_begin[at]} of {kv_len[at]}; wanted "
             "one of its keys"
         )
-    return [Request(*map(int, each)) for each in zip(*found, strict=True)]
+    return [Request(*map(int, each)) for each in zip(*lengths, strict=True)]
 
 
 def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Names) -> _Lengths:
     """Lengths and offsets as the call means them: in tokens, and those left out from the others."""
-    lengths, given = call.lengths, call.indices
+    lengths, indices = call.lengths, call.indices
     count, formats = lengths.num_requests, lengths.formats
 
     def tokens(v: ArrayView | None, unit: int, name: str) -> np.ndarray | None:
@@ -104,19 +104,19 @@ def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Na
             )
         return values // unit
 
-    qo_len = tokens(given.qo_lens, 1, names.qo_lens)
-    kv_len = tokens(given.kv_lens, abs(formats[1].unit), names.kv_lens)
+    qo_len = tokens(indices.qo_lens, 1, names.qo_lens)
+    kv_len = tokens(indices.kv_lens, abs(formats[1].unit), names.kv_lens)
     if kv_len is None:
         kv_len = np.full(count, lengths.max_kv_len)
     elif formats[1].unit < 0:
         kv_len = np.diff(kv_len)
     elif call.options.is_list:
         kv_len = _lens_of_tokens(call, kv_len)
-    starts = tokens(given.qo_offsets, formats[2].unit, names.qo_offsets)
-    kv_start = tokens(given.kv_offsets, formats[3].unit, names.kv_offsets)
+    starts = tokens(indices.qo_offsets, formats[2].unit, names.qo_offsets)
+    kv_start = tokens(indices.kv_offsets, formats[3].unit, names.kv_offsets)
     for what, v, own, unit in (
-        ("o", given.o_offsets, starts, call.units[0]),
-        ("v", given.v_offsets, kv_start, call.units[1]),
+        ("o", indices.o_offsets, starts, call.units[0]),
+        ("v", indices.v_offsets, kv_start, call.units[1]),
     ):
         repeated = tokens(v, unit, f"batch_offsets_{what}")
         if repeated is not None and own is not None and (repeated[:count] != own[:count]).any():
@@ -133,7 +133,7 @@ def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Na
             qo_len = np.diff(starts)
     if starts is None:
         starts = np.arange(count) * max(lengths.qo_len, 0)
-    kv_begin = tokens(given.kv_begin, 1, names.kv_begin)
+    kv_begin = tokens(indices.kv_begin, 1, names.kv_begin)
     none = np.zeros(count, np.int64)
     return _Lengths(
         starts[:count],
@@ -154,17 +154,17 @@ def _lens_of_tokens(call: Call, kv_len: np.ndarray) -> np.ndarray:
     return (lens - later).clip(0, call.lengths.max_kv_len)
 
 
-def _check_room(call: Call, found: _Lengths, names: Names) -> None:
+def _check_room(call: Call, read: _Lengths, names: Names) -> None:
     """ArgumentError for rows or keys that the arrays do not hold."""
-    lengths, kv_start = call.lengths, found.kv_start
+    lengths, kv_start = call.lengths, read.kv_start
     if call.form.has_table_offsets:
         kv_start = kv_start * call.form.page_size
-    for name, begin, size, longest, most in (
-        (names.qo_offsets, found.starts, found.qo_len, lengths.num_rows, lengths.num_rows),
-        (names.kv_lens, kv_start, found.kv_len, lengths.max_kv_len, lengths.kv_room),
+    for name, begin, size, longest, room in (
+        (names.qo_offsets, read.starts, read.qo_len, lengths.num_rows, lengths.num_rows),
+        (names.kv_lens, kv_start, read.kv_len, lengths.max_kv_len, lengths.kv_room),
     ):
         # Sums might be beyond 64 bits.
-        is_outside = (size < 0) | (begin < 0) | (size > longest) | (begin > most - size)
+        is_outside = (size < 0) | (begin < 0) | (size > longest) | (begin > room - size)
         wrong = np.flatnonzero(is_outside)
         if not wrong.size:
             continue
@@ -176,14 +176,14 @@ def _check_room(call: Call, found: _Lengths, names: Names) -> None:
             hint += "they would hold as many"
         kind: type[ArgumentError] = ArgumentError
         holder = f"{names.q if name == names.qo_offsets else names.k} holds"
-        if name == names.kv_lens and size[at] > most:
+        if name == names.kv_lens and size[at] > room:
             kind = RoomError
             if call.options.is_list:
                 holder = f"{names.block_tables} has entries for"
             elif call.block_tables is not None and "table" in names.block_tables:
                 holder = f"{names.block_tables} has pages for"
         raise kind(
-            f"{name}: request {at} has {size[at]}{_from(int(begin[at]))}, and {holder} {most}{hint}"
+            f"{name}: request {at} has {size[at]}{_from(int(begin[at]))}, and {holder} {room}{hint}"
         )
 
 
@@ -234,16 +234,16 @@ def pages_of(call: Call, table: np.ndarray, index: int, request: Request) -> np.
     return table[index, :count]
 
 
-def answer(call: Call, arrays: Arrays, append: Callable[[], None] | None = None) -> Any:
+def attend(call: Call, arrays: Arrays, append: Callable[[], None] | None = None) -> Any:
     """out, or (out, lse) if `return_lse`. append: see call.run."""
     names = call.names
-    places = requests_of(call, array.as_numpy, names)
-    tables = read_tables(call, places, array.as_numpy, names.block_tables)
+    spans = requests_of(call, array.as_numpy, names)
+    tables = read_tables(call, spans, array.as_numpy, names.block_tables)
     if append is not None:
         append()
     scales, options = call.scales, call.options
     spec = replace(call.geometry.spec, sm_scale=scales.logits, output_scale=scales.output)
-    requests = list(_reference_requests(call, places, tables))
+    requests = list(_reference_requests(call, spans, tables))
     q = array.as_numpy(call.q)
     if call.queries is not None:
         q = latent.as_rows(call.queries, options.rope_scale)
@@ -289,16 +289,16 @@ def _gives_lse(call: Call) -> bool:
 
 
 def _reference_requests(
-    call: Call, places: list[Request], tables: Tables | None
+    call: Call, spans: list[Request], tables: Tables | None
 ) -> Iterator[cpu.Request]:
     seen, options, keys_of = None, _options(call), _keys_of(call, tables)
     if call.mask is not None:
         seen = row_mask.visible(call.mask, call.lengths.num_rows, call.mask_bits)
-    for index, place in enumerate(places):
-        rows, mask = slice(place.q_start, place.q_start + place.qo_len), None
+    for index, span in enumerate(spans):
+        rows, mask = slice(span.q_start, span.q_start + span.qo_len), None
         if seen is not None:
-            mask = row_mask.with_earlier_keys(seen[rows, : place.qo_len], place.kv_len)
-        k, v = (x[place.kv_begin :] for x in keys_of(index, place))
+            mask = row_mask.with_earlier_keys(seen[rows, : span.qo_len], span.kv_len)
+        k, v = (x[span.kv_begin :] for x in keys_of(index, span))
         yield cpu.Request(rows, k, v, mask, options=options(index))
 
 
@@ -310,20 +310,20 @@ def _keys_of(
     kv_layout = spec.kv_layout if spec.page_size else "NHD"
     k, v = (cpu.tokens_first(x, kv_layout) for x in (call.keys.k, call.keys.v))
 
-    def of_rows(index: int, place: Request) -> tuple[np.ndarray, np.ndarray]:
-        own = slice(place.kv_start, place.kv_start + place.kv_len)
+    def of_rows(index: int, span: Request) -> tuple[np.ndarray, np.ndarray]:
+        own = slice(span.kv_start, span.kv_start + span.kv_len)
         return k[own], v[own]
 
-    def of_heads(index: int, place: Request) -> tuple[np.ndarray, np.ndarray]:
+    def of_heads(index: int, span: Request) -> tuple[np.ndarray, np.ndarray]:
         assert tables is not None
-        of_k, of_v = (pages_of(call, ids, index, place) for ids in tables)
-        return cpu.gather(k, of_k, place.kv_len), cpu.gather(v, of_v, place.kv_len)
+        of_k, of_v = (pages_of(call, ids, index, span) for ids in tables)
+        return cpu.gather(k, of_k, span.kv_len), cpu.gather(v, of_v, span.kv_len)
 
-    def of_latent_rows(index: int, place: Request) -> tuple[np.ndarray, np.ndarray]:
+    def of_latent_rows(index: int, span: Request) -> tuple[np.ndarray, np.ndarray]:
         assert tables is not None and pages is not None
-        ids = pages_of(call, tables[0], index, place)
+        ids = pages_of(call, tables[0], index, span)
         if not call.options.is_list:
-            return latent.gather(pages, ids, place.kv_len)
+            return latent.gather(pages, ids, span.kv_len)
         ids = ids[(ids >= 0) & (ids < call.keys.size * spec.page_size)]
         own_k, own_v = latent.gather(pages, ids // spec.page_size, len(ids) * spec.page_size)
         slots = np.arange(len(ids)) * spec.page_size + ids % spec.page_size

@@ -19,12 +19,12 @@ from ..schedule.levels import Levels
 from .workspace import copy_on_device, int32_on_device
 
 # Half the time of the methods on short arrays.
-_least, _most = np.minimum.reduce, np.maximum.reduce
+_min, _max = np.minimum.reduce, np.maximum.reduce
 _UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
 INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 _TABLE_DTYPES = dtypes.int32, dtypes.int64
 # Offsets of more requests are read anew each time.
-_MOST_KNOWN = 1025
+_MAX_KNOWN = 1025
 
 
 class PageNames(NamedTuple):
@@ -102,8 +102,8 @@ def on_host(*tables: Any) -> tuple[Any, ...]:
 
     What is no such table of integers is left as it is, for its reader to refuse.
     """
-    places, views = [], []
-    for at, x in enumerate(tables):
+    indices, views = [], []
+    for index, x in enumerate(tables):
         if x is None or isinstance(x, np.ndarray) or getattr(x, "is_cuda", True) is False:
             continue
         try:
@@ -113,17 +113,17 @@ def on_host(*tables: Any) -> tuple[Any, ...]:
         if v.device.kind == "cpu" or len(v.shape) > 2 or v.dtype not in _TABLE_DTYPES:
             continue
         if v.framework in ("torch", "cupy") and is_contiguous(v):
-            places.append(at)
+            indices.append(index)
             views.append(v)
     if len(views) < 2:
         return tables
     first = views[0]
     if any(v.device != first.device or v.framework != first.framework for v in views):
         return tables
-    found = [*tables]
-    for at, copy in zip(places, array.to_host_together(views), strict=True):
-        found[at] = copy
-    return tuple(found)
+    tables_on_host = [*tables]
+    for index, copy in zip(indices, array.to_host_together(views), strict=True):
+        tables_on_host[index] = copy
+    return tuple(tables_on_host)
 
 
 def read_indptr(
@@ -147,8 +147,8 @@ def read_indptr(
     steps = indptr[1:] - indptr[:-1]
     if indptr[0] < 0:
         raise ArgumentError(f"{name}: the first offset is {indptr[0]}; wanted 0 or more")
-    least = int(_least(steps)) if steps.size else 0
-    if least < 0:
+    shortest = int(_min(steps)) if steps.size else 0
+    if shortest < 0:
         at = int(np.argmax(steps < 0))
         raise ArgumentError(
             f"{name}: falls from {indptr[at]} to {indptr[at + 1]} after request {at}; wanted "
@@ -158,7 +158,7 @@ def read_indptr(
         raise ArgumentError(f"{name}: ends at {indptr[-1]}; wanted offsets that never fall")
     if indptr[-1] > MAX_LENGTH:
         raise UnsupportedError(f"{name}: ends at {indptr[-1]}; at most {MAX_LENGTH} is supported")
-    return indptr, steps, least
+    return indptr, steps, shortest
 
 
 class QueryRows(NamedTuple):
@@ -186,7 +186,7 @@ def uniform_rows(num_requests: int, qo_len: int) -> QueryRows:
 def read_rows(qo_indptr: Any, name: str = "qo_indptr", unit: int = 1) -> QueryRows:
     """The rows that offsets from 0 on deal out; `unit` as in read_indptr."""
     x = qo_indptr
-    if type(x) is np.ndarray and x.ndim == 1 and x.size <= _MOST_KNOWN and x.dtype in INTEGERS:
+    if type(x) is np.ndarray and x.ndim == 1 and x.size <= _MAX_KNOWN and x.dtype in INTEGERS:
         # Offsets of prompts come once, and would only push out those that come again.
         if x.size > 1 and int(x[1]) * (x.size - 1) == int(x[-1]):
             return _known_rows(x.tobytes(), x.itemsize, name, unit)
@@ -204,11 +204,11 @@ def _known_rows(raw: bytes, itemsize: int, name: str, unit: int) -> QueryRows:
 
 
 def _read_rows(x: Any, name: str, unit: int) -> QueryRows:
-    indptr, lengths, least = read_indptr(x, name, unit=unit)
+    indptr, lengths, shortest = read_indptr(x, name, unit=unit)
     if indptr[0]:
         raise ArgumentError(f"{name}: the first offset is {indptr[0]}; wanted 0")
-    is_uniform = least > 0 and least * lengths.size == indptr[-1]
-    return QueryRows(indptr, lengths, least if is_uniform else -1)
+    is_uniform = shortest > 0 and shortest * lengths.size == indptr[-1]
+    return QueryRows(indptr, lengths, shortest if is_uniform else -1)
 
 
 def read_paged(
@@ -287,7 +287,7 @@ def _page_lengths(
     if not fewest:
         missing[num_pages == 0] = 0
     # As unsigned numbers, so that one pass finds lengths beyond either end.
-    if _most(missing.view(np.uint64)) >= page_size:
+    if _max(missing.view(np.uint64)) >= page_size:
         at = int(np.argmax(missing.view(np.uint64) >= page_size))
         raise ArgumentError(
             f"{name}: request {at} has {last[at]} tokens in its last page; wanted 1 to "
@@ -376,14 +376,14 @@ def join_page_ids(
         )
         return
     table = array.view(array.empty((sum(counts),), dtypes.int32, workspace), "kv_indices")
-    place = table.ptr
+    address = table.ptr
     for v, count in zip(ids, counts, strict=True):
         assert v is not None
         held = int32_on_device(v, "kv_indices")
         array.acquire(workspace, held)
-        copy_on_device(place, held.ptr, 4 * count, table.device.index, stream)
+        copy_on_device(address, held.ptr, 4 * count, table.device.index, stream)
         array.release(workspace, held)
-        place += 4 * count
+        address += 4 * count
     both.page_ids_device = table
 
 

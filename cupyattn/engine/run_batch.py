@@ -82,14 +82,14 @@ class _Shared:
 class _Bound(NamedTuple):
     """A plan's launches for arrays of these lengths.
 
-    forbidden  (place, low, high): an array may not begin between these addresses, where it would
+    forbidden  (index, low, high): an array may not begin between these addresses, where it would
              have bytes of the workspace, or an output bytes of what expressions read
-    outputs  (place, bytes, places and bytes of other arrays) of those that are given
+    outputs  (index, bytes, indices and bytes of other arrays) of those that are passed
     second   of a cache of this size
     shape_o  of the output
     """
 
-    found: Found[_Shared]
+    cached: Found[_Shared]
     workspace: ArrayView
     forbidden: tuple[tuple[int, int, int], ...]
     outputs: list[tuple[int, int, list[tuple[int, int]]]]
@@ -102,7 +102,7 @@ class _Bound(NamedTuple):
 
 class _CachedArrays(NamedTuple):
     """The arrays of a run as the call cache takes them, which reads all up to the last one that is
-    given. (A tuple in a known run: to make a record would take as long as all the rest.)"""
+    passed. (A tuple in a known run: to make a record would take as long as all the rest.)"""
 
     q: Any
     k: Any
@@ -180,10 +180,10 @@ def run(
         known = _CALLS[plan.geometry.kv_axis].lookup(arrays, key) if plan.is_uniform else None
         if known is None:
             return _run_checked(wrapper, plan, arrays, options, key, plan.logits)
-        found, addresses = known
+        cached, addresses = known
         bound = plan.bound
-        if bound is None or bound.found is not found or bound.workspace is not wrapper._workspace:
-            bound = _bind_cached(plan, wrapper._workspace, found, arrays)
+        if bound is None or bound.cached is not cached or bound.workspace is not wrapper._workspace:
+            bound = _bind_cached(plan, wrapper._workspace, cached, arrays)
             if bound is None:
                 return _run_checked(wrapper, plan, arrays, options, key, plan.logits)
             plan.bound = bound  # another thread may do the same
@@ -192,8 +192,8 @@ def run(
         q_ptr, k_ptr, v_ptr, q_rope_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr, gate_ptr = addresses
         if bound.apart.get(k_ptr) != addresses and not _are_apart(bound, addresses):
             return _run_checked(wrapper, plan, arrays, options, key, plan.logits)
-        # --- 2. Make outputs that are not given, and launch ---
-        call, return_lse = found.call, options.return_lse
+        # --- 2. Make outputs that are not passed, and launch ---
+        call, return_lse = cached.call, options.return_lse
         if out is None:
             out = call.make_out(bound.shape_o) if call.make_like is None else call.make_like(q)
             o_ptr = call.address(out)
@@ -219,11 +219,11 @@ def run(
 
 def _are_apart(bound: _Bound, addresses: list[int]) -> bool:
     """Whether no array lies where it may not, and no output has bytes of another array."""
-    for place, low, high in bound.forbidden:
-        if low < addresses[place] < high:
+    for index, low, high in bound.forbidden:
+        if low < addresses[index] < high:
             return False
-    for place, size, others in bound.outputs:
-        begin = addresses[place]
+    for index, size, others in bound.outputs:
+        begin = addresses[index]
         end = begin + size
         for other, length in others:
             address = addresses[other]
@@ -238,24 +238,24 @@ def _forbidden(
 ) -> tuple[tuple[int, int, int], ...]:
     """`_Bound.forbidden` of arrays of these sizes."""
     end, *lows = clear_of(workspace, sizes)
-    found = [(place, low, end) for place, low in enumerate(lows) if sizes[place]]
+    ranges = [(index, low, end) for index, low in enumerate(lows) if sizes[index]]
     for low, high in map(array.byte_range, plan.logits):  # which expressions read
-        found += [(at, low - sizes[at], high) for at in (_OUT, _LSE) if sizes[at]]
-    return tuple(found)
+        ranges += [(at, low - sizes[at], high) for at in (_OUT, _LSE) if sizes[at]]
+    return tuple(ranges)
 
 
 def _bind_cached(
-    plan: Plan, workspace: ArrayView, found: Found[_Shared], arrays: tuple[Any, ...]
+    plan: Plan, workspace: ArrayView, cached: Found[_Shared], arrays: tuple[Any, ...]
 ) -> _Bound | None:
     """The launches of a plan for arrays of these lengths, or None if they do not fit it."""
-    batch, shared = plan.batch, found.call.checked
-    key = found.call, workspace.ptr, workspace.shape, *found.lengths
+    batch, shared = plan.batch, cached.call.checked
+    key = cached.call, workspace.ptr, workspace.shape, *cached.lengths
     known = plan.bounds.get(key)
     if known is not None:
-        return known._replace(found=found, workspace=workspace)  # type: ignore[no-any-return]
+        return known._replace(cached=cached, workspace=workspace)  # type: ignore[no-any-return]
     prepared = plan.prepared.get(shared.variant)
     lengths = _CachedArrays._make(
-        None if x is None else length for x, length in zip(arrays, found.lengths, strict=True)
+        None if x is None else length for x, length in zip(arrays, cached.lengths, strict=True)
     )
     of_rows = lengths.q, lengths.q_rope, lengths.out, lengths.lse, lengths.output_gate
     rows = {*of_rows} - {None}
@@ -265,19 +265,19 @@ def _bind_cached(
         return None
     if not batch.num_rows or not num_keys or not batch.max_page < num_keys >= batch.num_keys:
         return None
-    bits, sizes = shared.bits or plan.bits, found.sizes
+    bits, sizes = shared.bits or plan.bits, cached.sizes
     if arrays[_MASK] is None:
         sizes = [*sizes]
         sizes[_MASK] = bits.num_bytes
     forbidden = _forbidden(plan, workspace, sizes)
     outputs = [
-        (place, sizes[place], [(other, sizes[other]) for other in others if sizes[other]])
-        for place, others in found.call.outputs
+        (index, sizes[index], [(other, sizes[other]) for other in others if sizes[other]])
+        for index, others in cached.call.outputs
     ]
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
     bound = plan.bounds[key] = _Bound(
-        found,
+        cached,
         workspace,
         forbidden,
         outputs,
@@ -285,7 +285,7 @@ def _bind_cached(
         v_offset=shared.v_offset,
         second=None if shared.second is None else shared.second.of_pages(num_keys),
         shape_o=(batch.num_rows, *shared.row_shape),
-        apart=found.apart_of(forbidden),
+        apart=cached.apart_of(forbidden),
     )
     return bound
 
@@ -308,18 +308,18 @@ def _record_of(arrays: _CachedArrays, is_latent: bool) -> RunArrays:
 def _run_checked(
     wrapper: BatchWrapper,
     plan: Plan,
-    given: tuple[Any, ...],
+    cached_arrays: tuple[Any, ...],
     options: Any,
     key: tuple[Any, ...] | None,
     logits_arrays: tuple[ArrayView, ...],
 ) -> Any:
-    """The answer of a run that is not in the call cache.
+    """The output of a run that is not in the call cache.
 
-    given: as _CachedArrays has them. key: of the call cache; None for a run that is not to be
-    cached. logits_arrays: what expressions read.
+    cached_arrays: as _CachedArrays has them. key: of the call cache; None for a run that is not to
+    be cached. logits_arrays: what expressions read.
     """
     is_latent = plan.geometry.spec.latent
-    arrays = _record_of(_CachedArrays._make(given), is_latent)
+    arrays = _record_of(_CachedArrays._make(cached_arrays), is_latent)
     if wrapper._host_plan is not None and plan is wrapper._current and wrapper._follow(arrays.q):
         before, plan, key = plan, wrapper._require_plan(), None
         if logits_arrays is before.logits:
@@ -330,10 +330,10 @@ def _run_checked(
     checked = layout.check(plan, arrays, options, logits_arrays)
     check_outputs(checked, plan, wrapper._workspace, arrays, layout.remedy)
 
-    # --- 2. Answer on the CPU ---
+    # --- 2. Compute on the CPU ---
     spec, like = plan.geometry.spec, checked.views.q
     if like.device.kind == "cpu":
-        out, lse = _answer_on_cpu(wrapper, plan, checked)
+        out, lse = _run_on_cpu(wrapper, plan, checked)
         return (out, lse) if return_lse else out
 
     # --- 3. Launch on the caller's stream ---
@@ -350,7 +350,7 @@ def _run_checked(
         shared = _launch(wrapper, plan, checked, variant)
         if key is not None and _is_known(plan, checked, shared, options):
             calls = _CALLS[plan.geometry.kv_axis]
-            calls.insert(given, key, shared, like, spec.dtype_o, made_out, made_lse)
+            calls.insert(cached_arrays, key, shared, like, spec.dtype_o, made_out, made_lse)
     out = array.deliver(out, like)
     return (out, array.deliver(lse, like)) if return_lse else out
 
@@ -365,7 +365,7 @@ def _is_known(plan: Plan, checked: CheckedRun, shared: _Shared, options: Any) ->
     return is_uniform and is_mask_read and are_plain
 
 
-def _answer_on_cpu(wrapper: BatchWrapper, plan: Plan, checked: CheckedRun) -> tuple[Any, Any]:
+def _run_on_cpu(wrapper: BatchWrapper, plan: Plan, checked: CheckedRun) -> tuple[Any, Any]:
     """(out, lse), by the reference."""
     if plan.batch.num_rows:
         with wrapper._turns.planning:

@@ -23,7 +23,7 @@ from ..launch.driver.enqueue import cuda
 from . import planless_reference as reference
 from . import row_mask
 from .arrays import NO_MORE, Arrays, MoreArrays
-from .call_cache import Scalars
+from .call_cache import CallOptions
 from .check_planless import Call, Options, check
 from .planless_cache import CALLS, Append, Asked, insert, prepared_for, repeat_of
 from .prepared import Prepared, is_bool_mask, prepare
@@ -35,7 +35,7 @@ _Q, _K, _V, _WORKSPACE, _OUT, _LSE = map(
 )
 
 
-class DoorOptions(Protocol):
+class CallerOptions(Protocol):
     """The options of a function as its caller gave them, by name and hashable.
 
     With the shapes, strides and dtypes of the arrays they decide all that is checked.
@@ -48,36 +48,36 @@ class DoorOptions(Protocol):
 
 def run(
     arrays: Arrays,
-    given: DoorOptions,
+    options: CallerOptions,
     append: Append | None = None,
     asked: Asked | None = None,
 ) -> Any:
-    """The answer of a call: out, or (out, lse) if `return_lse`.
+    """The output of a call: out, or (out, lse) if `return_lse`.
 
     append  what writes new keys and values to k and v, once everything is checked
     asked   the call as its caller made it, if `arrays` are others; it was looked up before
     """
     if asked is None or not asked.covers(arrays, append):
-        answer = run_cached(arrays, given, append)
-        if answer is not None:
-            return answer
-        asked = Asked(arrays, given, {})
-    return _serve(check(arrays, given.resolve(arrays)), arrays, asked, append)
+        output = run_cached(arrays, options, append)
+        if output is not None:
+            return output
+        asked = Asked(arrays, options, {})
+    return _serve(check(arrays, options.resolve(arrays)), arrays, asked, append)
 
 
 def _serve(call: Call, arrays: Arrays, asked: Asked, append: Append | None) -> Any:
-    """The answer of a checked call, which `run_cached` finds as it was asked from now on."""
+    """The output of a checked call, which `run_cached` finds as it was asked from now on."""
     vq = call.q
     vworkspace = _view_workspace(arrays.workspace, call)
     have = None if vworkspace is None else num_bytes(vworkspace)
 
-    # --- 1. Answer on the CPU ---
+    # --- 1. Compute on the CPU ---
     if vq.device.kind == "cpu":
         if have is not None and vq.shape[0]:
             _require_size(have, prepare(_with_outputs(call), have).num_bytes)
-        return reference.answer(call, arrays, append)
+        return reference.attend(call, arrays, append)
 
-    # --- 2. Make what is not given ---
+    # --- 2. Make outputs that are not passed ---
     out, lse = arrays.out, arrays.lse
     if out is None:
         out = array.empty(call.out_shape, call.geometry.spec.dtype_o, vq)
@@ -109,25 +109,28 @@ def _serve(call: Call, arrays: Arrays, asked: Asked, append: Append | None) -> A
 
 
 def run_cached(
-    arrays: Arrays, given: Scalars, append: Append | None = None, more: MoreArrays | None = None
+    arrays: Arrays,
+    options: CallOptions,
+    append: Append | None = None,
+    more: MoreArrays | None = None,
 ) -> Any:
-    """The answer of `run` if such a call is in the cache, else None."""
-    known = CALLS.lookup(arrays if more is None else arrays + more, given)
+    """The output of `run` if such a call is in the cache, else None."""
+    known = CALLS.lookup(arrays if more is None else arrays + more, options)
     if known is None:
         return None
-    found, addresses = known
-    call = found.call
-    if call.outputs and found.apart.get(addresses[_K]) != addresses:
-        if not found.is_apart(addresses, _K):
+    cached, addresses = known
+    call = cached.call
+    if call.outputs and cached.apart.get(addresses[_K]) != addresses:
+        if not cached.is_apart(addresses, _K):
             return None  # its arrays do not fit each other
     checked = call.checked
-    prepared = found.prepared or prepared_for(found)
+    prepared = cached.prepared or prepared_for(cached)
     if prepared is None:
         return None
     out, lse = arrays.out, arrays.lse
     if out is None:
         if call.make_like is None:
-            out = call.make_out((found.lengths[_Q], *checked.row_shape))
+            out = call.make_out((cached.lengths[_Q], *checked.row_shape))
         else:
             out = call.make_like(arrays.q)
         addresses[_OUT] = call.address(out)
@@ -135,8 +138,8 @@ def run_cached(
         lse = call.make_lse(prepared.lse_shape)
         addresses[_LSE] = call.address(lse)
     addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
-    for place, address, _ in prepared.shared:
-        addresses[place] = addresses[place] or address
+    for index, address, _ in prepared.shared:
+        addresses[index] = addresses[index] or address
     owner: object = None
     stream = call.current_stream()
     if not addresses[_WORKSPACE]:
