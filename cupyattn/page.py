@@ -589,8 +589,9 @@ def append_paged_mla_kv_cache(
                 columns]. kpe_cache None: ckv_cache holds rows of both parts.
     ckv_scale, kpe_scale  numbers above 0, as k_scale and v_scale in append_paged_kv_cache, for a
                 cache of fp8.
-    All other arguments, errors and the result as in append_paged_kv_cache. Semantics: FlashInfer's
-    append_paged_mla_kv_cache, which takes 512 and 64 columns only and does not quantise.
+    All other arguments and errors are those of append_paged_kv_cache. Returns what that returns, of
+    ckv_cache and kpe_cache. Semantics: FlashInfer's append_paged_mla_kv_cache, which takes 512 and
+    64 columns only and does not quantise.
     """
     latent, rope = array.view(append_ckv, "append_ckv"), array.view(append_kpe, "append_kpe")
     if len(latent.shape) != 2 or len(rope.shape) != 2:

@@ -100,8 +100,8 @@ def test_arrays_of_other_frameworks(framework: str) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_graphs_replay_while_ranks_stall(size: int) -> None:
     number = some(2000)
-    found = exchange_ranks.on_devices(
-        lambda group: exchange_ranks.replay(group, number, 20), [0] * size
+    found = simulate(
+        size, lambda group: exchange_ranks.replay(group, number, 20), devices=[0] * size
     )
     assert found == [{"steps": number + 1, "errors": 0}] * size
 
@@ -118,9 +118,7 @@ def two_gpus() -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_two_gpus_of_one_process() -> None:
     number = some(2000)
-    found = exchange_ranks.on_devices(
-        lambda group: exchange_ranks.replay(group, number, 20), [0, 1]
-    )
+    found = simulate(2, lambda group: exchange_ranks.replay(group, number, 20), devices=[0, 1])
     assert found == [{"steps": number + 1, "errors": 0}] * 2
 
 

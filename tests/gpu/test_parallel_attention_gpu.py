@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import exchange_ranks, parallel_ranks
+from helpers import parallel_ranks
 from helpers.parallel_attention import Batch
 from helpers.parallel_ranks import KINDS, check, run_kind
 
@@ -36,7 +36,7 @@ def test_ranks_of_one_gpu(kind: str, size: int, run: int) -> None:
 
 def test_a_graph_holds_all_of_it() -> None:
     """Where queries are replicated, on one GPU: its ranks' collectives wait on the host."""
-    found = exchange_ranks.on_devices(parallel_ranks.replay, [0, 0])
+    found = simulate(2, parallel_ranks.replay, devices=[0, 0])
     assert found == [{"differing": 0, "replays": 50}] * 2
 
 

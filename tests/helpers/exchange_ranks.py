@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import CupyAttnError
-from cupyattn.distributed import Group, StateExchange, simulate
+from cupyattn.distributed import Group, StateExchange
 
 ROOT = Path(__file__).parents[2]
 _CODE = r"""
@@ -84,33 +84,6 @@ def _kernels() -> Any:
     import cupy
 
     return cupy.RawModule(code=_CODE)
-
-
-def meet_peers(devices: Sequence[int]) -> None:
-    """Let the GPUs of this process write each other's memory."""
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    for device in set(devices):
-        for peer in set(devices) - {device}:
-            with cupy.cuda.Device(device):
-                try:
-                    runtime.deviceEnablePeerAccess(peer)
-                except runtime.CUDARuntimeError as error:
-                    if "AlreadyEnabled" not in str(error):
-                        raise
-
-
-def on_devices(work: Callable[[Group], Any], devices: Sequence[int]) -> list[Any]:
-    """What `work` returns on ranks that are threads of this process, each with its GPU."""
-    import cupy
-
-    def run(group: Group) -> Any:
-        cupy.cuda.Device(devices[group.rank]).use()
-        return work(group)
-
-    meet_peers(devices)
-    return simulate(len(devices), run, devices=devices)
 
 
 class Loop:
