@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,12 +27,14 @@ from ..core.records import maker
 from ..engine import merge_states
 from ..engine.call_cache import Argument, CallCache
 from ..engine.staging import alloc_pinned
-from ..errors import ArgumentError, DistributedError, UnsupportedError
+from ..errors import ArgumentError, DeviceError, DistributedError, UnsupportedError
 from ..launch.driver.enqueue import cuda
 from ..launch.ops import exchange_states
 from ..launch.ops.exchange_states import Exchange, Windows
+from . import two_levels
 from .group import Group
 from .transport import Window
+from .two_levels import TwoLevels
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 _HOST_TO_DEVICE = 1
@@ -83,9 +86,12 @@ class StateExchange:
 
     Where peers can write each other's memory, which is on one host, the exchange is one kernel:
     blocks write their states to the owners, wait for those of the peers, and merge. Elsewhere
-    states are packed, go through the group's all_to_all, and merge. CUDA graphs hold either, where
-    `can_capture` is true. Exchanges of one `StateExchange` are made in the same order on all ranks,
-    and on one stream, or on streams that wait for each other.
+    states are packed, go through the group's all_to_all, and merge. Of several hosts, the ranks of
+    each exchange so among themselves first, and then those of one place on all hosts; merges are in
+    the order of a host's ranks, then of hosts. That is where hosts have equal numbers of ranks,
+    numbered host by host or in turns; other groups exchange in one level. CUDA graphs hold all of
+    it, where `can_capture` is true. Exchanges of one `StateExchange` are made in the same order on
+    all ranks, and on one stream, or on streams that wait for each other.
 
     A peer that does not come within `timeout` seconds is late: its rows are NaN, later exchanges do
     not wait for it, and the next call (or `group.check()`) raises DeviceError. Kernels that are
@@ -102,8 +108,8 @@ class StateExchange:
         out_dtype: of the answers.
         lse_base_on_e: whether LSEs are natural logarithms; base 2 otherwise.
         timeout: seconds for which a peer is waited for on the GPU.
-        uses_windows: False: by the group's all_to_all; True: raise UnsupportedError where peers'
-            memory cannot be written; None: as the group allows.
+        uses_windows: False: by the group's all_to_all, in one level; True: raise UnsupportedError
+            where the memory of a host's peers cannot be written; None: as the group allows.
 
     Raises:
         ArgumentError: heads that the ranks do not divide, and other arguments of no meaning.
@@ -148,7 +154,13 @@ class StateExchange:
                 "uses_windows": uses_windows,
             }
         )
-        self._windows = None if uses_windows is False else self._make_windows(uses_windows is True)
+        self._windows: _PeerMemory | None = None
+        self._levels = None if uses_windows is False else self._make_levels(uses_windows)
+        if self._levels is not None:
+            self.can_capture: bool = self._levels.can_capture
+            return
+        if uses_windows is not False:
+            self._windows = self._make_windows(uses_windows is True)
         self.can_capture = self._windows is not None or group.can_capture
 
     def run(
@@ -194,7 +206,9 @@ class StateExchange:
         if rows:
             self.meet(rows, views.o)
             self._known_rows.add(rows)
-            if self._windows is not None:
+            if self._levels is not None:
+                self._run_levels(self._levels, views, made)
+            elif self._windows is not None:
                 self._run_by_windows(views, made, arrays, options)
             else:
                 self._run_packed(views, made)
@@ -207,8 +221,41 @@ class StateExchange:
     def close(self) -> None:
         """Give the memory back that peers write. All ranks close, once none exchanges any more."""
         self._is_closed = True
-        if self._windows is not None:
-            self._windows.close()
+        for memory in (self._levels, self._windows):
+            if memory is not None:
+                memory.close()
+
+    # --- several hosts ---
+
+    def _make_levels(self, uses_windows: bool | None) -> TwoLevels | None:
+        layout = two_levels.layout_of(self.group.hosts)
+        if layout is None:
+            return None
+        make = functools.partial(
+            StateExchange,
+            dtype=self.dtype,
+            lse_base_on_e=self.lse_base_on_e,
+            timeout=self.timeout,
+        )
+        return TwoLevels(
+            self.group,
+            layout,
+            make,
+            self.max_rows,
+            self.num_heads,
+            self.head_dim,
+            dtype=self.dtype,
+            out_dtype=self.out_dtype,
+            uses_windows=uses_windows,
+        )
+
+    def _run_levels(self, levels: TwoLevels, views: _Arrays, made: tuple[Any, Any]) -> None:
+        try:
+            levels.run(views.o, views.lse, *made)
+        except DeviceError as error:
+            # Ranks of other hosts and places wait in other groups.
+            self.group.fail(self.group.failure() or str(error))
+            raise
 
     # --- windows ---
 

@@ -45,6 +45,7 @@ class Group:
         self.hosts = tuple(transport.hosts)
         self.on_gpu, self.can_capture = transport.on_gpu, transport.can_capture
         self._checks: list[Callable[[], str | None]] = []
+        self._levels: tuple[Group, Group] | None = None
         self._failure: str | None = None
         self._closed = False
 
@@ -238,15 +239,21 @@ class Group:
     def two_levels(self) -> tuple[Group, Group]:
         """The ranks of this host, and those that have this one's place on the other hosts.
 
-        A group over several hosts has no windows; the first of these two has. DistributedError
-        where hosts have different numbers of ranks.
+        A group over several hosts has no windows; the first of these two has. They are the same two
+        at every call, closed with this group, and a failure of one is a failure of this group.
+        DistributedError where hosts have different numbers of ranks.
         """
+        if self._levels is not None:
+            return self._levels
         of_hosts = Counter(self.hosts)
         if len(set(of_hosts.values())) > 1:
             counts = ", ".join(f"{n} on host {host}" for host, n in sorted(of_hosts.items()))
             raise DistributedError(f"hosts: got {counts}; wanted as many ranks on every host")
         place = self.hosts[: self.rank].count(self.hosts[self.rank])
-        return self.split(self.hosts[self.rank]), self.split(place)
+        self._levels = self.split(self.hosts[self.rank]), self.split(place)
+        for part in self._levels:
+            self.add_check(part.failure)
+        return self._levels
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Let `check()` ask this function too: a sentence that it returns is a failure."""
@@ -256,13 +263,19 @@ class Group:
         """Raise DeviceError if a peer ended, raised or is late. Costs no wait for the GPU."""
         if self._closed:
             raise DistributedError("this group is closed; make a new one")
+        reason = self.failure()
+        if reason is None:
+            return
         if self._failure is None:
-            found = (check() for check in (self.transport.failure, *self._checks))
-            reason = next((reason for reason in found if reason), None)
-            if reason is None:
-                return
             self.fail(reason)
         raise DeviceError(self._advice())
+
+    def failure(self) -> str | None:
+        """Why the group cannot go on, in a sentence; None while it can, and once it is closed."""
+        if self._closed or self._failure is not None:
+            return None if self._closed else self._failure
+        found = (check() for check in (self.transport.failure, *self._checks))
+        return next((reason for reason in found if reason), None)
 
     def fail(self, reason: str) -> None:
         """Give the group up for this reason, so that neither this rank nor a peer waits on."""
@@ -277,6 +290,8 @@ class Group:
         """Give everything back. No rank may call on the group any more; closing twice is one."""
         if not self._closed:
             self._closed = True
+            for part in self._levels or ():
+                part.close()
             self.transport.close()
 
     def __enter__(self) -> Group:

@@ -111,6 +111,8 @@ class LibraryTransport:
         )
         facts = {"gpu": self._ranks.facts[self.rank].get("gpu", "")}
         ranks = Ranks(channel, facts, self._ranks.seconds)
+        # Whoever waits in the part waits for ranks of a group that has failed.
+        self._ranks.on_failure.append(lambda: ranks.fail(str(self._ranks.reason)))
         return LibraryTransport(make(ranks), ranks)
 
     def failure(self) -> str | None:

@@ -36,6 +36,7 @@ class Meeting:
         self.hosts = hosts
         self.timeout = timeout
         self.reason: str | None = None
+        self.parts: list[Meeting] = []
         self._posted: list[Any] = [None] * size
         self._here: set[int] = set()
         self._round = 0  # how often all have come
@@ -152,13 +153,16 @@ class SimulatedTransport:
         # The first of a part brings what its ranks meet in.
         brought = self._meeting.meet(self.rank, "split", own)
         self._meeting.leave(self.rank)
-        return SimulatedTransport(brought[members[0]], members.index(self.rank))
+        part = brought[members[0]]
+        self._meeting.parts.append(part)
+        return SimulatedTransport(part, members.index(self.rank))
 
     def failure(self) -> str | None:
         return self._meeting.reason
 
     def abort(self, reason: str) -> None:
-        self._meeting.stop(reason)
+        for meeting in (self._meeting, *self._meeting.parts):
+            meeting.stop(reason)
 
     def close(self) -> None:
         self._meeting.stop(f"rank {self.rank} closed its group")

@@ -97,6 +97,22 @@ def test_arrays_of_other_frameworks(framework: str) -> None:
     exchange_calls.check(case, simulate(2, work, devices=[0, 0]))
 
 
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1, 2, 2]])
+def test_windows_inside_hosts_and_all_to_all_between_them(hosts: list[int]) -> None:
+    case = replace(SMALL, size=len(hosts), timeout=10.0, gives_outputs=True, own_heads=2)
+
+    def work(group: Group) -> Any:
+        with cupy.cuda.Stream(non_blocking=True):
+            run = RankRun(case, group, cupy)
+            levels = run.exchange._levels
+            assert levels is not None and levels.inside._windows is not None
+            assert levels.between._windows is None
+            return exchange_calls.run_and_check(case, group, cupy)
+
+    found = simulate(case.size, work, devices=[0] * case.size, hosts=hosts)
+    exchange_calls.check(case, found)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_graphs_replay_while_ranks_stall(size: int) -> None:
     number = some(2000)
