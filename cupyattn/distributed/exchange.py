@@ -251,7 +251,8 @@ class StateExchange:
 
     def _run_levels(self, levels: TwoLevels, views: _Arrays, made: tuple[Any, Any]) -> None:
         try:
-            levels.run(views.o, views.lse, *made)
+            out, lse_out = made
+            levels.run(views.o, views.lse, out, lse_out)
         except DeviceError as error:
             # Ranks of other hosts and places wait in other groups.
             self.group.fail(self.group.failure() or str(error))

@@ -87,15 +87,8 @@ class TwoLevels:
         if parts > 1 and rows > 1 and not (_is_row_by_row(o) and _is_row_by_row(lse)):
             o, lse = _packed(o, lse)
         shape = rows * parts, num_heads // parts
-        given = (
-            array.restride(
-                x.owner, "o", (*shape, *x.shape[2:]), (shape[1] * x.strides[1], *x.strides[1:])
-            )
-            if parts > 1
-            else x.owner
-            for x in (o, lse)
-        )
-        merged, merged_lse = self.inside.run(*given, return_lse=True)
+        states, their_lse = (x.owner if parts == 1 else _folded(x, shape) for x in (o, lse))
+        merged, merged_lse = self.inside.run(states, their_lse, return_lse=True)
         num_heads = self.between.num_heads
         self.between.run(
             merged.reshape(rows, num_heads, head_dim),
@@ -111,6 +104,12 @@ class TwoLevels:
 
 def _is_row_by_row(x: ArrayView) -> bool:
     return bool(x.strides[0] == x.shape[1] * x.strides[1])
+
+
+def _folded(x: ArrayView, shape: tuple[int, int]) -> Any:
+    """Rows of so many heads, one for each host."""
+    strides = shape[1] * x.strides[1], *x.strides[1:]
+    return array.restride(x.owner, "o", (*shape, *x.shape[2:]), strides)
 
 
 def _packed(*arrays: ArrayView) -> list[ArrayView]:
