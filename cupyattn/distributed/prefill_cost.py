@@ -14,7 +14,7 @@ import numpy as np
 from ..core import parse
 from ..errors import ArgumentError
 
-_COPIES, _COLLECTIVES = 3e11, 5e10  # bytes a second that a rank takes from its peers
+_COPIES, _COLLECTIVES = 3e11, 2.4e11  # bytes a second that a rank takes from its peers
 _TILE_ROWS, _SLOTS = 128, 132  # query rows of a tile, and tiles that run at a time
 
 
@@ -25,7 +25,7 @@ class Rates:
     attention   floating point operations of prefill
     memory      bytes that copies read and write in the GPU's memory
     link        bytes that a rank takes from the others, by the slowest link of the group; None:
-                3e11 by copies to the memory of peers, 5e10 by collectives of NCCL (measured on a
+                3e11 by copies to the memory of peers, 2.4e11 by collectives of NCCL (measured on a
                 pair of H100s without NVLink multicast; a network of 400 Gbit/s has 4e10)
     launch      seconds, not a rate: what one more launch or collective takes
     """
