@@ -25,9 +25,10 @@ _MAX_LENGTHS = 256
 
 
 class Counts(NamedTuple):
-    """How many of what there are: `place` of Arrays has `extra` more than there are requests."""
+    """How many of what there are: an argument, by its index in Arrays, has `extra` more than there
+    are requests."""
 
-    place: int
+    argument: int
     extra: int
 
 
@@ -59,7 +60,7 @@ class Checked:
     v_offset      bytes from v, or from the tensor that holds k too, to the first value
     derivation    None where calls of other lengths need the full checks
     by_lengths    what calls of some lengths launch, see _key_of
-    allocate      makes a workspace where the call gives none
+    allocate      makes a workspace where the call has none
     """
 
     v_offset: int
@@ -83,7 +84,7 @@ class Append(Protocol):
 
     def __call__(self) -> None: ...
 
-    def roles(self, given: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
+    def roles(self, arrays: Arrays, more: MoreArrays, read: Arrays) -> frozenset[str]:
         """The roles in which attention reads what the append makes of the caller's arrays, and
         those of its own, if it can be launched again from their addresses alone; else none."""
         ...
@@ -96,9 +97,9 @@ class Append(Protocol):
 class Asked(NamedTuple):
     """A call as its caller made it, by which calls like it are found again.
 
-    arrays, more, options   as given
-    shared   by role what kernels read in place of the caller's array: what all calls of these
-             shapes share where the caller gives none, or a view that begins where that array does
+    arrays, more, options   as the caller passed them
+    shared   by role what kernels read instead of the caller's array: what all calls of these
+             shapes share where the caller has none, or a view that begins where that array does
     """
 
     arrays: Arrays
@@ -129,9 +130,9 @@ class Asked(NamedTuple):
             return repeat
         prepared, before = repeat.prepared, None if append is None else append.before()
         shared = [
-            (place, array.view(read[place], name).ptr, read[place])
-            for place, name in enumerate(Arrays._fields)
-            if name in self.shared and self.arrays[place] is None and read[place] is not None
+            (index, array.view(read[index], name).ptr, read[index])
+            for index, name in enumerate(Arrays._fields)
+            if name in self.shared and self.arrays[index] is None and read[index] is not None
         ]
         prepared, derivation = replace(prepared, shared=tuple(shared)), None
         if before is not None:
@@ -145,7 +146,7 @@ class Asked(NamedTuple):
         return Repeat(prepared, repeat.v_offset, derivation)
 
 
-# Places of Arrays that belong to requests.
+# Fields of Arrays that belong to requests.
 _PER_REQUEST = (
     *("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "o_offsets", "v_offsets", "kv_begin"),
 )
@@ -173,30 +174,30 @@ _Q, _K, _V, _WORKSPACE, _TABLE, _KV_LENS, _OUT, _LSE, _GATE = map(
 )
 
 
-def _key_of(found: Found[Checked]) -> tuple[Any, ...]:
+def _key_of(cached: Found[Checked]) -> tuple[Any, ...]:
     """Lengths, and shapes and strides of the page table and the LSE."""
     free = [
         None
-        if place >= len(found.shapes) or found.shapes[place] is None
-        else (found.shapes[place], found.strides(place))
-        for place in (_TABLE, _LSE)
+        if index >= len(cached.shapes) or cached.shapes[index] is None
+        else (cached.shapes[index], cached.strides(index))
+        for index in (_TABLE, _LSE)
     ]
-    return (*found.lengths, *free)
+    return (*cached.lengths, *free)
 
 
-def prepared_for(found: Found[Checked]) -> Prepared | None:
+def prepared_for(cached: Found[Checked]) -> Prepared | None:
     """What calls of these lengths launch, from now on; None if they need the full checks."""
-    checked = found.call.checked
-    key = *_, table, lse = _key_of(found)
+    checked = cached.call.checked
+    key = *_, table, lse = _key_of(cached)
     prepared, derivation = checked.by_lengths.get(key), checked.derivation
     if prepared is not None or derivation is None:
-        found.prepared = prepared
+        cached.prepared = prepared
         return prepared
-    extents = _extents_of(derivation, found.lengths, table)
+    extents = _extents_of(derivation, cached.lengths, table)
     if extents is None:
         return None
     first, pads_lse = derivation.first, derivation.pads_lse
-    count = extents.num_requests if pads_lse else found.lengths[_Q]
+    count = extents.num_requests if pads_lse else cached.lengths[_Q]
     lse_shape, lse_strides = (count, *first.lse_shape[1:]), None
     if lse is not None:
         shape, lse_strides = lse
@@ -212,15 +213,15 @@ def prepared_for(found: Found[Checked]) -> Prepared | None:
         first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, pads_lse
     )
     if first.before is not None:
-        before = first.before.of_lengths(found.lengths, extents)
+        before = first.before.of_lengths(cached.lengths, extents)
         if before is None:
             return None
         prepared = _with_before(prepared, before)
-    if 0 < found.sizes[_WORKSPACE] < prepared.num_bytes:
+    if 0 < cached.sizes[_WORKSPACE] < prepared.num_bytes:
         return None
     if len(checked.by_lengths) >= _MAX_LENGTHS:
         checked.by_lengths.clear()
-    checked.by_lengths[key] = found.prepared = prepared
+    checked.by_lengths[key] = cached.prepared = prepared
     return prepared
 
 
@@ -244,8 +245,8 @@ def _extents_of(
     derivation: Derivation, lengths: Sequence[int], table: tuple[Any, Any] | None
 ) -> Extents | None:
     """The extents of a call whose arrays fit each other, else None."""
-    place, extra = derivation.requests
-    count, num_rows = lengths[place] - extra, lengths[_Q]
+    index, extra = derivation.requests
+    count, num_rows = lengths[index] - extra, lengths[_Q]
     num_keys = lengths[_K]
     if count <= 0 or num_rows <= 0 or num_keys <= 0:
         return None
@@ -292,9 +293,9 @@ def insert(asked: Asked, call: Call, repeat: Repeat) -> None:
     if known is not None:
         checked.by_lengths.update(known[0].call.checked.by_lengths)
     dtype_o = call.geometry.spec.dtype_o
-    found = CALLS.insert(arrays, key, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
-    if found is not None:
-        found.prepared = checked.by_lengths[_key_of(found)] = prepared
+    cached = CALLS.insert(arrays, key, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
+    if cached is not None:
+        cached.prepared = checked.by_lengths[_key_of(cached)] = prepared
 
 
 def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
@@ -312,11 +313,11 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
         return Repeat(replace(prepared, shared=((_KV_LENS, kv_lens.ptr, kv_lens.owner),)))
     derivation = None
     if _is_derivable(call, arrays):
-        per_request, fixed = _places_of_requests(call, arrays)
+        per_request, fixed = _counts_of_requests(call, arrays)
         requests = Counts(_TABLE, 0)
         if table is None or call.form.has_table_offsets:
             name = "kv_offsets" if arrays.kv_lens is None else "kv_lens"
-            requests = next(x for x in per_request if x.place == Arrays._fields.index(name))
+            requests = next(x for x in per_request if x.argument == Arrays._fields.index(name))
         tokens = math.prod(arrays.q.shape[1:-2])
         of_requests = requests, per_request, fixed, tokens
         derivation = Derivation(call.form, prepared, *of_requests, pads_lse=call.pads_lse)
@@ -327,21 +328,21 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
     )
 
 
-def _places_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[tuple[int, int]]]:
+def _counts_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[tuple[int, int]]]:
     """Places whose first extents follow from the number of requests, and such that do not."""
     count = call.extents.num_requests
     per_request: list[Counts] = []
     fixed: list[tuple[int, int]] = []
-    for place, (name, x) in enumerate(zip(Arrays._fields, arrays, strict=True)):
+    for index, (name, x) in enumerate(zip(Arrays._fields, arrays, strict=True)):
         if x is None or name not in _LENGTH_AXES or name in _OF_ROWS_OR_KEYS:
             continue
         v = array.view(x, name)
         if name in _PER_REQUEST:
-            per_request.append(Counts(place, math.prod(v.shape) - count))
+            per_request.append(Counts(index, math.prod(v.shape) - count))
         elif len(v.shape) == 2 and v.shape[0] == count:
-            per_request.append(Counts(place, 0))
+            per_request.append(Counts(index, 0))
         elif v.shape:
-            fixed.append((place, v.shape[0]))
+            fixed.append((index, v.shape[0]))
     return per_request, fixed
 
 

@@ -66,7 +66,7 @@ class Prepared:
     lse_scale, lse_form  see BatchLauncher.bind
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
                workspace, where they are packed first
-    scale_places  of the arrays that scale q, k and v; 0 for none
+    scale_indices  of the arrays that scale q, k and v; 0 for none
     steps      params.STEPS of slopes and scales
     slopes     extents of slopes that an expression reads; empty for others
     gate_strides  empty without gates of the output
@@ -94,7 +94,7 @@ class Prepared:
     lse_scale: float = 1.0
     lse_form: int = 0
     mask: MaskBits = NO_BITS
-    scale_places: tuple[int, ...] = SCALE_PLACES
+    scale_indices: tuple[int, ...] = SCALE_PLACES
     scales_by_head: tuple[bool, ...] = (False, False, False)
     steps: bytes = params.NO_STEPS
     slopes: tuple[int, ...] = ()
@@ -130,13 +130,13 @@ class Prepared:
         if gate:
             read = params.with_output_gate(read, gate, self.gate_strides)
         if self.has_scales and plan is not None:
-            given = [place and addresses[place] for place in self.scale_places]
+            scales = [index and addresses[index] for index in self.scale_indices]
             # The planner writes a scale that is one number to the workspace, once for each head.
             by_head = self.scales_by_head
-            of_q, of_k, of_v = (0 if x else at for at, x in zip(given, by_head, strict=True))
+            of_q, of_k, of_v = (0 if x else at for at, x in zip(scales, by_head, strict=True))
             used = (
-                at if x or not at else workspace + place
-                for at, x, place in zip(given, by_head, plan.scales, strict=True)
+                at if x or not at else workspace + offset
+                for at, x, offset in zip(scales, by_head, plan.scales, strict=True)
             )
             optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes, self.steps, read)
         elif rows or sinks or mask or slopes or read:
@@ -173,8 +173,8 @@ class Prepared:
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
         planned = b"" if self.plan is None else plan_batch.bind(self.plan, workspace)
-        found = self.bound[workspace, block_tables] = planned, attention
-        return found
+        bound = self.bound[workspace, block_tables] = planned, attention
+        return bound
 
 
 @dataclass(slots=True, eq=False)
@@ -199,11 +199,11 @@ _Prepared = TypeVar("_Prepared", bound=Prepared)
 
 def _like(first: Prepared, kind: type[_Prepared]) -> _Prepared:
     """A copy that is bound to nothing yet; dataclasses.replace takes five times as long."""
-    made = kind.__new__(kind)
+    copy = kind.__new__(kind)
     for name in _FACTS:
-        setattr(made, name, getattr(first, name))
-    made.bound = {}
-    return made
+        setattr(copy, name, getattr(first, name))
+    copy.bound = {}
+    return copy
 
 
 def prepare(call: Call, have: int | None = None) -> Prepared:
@@ -258,7 +258,7 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
         lse_scale=math.log(2.0) if call.options.natural_lse and not pads_lse else 1.0,
         lse_form=call.options.lse_form,
         mask=_mask_bits(call, num_rows),
-        scale_places=tuple((name and Arrays._fields.index(name)) or 0 for name in scales.names),
+        scale_indices=tuple((name and Arrays._fields.index(name)) or 0 for name in scales.names),
         scales_by_head=scales.by_head,
         steps=params.STEPS.pack(_slope_step(call), *scales.steps),
         slopes=_slope_extents(call),
@@ -402,10 +402,10 @@ def _in_parts(
                 part.num_rows = 0
         parts.append((tuple(begin // sharers * step for step, sharers in steps), part))
     num_bytes = max(part.num_bytes for _, part in parts)
-    made = _like(first, InParts)
-    made.parts, made.num_bytes, made.lse_shape = tuple(parts), num_bytes, call.lse_shape
-    made.num_rows = call.q.shape[0]
-    return made
+    whole = _like(first, InParts)
+    whole.parts, whole.num_bytes, whole.lse_shape = tuple(parts), num_bytes, call.lse_shape
+    whole.num_rows = call.q.shape[0]
+    return whole
 
 
 def _steps(call: Call) -> tuple[tuple[int, int], ...]:
@@ -431,9 +431,9 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
         at[name] = step(getattr(call.indices, name))
     owned = {"alibi_slopes": 4 * _slope_step(call)}
     owned |= zip(("scale_q", "scale_k", "scale_v"), (4 * x for x in call.scales.steps), strict=True)
-    found = {name: (x, 1) for name, x in at.items()}
-    found |= {name: (x, lengths.sharers) for name, x in owned.items()}
-    return tuple(found.get(name, (0, 1)) for name in ROLES)
+    steps = {name: (x, 1) for name, x in at.items()}
+    steps |= {name: (x, lengths.sharers) for name, x in owned.items()}
+    return tuple(steps.get(name, (0, 1)) for name in ROLES)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -467,12 +467,12 @@ def of_lengths(
             num_bytes += 4 * num_rows * num_heads
         *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(strides)
         strides = params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page)
-    made = _like(first, Prepared)
-    made.plan, made.schedule, made.partials = plan, schedule, partials
-    made.padding, made.lse_rows, made.lse_shape = padding, lse_rows, lse_shape
-    made.strides, made.num_bytes = strides, num_bytes
-    made.num_keys, made.num_rows = num_keys, num_rows
-    return made
+    prepared = _like(first, Prepared)
+    prepared.plan, prepared.schedule, prepared.partials = plan, schedule, partials
+    prepared.padding, prepared.lse_rows, prepared.lse_shape = padding, lse_rows, lse_shape
+    prepared.strides, prepared.num_bytes = strides, num_bytes
+    prepared.num_keys, prepared.num_rows = num_keys, num_rows
+    return prepared
 
 
 def _slope_step(call: Call) -> int:

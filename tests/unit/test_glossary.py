@@ -27,7 +27,6 @@ BANNED = re.compile(
 # Rooms that are not held to it yet: folders and files of the package.
 LATER = {
     "distributed",
-    "engine",
 }
 
 

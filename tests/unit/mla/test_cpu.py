@@ -346,7 +346,7 @@ def test_128_mb_serve_any_call_without_a_plan(seed: int, monkeypatch: pytest.Mon
         sparse_mla_top_k=top_k, return_lse=True,
     )  # fmt: skip
     assert len(WORKSPACE) == ANY_BATCH_BYTES
-    monkeypatch.setattr(planless_reference, "answer", lambda *given: "fits")
+    monkeypatch.setattr(planless_reference, "attend", lambda *given: "fits")
     assert call(workspace_buffer=WORKSPACE) == "fits"
 
 
@@ -354,7 +354,7 @@ def test_more_lists_than_a_block_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of FlashMLA's tests have 70,000 tokens."""
     n, lists = 70_000, np.zeros((70_000, 1, 8), np.int32)
     q, pool = np.zeros((n, 1, 1, 576), np.float16), np.zeros((2, 64, 576), np.float16)
-    monkeypatch.setattr(planless_reference, "answer", lambda *given: "fits")
+    monkeypatch.setattr(planless_reference, "attend", lambda *given: "fits")
     for counts in (None, np.zeros(n, np.int32)):
         call = mla.trtllm_batch_decode_with_kv_cache_mla(
             q, pool, WORKSPACE, 128, 512, 64, lists, None, 8, 8, sparse_mla_top_k_lens=counts
