@@ -14,6 +14,7 @@ import numpy as np
 from . import array
 from .array import ArrayView
 from .core import dtypes, parse
+from .core.key_share import KeyShare
 from .core.names import refuse_names
 from .core.parse import require_int
 from .core.tracing import untraced
@@ -21,6 +22,7 @@ from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options
 from .engine.index_arrays import fresh_progression, full
+from .engine.key_share import WHOLE_LENGTHS, read_share
 from .engine.latent_rows import Dims
 from .engine.planless_cache import Asked
 from .engine.run_planless import run, run_cached
@@ -41,7 +43,7 @@ if not TYPE_CHECKING:
 
 _DENSE = LATENT_NAMES.but(
     q="q", k="k_cache", block_tables="block_table", kv_lens="cache_seqlens",
-    sm_scale="softmax_scale",
+    sm_scale="softmax_scale", kv_begin=WHOLE_LENGTHS,
 )  # fmt: skip
 _SPARSE = _DENSE.but(block_tables="indices", kv_lens="topk_length")
 _LSE_FORM = params.LSE_WITHOUT_SINKS | params.LSE_OF_NO_KEYS_IS_INFINITE
@@ -87,6 +89,11 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Any = None,
     topk_length: Any = None,
     extra_topk_length: Any = None,
+    *,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Any = None,
+    cp_kv_cache_interleave_size: int = 1,
 ) -> tuple[Any, Any]:
     """Latent attention of a batch's last tokens; everything stays on the device.
 
@@ -109,6 +116,11 @@ def flash_mla_with_kvcache(
     attn_sink   float32 [num_heads]: extra natural-log logits in the denominator, which are not in
             the LSE. -inf: none; +inf: the answer is 0.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length   must be None.
+    cp_world_size, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every
+            request, of which this is one: runs of so many tokens in turn (cupyattn.shares).
+            block_table and cache_seqlens, or indices (`get_share_lists`), are those of this rank's
+            keys. The states of all ranks merge, so that a row that sees no key has -inf in its LSE.
+            Not with attn_sink. cp_tot_seqused_k [b]: whole lengths, where causal.
 
     Returns (out [b, seqlen_q, num_heads, head_dim_v], lse float32 [b, num_heads, seqlen_q]),
     natural logarithms; a row that sees no key gives 0 and, as FlashMLA has it, +inf. Raises
@@ -129,7 +141,14 @@ def flash_mla_with_kvcache(
         kv_lens=topk_length if is_list else cache_seqlens,
         sinks=attn_sink,
     )
+    share = None
+    if type(cp_world_size) is not int or cp_world_size != 1:
+        share = read_share(cp_world_size, cp_rank, cp_kv_cache_interleave_size)
+    if share is not None:
+        geometry.refuse("is not supported where ranks share the keys", attn_sink=attn_sink)
+        arrays = arrays._replace(kv_begin=cp_tot_seqused_k)
     options = _CacheOptions(
+        key_share=share,
         is_list=is_list,
         head_dim_v=head_dim_v,
         softmax_scale=softmax_scale,
@@ -221,6 +240,7 @@ class _CacheOptions(NamedTuple):
     softmax_scale: Any
     causal: Any
     is_fp8_kvcache: Any
+    key_share: KeyShare | None
 
 
 class _SparseOptions(NamedTuple):
@@ -278,10 +298,11 @@ def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]
         causal=is_causal and q_len > 1,
         pads_lse=True,
         natural_lse=True,
-        lse_form=_LSE_FORM,
+        lse_form=_LSE_FORM if arguments.key_share is None else params.LSE_WITHOUT_SINKS,
         return_lse=True,
         o_dtype=o_dtype,
         key_scales=key_scales,
+        key_share=arguments.key_share,
     )
 
 

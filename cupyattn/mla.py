@@ -11,11 +11,11 @@ import numpy as np
 
 from . import array
 from .core import parse
+from .core.key_share import KeyShare
 from .core.names import refuse_names
 from .core.parse import require_int
 from .core.records import maker
 from .core.tracing import untraced
-from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options
 from .engine.index_arrays import compute
@@ -30,6 +30,7 @@ from .engine.mla_dimensions import (
     supported_mla_layer_dimensions,
 )
 from .engine.planless_cache import Asked
+from .engine.planless_share import share_of_world
 from .engine.run_planless import run, run_cached
 from .engine.views import LATENT_NAMES, are_numbers, bounded, next_power_of_two, read_scale
 from .errors import ArgumentError, UnsupportedError
@@ -60,6 +61,7 @@ _XQA = LATENT_NAMES.but(
     q="q", k="k_cache", block_tables="page_table", sm_scale="q_scale", output_scale="kv_scale",
     out="output",
 )  # fmt: skip
+_WHOLE_LENGTHS = "causal_seqlens_kv_global"
 _BACKENDS = "auto", "trtllm-gen", "xqa", "cute-dsl"
 
 
@@ -97,7 +99,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cp_rank: int = 0,
     causal_seqlens_kv_global: Any = None,
     use_fp16_softmax: bool | None = None,
-    return_lse_base: Any = None,
+    return_lse_base: str | None = None,
+    *,
+    cp_kv_cache_interleave_size: int = 1,
 ) -> Any:
     """Latent attention of a batch's last tokens; page table and lengths stay on the device, so that
     a CUDA graph may capture the call and follow their changes.
@@ -126,9 +130,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
     bmm1_scale   the whole scale of the logits, 1 / sqrt(128 + 64) in DeepSeek's models; bmm2_scale
             that of the output. Numbers, or float32 arrays of one element, read on the device.
     out, lse   arrays to write; lse float32 of query's shape without columns, or [B * q_len,
-            num_heads], base 2.
+            num_heads], base 2 unless return_lse_base says otherwise.
     sinks   float32 [num_heads]: extra natural-log logits in the denominator.
-    enable_dcp, causal_seqlens_kv_global, return_lse_base   must be False and None; cp_world 1.
+            Rank 0 alone takes them where ranks share the keys.
+    enable_dcp   whether cp_world GPUs hold the keys of every request, of which cp_rank is this one:
+            runs of cp_kv_cache_interleave_size tokens in turn (cupyattn.shares). block_tables and
+            seq_lens are those of this rank's keys, causal_seqlens_kv_global [B] whole lengths, the
+            new tokens among them: several rows of a request need them. Lists name this rank's slots
+            (`get_share_lists`). The states of all ranks merge into the answer.
+    return_lse_base   "base2", as None, or "basee", natural logarithms.
     All others are accepted for compatibility.
 
     Returns out [B, q_len, num_heads, kv_lora_rank], or (out, lse) if `return_lse`: of query's
@@ -147,6 +157,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         lse=lse,
         qo_offsets=cum_seq_lens_q,
         sinks=sinks,
+        kv_begin=causal_seqlens_kv_global,
     )
     arguments = _make_decode(
         kv_lora_rank=kv_lora_rank,
@@ -158,16 +169,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
         max_q_len=max_q_len,
         enable_dcp=enable_dcp,
         cp_world=cp_world,
+        cp_rank=cp_rank,
+        interleave_size=cp_kv_cache_interleave_size,
         return_lse_base=return_lse_base,
         top_k=sparse_mla_top_k,
         has_counts=has_counts,
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
     )
-    is_plain = causal_seqlens_kv_global is None and are_numbers(bmm1_scale, bmm2_scale)
+    is_plain = are_numbers(bmm1_scale, bmm2_scale)
     result = run_cached(arrays, arguments) if is_plain else None
     if result is None:
-        geometry.refuse("is not supported", causal_seqlens_kv_global=causal_seqlens_kv_global)
         asked = Asked(arrays, arguments, {}) if is_plain else None
         result = _attend(arrays, seq_lens, arguments, asked)
     return result
@@ -176,7 +188,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
 def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | None) -> Any:
     """The answer of `trtllm_batch_decode_with_kv_cache_mla`."""
     query, o_dtype = _queries(arrays.q, "query", arrays.k, arrays.out)
-    _refuse_others(arguments)
+    parse.choice(arguments.backend, _BACKENDS, "backend")
+    share = _share_of(arguments, arrays.kv_begin)
+    if share is None:
+        arrays = arrays._replace(kv_begin=None)
+    base = arguments.return_lse_base
+    if base is not None:
+        parse.choice(base, ("base2", "basee"), "return_lse_base")
     block_tables, is_ragged = arrays.block_tables, arrays.qo_offsets is not None
     if not parse.flag(arguments.shares_pages, "uses_shared_paged_kv_idx"):
         block_tables = _table_of_keys(block_tables)
@@ -194,7 +212,7 @@ def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | No
     output_scale, scale_v = read_scale(arguments.bmm2_scale, "bmm2_scale")
     max_q_len = arguments.max_q_len
     options = Options(
-        LATENT_NAMES,
+        LATENT_NAMES.but(kv_begin=_WHOLE_LENGTHS),
         dims=dims,
         sm_scale=sm_scale,
         q_axes=(len(shape),),
@@ -205,7 +223,9 @@ def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | No
         causal=not top_k and (is_ragged or q_len > 1),
         is_list=top_k > 0,
         return_lse=parse.flag(arguments.return_lse, "return_lse"),
+        natural_lse=base == "basee",
         o_dtype=o_dtype,
+        key_share=share,
     )
     read = arrays._replace(q=query, block_tables=block_tables, scale_q=scale_q, scale_v=scale_v)
     if top_k:
@@ -222,16 +242,15 @@ def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | No
     return run(read, options, asked=asked)
 
 
-def _refuse_others(arguments: _Decode) -> None:
-    """ArgumentError, UnsupportedError for what has no meaning here."""
-    parse.choice(arguments.backend, _BACKENDS, "backend")
-    geometry.refuse(
-        "is not supported",
-        enable_dcp=arguments.enable_dcp,
-        return_lse_base=arguments.return_lse_base,
-    )
-    if require_int(arguments.cp_world, "cp_world") != 1:
-        raise UnsupportedError(f"cp_world: got {arguments.cp_world}; only 1 is supported")
+def _share_of(arguments: _Decode, whole_lengths: Any) -> KeyShare | None:
+    """This rank's share of the keys, if it has one. ArgumentError for parts of one without
+    enable_dcp."""
+    if parse.flag(arguments.enable_dcp, "enable_dcp"):
+        return share_of_world(arguments.cp_world, arguments.cp_rank, arguments.interleave_size)
+    if require_int(arguments.cp_world, "cp_world") != 1 or whole_lengths is not None:
+        name = "cp_world" if whole_lengths is None else _WHOLE_LENGTHS
+        raise ArgumentError(f"{name}: given without enable_dcp=True; pass both, or none")
+    return None
 
 
 class _Decode(NamedTuple):
@@ -246,6 +265,8 @@ class _Decode(NamedTuple):
     max_q_len: Any
     enable_dcp: Any
     cp_world: Any
+    cp_rank: Any
+    interleave_size: Any
     return_lse_base: Any
     top_k: int
     has_counts: bool

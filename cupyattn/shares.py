@@ -26,9 +26,10 @@ from .array.match import is_contiguous, match_array, require_dtype, require_outp
 from .core import dtypes, parse
 from .core.key_share import NOT_HELD, KeyShare
 from .core.names import refuse_names
+from .core.problem import MAX_LENGTH
 from .core.tracing import untraced
 from .engine.call_cache import Argument, CallCache
-from .errors import ArgumentError
+from .errors import ArgumentError, UnsupportedError
 from .launch.ops import share_indices as launcher
 from .typing import Array, ArrayT
 
@@ -378,4 +379,6 @@ def _delivered(cached: np.ndarray, out: Any, like: ArrayView) -> Any:
 def _index(x: Any, name: str) -> ArrayView:
     v = array.view(x, name)
     require_dtype(v, (dtypes.int32, dtypes.int64), name)
+    if math.prod(v.shape) > MAX_LENGTH:
+        raise UnsupportedError(f"{name}: shape is {list(v.shape)}; at most {MAX_LENGTH} numbers")
     return v

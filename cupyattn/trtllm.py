@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from . import array
 from .core import dtypes, parse
+from .core.key_share import KeyShare
 from .core.parse import require_int
 from .core.records import maker
 from .core.tracing import untraced
@@ -15,6 +16,7 @@ from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options, check, options_of
 from .engine.chunks import split_by_chunks
 from .engine.index_arrays import compute
+from .engine.planless_share import share_of_world
 from .engine.run_planless import run
 from .engine.views import (
     CONFIRMED,
@@ -86,6 +88,11 @@ def trtllm_batch_decode_with_kv_cache(
     multi_ctas_kv_counter_buffer: Any = None,
     enable_block_sparse_attention: bool = False,
     bf16q_fp8kv_transform_mode: Any = None,
+    *,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Array | None = None,
+    cp_kv_cache_interleave_size: int = 1,
 ) -> Any:
     """Attention of a batch's last tokens over paged keys; page table and lengths stay where they
     are, on the device, so that a CUDA graph may capture the call and follow their changes.
@@ -126,6 +133,12 @@ def trtllm_batch_decode_with_kv_cache(
             cum_seq_lens_q a row for each row of query, of max_q_len bools or bits.
     bmm1_scale_log2   bmm1_scale times log2(e), which then counts in its place: a number, or float32
             array of one element.
+    cp_world, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every request, of
+            which this is one: runs of so many tokens in turn (cupyattn.shares). block_tables and
+            seq_lens are those of this rank's keys; the states of all ranks, with their LSEs, merge
+            into the answer. sinks on rank 0 alone.
+    causal_seqlens_kv_global   [B]: keys of each whole request ahead of its rows of query, where
+            several rows, a window or a mask go by places in it.
     o_sf_scale, o_sf_vec_size, kv_cache_sf   must be None; enable_block_sparse_attention False.
     uses_shared_paged_kv_idx   False: block_tables is [B, 2, max_pages], the pages of K and those of
             V.
@@ -159,6 +172,11 @@ def trtllm_batch_decode_with_kv_cache(
         scale_v=scale_v,
         mask=mask,
     )
+    share = None
+    if type(cp_world) is not int or cp_world != 1:
+        share = share_of_world(cp_world, cp_rank, cp_kv_cache_interleave_size)
+    if share is not None:
+        arrays = arrays._replace(kv_begin=causal_seqlens_kv_global)
     options = _make_decode(
         sm_scale=sm_scale,
         output_scale=output_scale,
@@ -178,6 +196,7 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache_sf=kv_cache_sf,
         enable_block_sparse_attention=enable_block_sparse_attention,
         has_log2_scale=has_log2_scale,
+        key_share=share,
     )
     return run(arrays, options)
 
@@ -721,6 +740,7 @@ class _Decode(NamedTuple):
     kv_cache_sf: Any = None
     enable_block_sparse_attention: Any = False
     has_log2_scale: bool = False
+    key_share: KeyShare | None = None
 
     def resolve(self, arrays: Arrays) -> Options:
         parse.choice(self.backend, _BACKENDS, "backend")
@@ -734,6 +754,8 @@ class _Decode(NamedTuple):
         parse.finite(self.o_scale, "o_scale", 1.0)
         parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
         names, sm_scale = _names_of(arrays), self.sm_scale
+        if self.key_share is not None:
+            names = names.but(kv_begin="causal_seqlens_kv_global")
         if self.has_log2_scale:
             names = names.but(sm_scale=_LOG2_SCALE)
             sm_scale = math.log(2.0) * parse.finite(sm_scale, _LOG2_SCALE, 1.0)
@@ -744,7 +766,13 @@ class _Decode(NamedTuple):
             max_q_len = q_len if max_q_len is None and q_len > 1 else max_q_len
             q_len, causal = 0, True
         return options_of(
-            self, names=names, q_len=q_len, max_q_len=max_q_len, sm_scale=sm_scale, causal=causal
+            self,
+            names=names,
+            q_len=q_len,
+            max_q_len=max_q_len,
+            sm_scale=sm_scale,
+            causal=causal,
+            counts_rows=False,
         )
 
 

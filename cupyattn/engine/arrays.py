@@ -21,7 +21,8 @@ class Arrays(NamedTuple):
     scale_q, scale_k, scale_v  one number each in memory: the first two multiply the logits, the
                  last the output
     mask         over the query tokens of requests that have equally many (row_mask.py)
-    kv_begin     the first key of each request, of those that kv_lens counts
+    kv_begin     the first key of each request, of those that kv_lens counts; where ranks share the
+                 keys, whole lengths, of which kv_lens are this rank's
     alibi_slopes  float32 [num_qo_heads] or [B, num_qo_heads]: minus the slope times the distance of
                  query and key is added to the logits, behind the soft cap
     max_logits   float32 [rows, heads] of lists, -inf, to be raised to the largest natural logits

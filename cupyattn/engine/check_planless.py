@@ -17,15 +17,17 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match_output
 from ..core import dtypes, logits, parse
+from ..core.key_share import KeyShare
 from ..core.logits import LogitsExpression
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention.plan_batch import IndexFormat, Lengths
 from . import latent_rows as latent
-from . import row_mask
+from . import planless_share, row_mask
 from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
+from .key_share import require_sinks_once
 from .kv_cache import Keys, view_ragged
 from .latent_rows import Parts
 from .output_gate import view_gate
@@ -79,6 +81,9 @@ class Options(NamedTuple):
     cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
                  more, to the next
     sharers      requests, one after another, that are one of the caller's
+    key_share    this rank's, where ranks share the keys; None where they do not. Lengths and tables
+                 are this rank's, but for `kv_begin`, see Arrays
+    counts_rows  whole lengths there include the rows of q; else they are what is ahead of these
 
     Of latent rows:
     dims         columns of the two parts; None: keys have heads of their own
@@ -127,6 +132,8 @@ class Options(NamedTuple):
     lse_form: int = 0
     request_tokens: int = 1
     counts_later: bool = False
+    key_share: KeyShare | None = None
+    counts_rows: bool = True
 
     def resolve(self, arrays: Arrays) -> Options:
         """Themselves, in calls that are found by them."""
@@ -369,6 +376,8 @@ def check(arrays: Arrays, options: Options) -> Call:
         rows = _view_latent_rows(arrays, options, dims)
     vq, keys, table, names = rows.q, rows.keys, rows.table, options.names
     # --- 2. Lengths, scales and slopes of each request ---
+    if options.key_share is not None:
+        arrays, options = planless_share.settle(arrays, options)
     indices, count = _indices(arrays, options, table, vq, keys)
     owners = count // options.sharers
     scales = _scales(arrays, options, dims, keys, owners)
@@ -379,6 +388,7 @@ def check(arrays: Arrays, options: Options) -> Call:
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(rows.shape),))
     raw_options = _raw_options(options, layout, vq, vout, scales.logits, rows.value_pages, slopes)
     geometry = _geometry(vq, keys, dims, raw_options)
+    require_sinks_once(geometry.spec, arrays.sinks)
     form = _length_form(options, geometry, vq, indices)
     rows_of_table = None if table is None else (table.shape[0], table.shape[1], table.strides[0])
     extents = Extents(count, vq.shape[0], keys.size, rows_of_table)
@@ -600,6 +610,7 @@ def _raw_options(
         latent=options.dims is not None,
         sparse=options.is_list,
         logits=expression,
+        key_share=options.key_share,
     )
 
 
@@ -656,8 +667,9 @@ def _refuse_on_gpu(call: Call, names: Names) -> None:
             f"GPU kernel with head dims {spec.head_dim_qk} and {spec.head_dim_vo}; pass one for "
             "each KV head"
         )
+    has_begin = call.indices.kv_begin is not None and spec.key_share is None
     for name, is_given in (
-        (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
+        (names.kv_begin, has_begin and call.mask is not None),
         ("attention_chunk", call.options.attention_chunk > 0),
         ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
     ):
@@ -766,7 +778,9 @@ def _length_form(
     formats = [
         IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype, unit)
         for v, unit in zip(
-            (*indices[:4], indices.kv_begin), (1, of_lens, of_q, of_keys, 1), strict=True
+            (*indices[:4], indices.kv_begin),
+            (1, of_lens, of_q, of_keys, 1 if options.counts_rows else -1),
+            strict=True,
         )
     ]
     return LengthForm(

@@ -305,6 +305,8 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
         return None
     if table is not None and table.ptr != array.view(arrays.block_tables, "block_tables").ptr:
         return None
+    if call.lengths.is_ragged and call.indices.kv_begin is None and arrays.kv_begin is not None:
+        return None  # whole lengths that decide nothing, which the planner would read
     if call.queries is not None:
         if arrays.kv_lens is not None or kv_lens is None:
             return Repeat(prepared)
@@ -365,7 +367,7 @@ def _is_derivable(call: Call, arrays: Arrays) -> bool:
         return False
     for name in _PER_REQUEST:
         x, used = getattr(arrays, name), getattr(call.indices, name)
-        if x is None:
+        if x is None or used is None:
             continue
         v = array.view(x, name)
         if math.prod(v.shape) != v.shape[0] or v.strides[0] != used.strides[0]:

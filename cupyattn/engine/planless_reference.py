@@ -15,7 +15,7 @@ from ..core import parse
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError
 from ..launch.driver.params import LSE_OF_NO_KEYS_IS_INFINITE, LSE_WITHOUT_SINKS
-from . import cpu, row_mask
+from . import cpu, planless_share, row_mask
 from . import latent_rows as latent
 from .arrays import Arrays
 from .check_planless import Call, require_from_zero
@@ -33,6 +33,7 @@ class Request(NamedTuple):
     """Rows of q and, without a page table, of k and v.
 
     kv_begin  the first key that rows may see
+    whole_len  keys of the whole request, where ranks share them and their places decide; else -1
     """
 
     q_start: int
@@ -40,17 +41,19 @@ class Request(NamedTuple):
     kv_start: int
     kv_len: int
     kv_begin: int = 0
+    whole_len: int = -1
 
 
 class _Lengths(NamedTuple):
-    """The rows and keys of each request, where they begin, and the first key that its rows may see:
-    int64 [B]."""
+    """The rows and keys of each request, where they begin, the first key that its rows may see, and
+    the length of the whole request: int64 [B]."""
 
     starts: np.ndarray
     qo_len: np.ndarray
     kv_start: np.ndarray
     kv_len: np.ndarray
     kv_begin: np.ndarray
+    whole_len: np.ndarray
 
 
 def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Names) -> list[Request]:
@@ -59,7 +62,7 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
     Raises ArgumentError for what the GPU would cut.
     """
     lengths = _read_lengths(call, read, names)
-    starts, qo_len, _, kv_len, kv_begin = lengths
+    starts, qo_len, _, kv_len, kv_begin, _ = lengths
     if call.mask is not None and (qo_len > call.mask_bits).any():
         raise ArgumentError(
             f"mask: a request has {qo_len.max()} rows, but those of the mask are of "
@@ -134,13 +137,19 @@ def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Na
     if starts is None:
         starts = np.arange(count) * max(lengths.qo_len, 0)
     kv_begin = tokens(indices.kv_begin, 1, names.kv_begin)
-    none = np.zeros(count, np.int64)
+    none, whole_len = np.zeros(count, np.int64), np.full(count, -1)
+    share = call.geometry.spec.key_share
+    if share is not None and kv_begin is not None:
+        rows = none if formats[4].unit > 0 else qo_len
+        whole_len = planless_share.whole_lengths(share, kv_begin, rows, kv_len, names.kv_begin)
+        kv_begin = None
     return _Lengths(
         starts[:count],
         qo_len,
         none if kv_start is None else kv_start[:count],
         kv_len,
         none if kv_begin is None else kv_begin,
+        whole_len,
     )
 
 
@@ -296,10 +305,11 @@ def _reference_requests(
         seen = row_mask.visible(call.mask, call.lengths.num_rows, call.mask_bits)
     for index, span in enumerate(spans):
         rows, mask = slice(span.q_start, span.q_start + span.qo_len), None
+        positions = planless_share.key_positions(call.geometry.spec, span.kv_len, span.whole_len)
         if seen is not None:
-            mask = row_mask.with_earlier_keys(seen[rows, : span.qo_len], span.kv_len)
+            mask = row_mask.with_earlier_keys(seen[rows, : span.qo_len], span.kv_len, **positions)
         k, v = (x[span.kv_begin :] for x in keys_of(index, span))
-        yield cpu.Request(rows, k, v, mask, options=options(index))
+        yield cpu.Request(rows, k, v, mask, options=options(index) | positions)
 
 
 def _keys_of(

@@ -9,11 +9,12 @@ from typing import Any
 from .. import array
 from ..core import dtypes
 from ..core.tracing import exported, is_exporting, untraced
-from ..engine.arrays import NO_MORE, MoreArrays, make_arrays
+from ..engine.arrays import NO_MORE, Arrays, MoreArrays, make_arrays
+from ..engine.key_share import WHOLE_LENGTHS, read_share
 from ..engine.run_planless import run_cached
 from ..errors import ArgumentError
 from . import forward
-from .batch import MANY_ROWS, make_options
+from .batch import MANY_ROWS, FlashOptions, make_options
 from .forward import (
     BLOCKS,
     CACHE,
@@ -38,7 +39,6 @@ _NOT_SERVED = (
     "block_sparse_tensors",
     "aux_tensors",
     "aux_tensor_leading_dims",
-    "cp_tot_seqused_k",
 )
 _OTHER_NAMES = {"q_v": "qv"}
 
@@ -196,6 +196,7 @@ def flash_attn_varlen_func(
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_tot_seqused_k: Any = None,
+    cp_kv_cache_interleave_size: int = 1,
     output_gate: Any = None,
 ) -> Any:
     """Attention of requests of any lengths, whose rows follow each other.
@@ -212,11 +213,18 @@ def flash_attn_varlen_func(
     block_table, page_table   two names of int32 or int64 [b, max_pages]: the pages of each request;
             entries past its last page may hold anything.
     seqused_q, seqused_k   [b]: how many of a request's rows count; default: all.
-    scheduler_metadata, fa_version, ver, cp_rank   accepted for compatibility.
+    scheduler_metadata, fa_version, ver   accepted for compatibility.
     dynamic_causal   [b], bool or an integer, with causal=True: 0 for requests whose rows see all
             their keys.
+    cp_world_size, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every
+            request, of which this is one: runs of so many tokens in turn. With block_table;
+            seqused_k and the table are those of this rank's keys, see `cupyattn.shares`. States of
+            all ranks, with their LSEs, merge into the answer (`merge_states`). Not with
+            alibi_slopes and attention_chunk; sinks on rank 0 alone.
+    cp_tot_seqused_k   [b]: whole lengths, by which rows see keys. Only where causal or with a
+            window; of one rank it decides nothing.
     q_v, output_scale, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-    aux_tensor_leading_dims, cp_tot_seqused_k   must be None; cp_world_size 1.
+    aux_tensor_leading_dims   must be None.
     All other arguments as in `flash_attn_func`.
 
     Returns out [rows, num_heads, head_dim of v], and as there an LSE, float32 [num_heads, rows],
@@ -227,9 +235,7 @@ def flash_attn_varlen_func(
         refuse_dropout(dropout_p)
     if not (
         q_v is output_scale is score_mod is mask_mod is block_sparse_tensors is None
-        and aux_tensors is aux_tensor_leading_dims is cp_tot_seqused_k is None
-        and type(cp_world_size) is int
-        and cp_world_size == 1
+        and aux_tensors is aux_tensor_leading_dims is None
     ):
         _refuse_others(locals())
     return_lse = False
@@ -271,6 +277,8 @@ def flash_attn_varlen_func(
         max_kv_len=max_keys,
         has_kv_steps=has_kv_steps,
     )
+    if type(cp_world_size) is not int or cp_world_size != 1:
+        arrays, options = _with_share(locals(), arrays, options)
     result = None
     # Keys of long prompts may be converted first, but for those of pages.
     if max_rows is None or max_rows < MANY_ROWS or table is not None or not is_fp8(k):
@@ -327,6 +335,10 @@ def flash_attn_with_kvcache(
     aux_tensors: Any = None,
     fa_version: int | None = None,
     ver: int | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Any = None,
+    cp_kv_cache_interleave_size: int = 1,
     output_gate: Any = None,
 ) -> Any:
     """Attention of a batch's last tokens over a cache, to which their keys may be added first.
@@ -355,6 +367,10 @@ def flash_attn_with_kvcache(
     qv      as in `flash_attn_func`, for the whole caches. With q and k_cache of 64 columns and
             v_cache [num_pages, page_size, 1, 512], without new keys and options that change a logit
             or hide a key, it is latent attention, which copies nothing.
+    cp_world_size, cp_rank, cp_tot_seqused_k, cp_kv_cache_interleave_size   as in
+            `flash_attn_varlen_func`, without new keys, rotation and cache_leftpad: block_table and
+            cache_seqlens are those of this rank's keys. One row of each request needs no
+            cp_tot_seqused_k, but for a window.
     scheduler_metadata, fa_version, ver   accepted for compatibility.
     score_mod, aux_tensors   must be None.
     All other arguments as in `flash_attn_func`.
@@ -416,6 +432,8 @@ def flash_attn_with_kvcache(
         max_q_len=None if max_seqlen_q is None else max_rows(max_seqlen_q),
         rotary_interleaved=rotary_interleaved,
     )
+    if type(cp_world_size) is not int or cp_world_size != 1:
+        arrays, options = _with_share(locals(), arrays, options)
     result = run_cached(arrays, options, None, more)
     if result is None:
         try:
@@ -423,6 +441,23 @@ def flash_attn_with_kvcache(
         except ArgumentError as error:
             return _exported(flash_attn_with_kvcache, locals(), error)
     return result
+
+
+def _with_share(
+    arguments: dict[str, Any], arrays: Arrays, options: FlashOptions
+) -> tuple[Arrays, FlashOptions]:
+    """The call over this rank's share of the keys, unless it holds all of them."""
+    share = read_share(
+        arguments["cp_world_size"], arguments["cp_rank"], arguments["cp_kv_cache_interleave_size"]
+    )
+    if share is None:
+        return arrays, options
+    forward.refuse_with_share(share, cache_leftpad=arguments.get("cache_leftpad"))
+    names = options.names.but(kv_begin=WHOLE_LENGTHS)
+    # Rows that see all keys need no places of them.
+    sees_all = options.causal is False and options.window_size == (-1, -1)
+    whole_lengths = None if sees_all else arguments[WHOLE_LENGTHS]
+    return arrays._replace(kv_begin=whole_lengths), options._replace(names=names, key_share=share)
 
 
 def _exported(function: Any, arguments: dict[str, Any], error: ArgumentError) -> Any:
@@ -434,7 +469,6 @@ def _exported(function: Any, arguments: dict[str, Any], error: ArgumentError) ->
 
 def _refuse_others(arguments: dict[str, Any]) -> None:
     """UnsupportedError for the first argument that has no meaning here."""
-    forward.refuse_parallel(arguments["cp_world_size"])
     forward.refuse_given(**{_OTHER_NAMES.get(name, name): arguments[name] for name in _NOT_SERVED})
 
 

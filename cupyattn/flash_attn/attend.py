@@ -20,7 +20,7 @@ from ..engine.views import Names, merge_leading, next_power_of_two
 from ..engine.widening import widened, widened_pair
 from ..errors import ArgumentError, UnsupportedError
 from . import padding
-from .batch import MANY_ROWS, Batch
+from .batch import MANY_ROWS, Batch, parse_window
 from .caches import with_even_rows
 
 # From so many rows of a KV head on, those of its group for the tokens of one request, and from so
@@ -119,6 +119,8 @@ def _attend_mixed(batch: Batch, vq: ArrayView) -> Any:
     for causal, qo_lens in zip((True, False), of_each, strict=True):
         batch.options = batch.options._replace(causal=causal)
         batch.take(qo_lens=qo_lens)
+        if not causal and parse_window(batch.options.window_size) == (-1, -1):
+            batch.take(kv_begin=None)
         out = _run(batch, vq, lse)
         batch.take(out=out)
     if lse is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..core import parse
+from ..core.key_share import KeyShare
 from ..core.parse import require_int
 from ..core.records import maker
 from ..engine.arrays import Arrays
@@ -40,6 +41,7 @@ class FlashOptions(NamedTuple):
     has_kv_steps: bool = False
     has_table_offsets: bool = False
     sharers: int = 1
+    key_share: KeyShare | None = None
 
     def resolve(self, arrays: Arrays) -> Options:
         """Checked. Kernels split keys as finely as suits the longest request that is likely."""

@@ -11,6 +11,7 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import parse
+from ..core.key_share import KeyShare
 from ..engine import geometry
 from ..engine.arrays import NO_MORE, Arrays, MoreArrays
 from ..engine.index_arrays import compute, progression
@@ -116,6 +117,8 @@ def varlen(
         raise ArgumentError(
             "dynamic_causal: says which requests of a causal call are; pass causal=True"
         )
+    if options.key_share is not None:
+        _require_table(arrays, batch.names)
     if arrays.block_tables is not None:
         views = view_cache(arrays.k, arrays.v, batch.names)
         batch.take(block_tables=page_table_of(arrays.block_tables, "block_table", views))
@@ -131,6 +134,16 @@ def with_kvcache(arrays: Arrays, more: MoreArrays, options: FlashOptions, max_se
     """A batch's last tokens over a cache."""
     max_q_len = bound(max_seqlen_q, "max_seqlen_q")
     parse.flag(options.rotary_interleaved, "rotary_interleaved")
+    if options.key_share is not None:
+        _require_table(arrays, options.names)
+        refuse_with_share(
+            options.key_share,
+            k=more.new_k,
+            v=more.new_v,
+            rotary_cos=more.rotary_cos,
+            rotary_sin=more.rotary_sin,
+            rotary_seqlens=more.rotary_begin,
+        )
     if more.qv is not None and is_latent(arrays, more, options):
         return attend_latent(arrays, more.qv, options, max_q_len)
     # --- 1. Find the keys ---
@@ -238,10 +251,22 @@ def refuse_dropout(dropout_p: Any) -> None:
         )
 
 
-def refuse_parallel(cp_world_size: Any) -> None:
-    """UnsupportedError for a context that is divided over GPUs."""
-    if parse.require_int(cp_world_size, "cp_world_size") != 1:
-        raise UnsupportedError(f"cp_world_size: got {cp_world_size!r}; 1 is supported")
+def _require_table(arrays: Arrays, names: Names) -> None:
+    if arrays.block_tables is None:
+        raise UnsupportedError(
+            f"{names.block_tables}: got None where ranks share the keys; pass this rank's pages of "
+            "each request"
+        )
+
+
+def refuse_with_share(share: KeyShare, **arguments: Any) -> None:
+    """UnsupportedError for the first argument that is given."""
+    for name, x in arguments.items():
+        if x is not None:
+            raise UnsupportedError(
+                f"{name}: is not supported where {share.cp_world_size} ranks share the keys; write "
+                "this rank's tokens before the call, as cupyattn.get_share_slots says"
+            )
 
 
 def asks(return_attn_probs: Any, return_softmax_lse: Any) -> bool:

@@ -11,6 +11,7 @@ from ..core.problem import LATENT_HEAD_DIMS
 from ..engine.arrays import Arrays, MoreArrays
 from ..engine.check_planless import Options
 from ..engine.index_arrays import progression
+from ..engine.key_share import WHOLE_LENGTHS
 from ..engine.latent_rows import Dims
 from ..engine.run_planless import run
 from ..engine.views import LATENT_NAMES
@@ -27,6 +28,7 @@ _NAMES = LATENT_NAMES.but(
     kv_lens="cache_seqlens",
     qo_offsets="cu_seqlens_q",
     sm_scale="softmax_scale",
+    kv_begin=WHOLE_LENGTHS,
 )
 
 
@@ -39,7 +41,7 @@ def is_latent(arrays: Arrays, more: MoreArrays, options: FlashOptions) -> bool:
         more.rotary_cos,
         more.rotary_sin,
         more.cache_rows,
-        arrays.kv_begin,
+        arrays.kv_begin if options.key_share is None else None,
         options.window_size,
         options.attention_chunk,
         options.softcap,
@@ -96,6 +98,7 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
         pads_lse=return_lse and not is_ragged,
         natural_lse=return_lse,
         return_lse=return_lse,
+        key_share=options.key_share,
     )
     parts = Arrays(
         q=qv,
@@ -106,6 +109,7 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
         kv_lens=kv_lens,
         out=arrays.out,
         qo_offsets=arrays.qo_offsets,
+        kv_begin=arrays.kv_begin,
         sinks=arrays.sinks,
     )
     result = run(parts, latent)

@@ -25,6 +25,7 @@ _NAMES_OF_KINDS = {
         block_table block_tables sparse_mla_top_k_lens slot_mapping slot_map
         kv_indices kv_indptr kv_last_page_len batch_indices positions
         append_key append_value q_descale k_descale v_descale
+        cp_tot_seqused_k causal_seqlens_kv_global
         custom_mask packed_custom_mask workspace_buffer s v_a s_a v_b s_b
     """,
     "Tensor[]": "kv_cache paged_kv_cache",
@@ -32,14 +33,15 @@ _NAMES_OF_KINDS = {
         attention_chunk num_splits window_left window_right batch_size
         max_seqlen_q max_seqlen_k max_seq_len max_q_len max_kv_len q_len_per_req
         qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k
+        cp_world_size cp_world cp_rank cp_kv_cache_interleave_size
     """,
     "SymInt[]": "window_size local_window_size",
     "float": """
         scale sm_scale softmax_scale softcap logits_soft_cap q_scale k_scale v_scale
         bmm1_scale bmm2_scale rope_scale rope_theta
     """,
-    "bool": "causal is_causal lse_base_on_e",
-    "str": "kv_layout pos_encoding_mode causal_alignment",
+    "bool": "causal is_causal lse_base_on_e enable_dcp",
+    "str": "kv_layout pos_encoding_mode causal_alignment return_lse_base",
 }
 KINDS = {name: kind for kind, names in _NAMES_OF_KINDS.items() for name in names.split()}
 # Arguments that change no result.
@@ -48,7 +50,7 @@ IGNORED = frozenset(
     backend cute_dsl_impl implementation fa_version ver kv_scale_format deterministic enable_pdl
     pack_gqa sm_margin use_tensor_cores use_fp16_qk_reduction use_fp16_softmax
     skip_softmax_threshold_scale_factor is_var_seq scheduler_metadata
-    multi_ctas_kv_counter_buffer cp_rank
+    multi_ctas_kv_counter_buffer
     """.split()
 )
 SYNONYMS = {"page_table": "block_table", "s_aux": "sinks"}

@@ -24,6 +24,7 @@ from ..core.problem import LATENT_HEAD_DIMS, MAX_HEAD_DIM, WIDE_HEAD_DIMS
 from ..errors import ArgumentError, UnsupportedError
 from ..flash_attn import flash_attn_varlen_func
 from ..mla import trtllm_batch_decode_with_kv_cache_mla
+from ..shares import get_share_seq_lens
 from ..slots import reshape_and_cache
 from .engines import joined
 
@@ -75,6 +76,7 @@ class Metadata:
     """A batch, as vLLM's CommonAttentionMetadata has it, under its names; all on the device.
 
     causal   a bool, or an array of one for each request.
+    dcp_seq_lens   this rank's keys of each request, where ranks share them and vLLM says
     """
 
     num_actual_tokens: int
@@ -85,6 +87,7 @@ class Metadata:
     block_table: Any
     slot_mapping: Any
     causal: Any
+    dcp_seq_lens: Any = None
 
 
 class Asked:
@@ -200,14 +203,19 @@ class Builder:
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=common.causal,
+            dcp_seq_lens=getattr(common, "dcp_local_seq_lens", None),
         )
 
 
 class Impl:
     """The attention of a layer over vLLM's cache, [blocks, kv_heads, block_size, 2 * head_size]."""
 
-    can_return_lse_for_decode = False
-    supports_dcp = False
+    # Ranks may share the keys of every request; prompts are not divided over ranks.
+    can_return_lse_for_decode = True
+    lse_base_on_e = True
+    supports_dcp = True
+    supports_pcp = False
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -232,6 +240,8 @@ class Impl:
         self.kv_cache_dtype, self.softcap = kv_cache_dtype, float(logits_soft_cap or 0)
         self.attn_type, self.sinks = attn_type, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.share = _share_of(self)
+        self.combine: Any = _combine() if self.share else None
 
     def do_kv_cache_update(
         self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
@@ -260,7 +270,27 @@ class Impl:
         _refuse(output_scale=output_scale, output_block_scale=output_block_scale)
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        metadata, count = attn_metadata, attn_metadata.num_actual_tokens
+        count = attn_metadata.num_actual_tokens
+        out = output[:count].view(count, self.num_heads, self.head_size)
+        if self.share:
+            self._attend_to_share(layer, query[:count], kv_cache, attn_metadata, out)
+            return output
+        self._attend(
+            layer,
+            query[:count],
+            kv_cache,
+            attn_metadata,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            seqused_k=attn_metadata.seq_lens,
+            sinks=self.sinks,
+            out=out,
+        )
+        return output
+
+    def _attend(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Metadata, **options: Any
+    ) -> Any:
+        """What flash_attn_varlen_func returns; options: its arguments that depend on the share."""
         is_mixed = not isinstance(metadata.causal, bool)
         k_cache, v_cache = self._caches(kv_cache)
         scales: dict[str, Any] = {}
@@ -269,14 +299,12 @@ class Impl:
                 "k_descale": layer._k_scale.reshape(1).expand(self.num_kv_heads),
                 "v_descale": layer._v_scale.reshape(1).expand(self.num_kv_heads),
             }
-        flash_attn_varlen_func(
-            query[:count],
+        return flash_attn_varlen_func(
+            query,
             k_cache,
             v_cache,
             metadata.query_start_loc,
             max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_seq_len,
-            seqused_k=metadata.seq_lens,
             block_table=metadata.block_table,
             softmax_scale=self.scale,
             causal=is_mixed or metadata.causal,
@@ -284,11 +312,42 @@ class Impl:
             # A causal request sees none of the keys that the second side adds.
             window_size=self._both_sides() if is_mixed or not metadata.causal else self.window_size,
             softcap=self.softcap,
-            sinks=self.sinks,
-            out=output[:count].view(count, self.num_heads, self.head_size),
             **scales,
+            **options,
         )
-        return output
+
+    def _attend_to_share(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Metadata, out: Any
+    ) -> None:
+        """Write this rank's heads of attention over the keys of all ranks to `out`.
+
+        Each rank attends to its own keys by the queries of all; vLLM exchanges and merges the
+        states.
+        """
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        group, share = get_dcp_group(), self.share
+        own = metadata.dcp_seq_lens
+        if own is None:
+            own = get_share_seq_lens(metadata.seq_lens, **share)
+        run = share["cp_kv_cache_interleave_size"]
+        max_own = -(-metadata.max_seq_len // (share["cp_world_size"] * run)) * run
+        states, lse = self._attend(
+            layer,
+            group.all_gather(query.contiguous(), dim=1),
+            kv_cache,
+            metadata,
+            max_seqlen_k=max_own,
+            seqused_k=own,
+            return_softmax_lse=True,
+            cp_tot_seqused_k=metadata.seq_lens,
+            **share,
+        )
+        merged, lse = self.combine(states, lse.transpose(0, 1), group, return_lse=True)
+        if self.sinks is not None:  # of this rank's heads, which no state has counted
+            weight = (lse - self.sinks.float()).sigmoid()
+            merged = merged * weight[..., None].to(merged.dtype)
+        out.copy_(merged)
 
     def _both_sides(self) -> tuple[int, int]:
         return self.window_size[0], self.window_size[0]
@@ -334,14 +393,35 @@ class MLABackend(Asked):
 class MLABuilder:
     """vLLM's own metadata of latent attention: decoded requests first, with equally many tokens."""
 
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: Any,
+        metadata_cls: Any = None,
+        supports_dcp_with_varlen: bool = True,
+    ) -> None:
+        """As vLLM's: several rows of each request may see the keys that ranks share."""
+        base: Any = super().__init__
+        base(
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+            metadata_cls,
+            supports_dcp_with_varlen,
+        )
+
 
 class MLAImpl:
     """The decoding of a layer with latent attention; prompts and caches are vLLM's own."""
 
     # What a request on several GPUs asks: keys are divided, states are merged by vLLM.
     can_return_lse_for_decode = True
-    lse_base_on_e = False
+    lse_base_on_e = True
     supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     num_heads: int
     kv_lora_rank: int
@@ -388,6 +468,7 @@ class MLAImpl:
         )
         # Keys of 8 bits are widened as they are read: queries stay as they are.
         self.supports_quant_query_input = False
+        self.share = _share_of(self)
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any
@@ -410,6 +491,15 @@ class MLAImpl:
         if self.kv_cache_dtype.startswith("fp8"):
             cache, scale = _as_fp8(cache, self.kv_cache_dtype), float(layer._k_scale_float)
         wants_lse = bool(self.need_to_return_lse_for_decode)
+        share: dict[str, Any] = {}
+        if self.share:
+            share = {
+                "enable_dcp": True,
+                "cp_world": self.share["cp_world_size"],
+                "cp_rank": self.share["cp_rank"],
+                "cp_kv_cache_interleave_size": self.share["cp_kv_cache_interleave_size"],
+                "causal_seqlens_kv_global": decode.dcp_tot_seq_lens,
+            }
         result = trtllm_batch_decode_with_kv_cache_mla(
             q.view(count, rows // count, heads, columns),
             cache,
@@ -423,12 +513,37 @@ class MLAImpl:
             bmm1_scale=self.scale * scale,
             bmm2_scale=scale,
             return_lse=wants_lse,
+            return_lse_base="basee",
+            **share,
         )
         out, lse = result if wants_lse else (result, None)
         return out.reshape(rows, heads, -1), None if lse is None else lse.reshape(rows, heads)
 
 
 # --- both ---
+
+
+def _share_of(impl: Any) -> dict[str, Any]:
+    """Which of every request's keys this rank holds, as flash_attn names it; empty: all of them."""
+    if (getattr(impl, "dcp_world_size", None) or 1) == 1:
+        return {}
+    from vllm.config import get_current_vllm_config
+
+    run = get_current_vllm_config().parallel_config.cp_kv_cache_interleave_size
+    return {
+        "cp_world_size": impl.dcp_world_size,
+        "cp_rank": impl.dcp_rank,
+        "cp_kv_cache_interleave_size": run,
+    }
+
+
+def _combine() -> Any:
+    """vLLM's exchange and merge of states, as its configuration says."""
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.ops import dcp
+
+    is_a2a = get_current_vllm_config().parallel_config.dcp_comm_backend == "a2a"
+    return dcp.dcp_a2a_lse_reduce if is_a2a else dcp.cp_lse_ag_out_rs
 
 
 def _as_fp8(kv_cache: Any, name: str) -> Any:

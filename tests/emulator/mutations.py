@@ -127,9 +127,7 @@ PORTABLE = (
     Mutation("upper-half-of-a-vector", "stored[half]", "stored[0]", "copied rows"),
     Mutation("columns-of-zeros-lost", "target[i] = To{};", "", "copied rows"),
     Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
-    Mutation(
-        "share-counts-runs-of-others", "whole / period * run", "whole / period * period", "shares"
-    ),
+    Mutation("share-counts-runs-of-others", "periods * run +", "periods * period +", "shares"),
     Mutation("tokens-of-others-appended", "own < 0", "own < -1", "shares"),
     Mutation("lists-by-the-first-table", "row / params.rows_of_table", "0", "shares"),
     Mutation("lists-with-holes", "count + before", "at", "shares"),
@@ -279,6 +277,7 @@ PORTABLE = (
     ),
     Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
     Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
+    Mutation("share-without-its-rows", "unit < 0", "unit > 0", "shared plans"),
     Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
     Mutation("slopes-of-first-request", "place + head", "head", "slopes"),
     Mutation("scales-of-first-request", "request.mask_start", "0", "descales"),

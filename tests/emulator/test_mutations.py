@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import gpu_cases, page_cases, share_cases
+from helpers import device_plans, gpu_cases, page_cases, share_cases
 from helpers.flash_cases import Case
 from helpers.key_shares import Case as Shared
 from helpers.logits_calls import Single
@@ -429,6 +429,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         replace(_RAGGED_PLAN, has_kv_steps=True),
         replace(_RAGGED_PLAN, shape=replace(_RAGGED_PLAN.shape, tile_q=192, state_cost=4.0)),
     ),
+    "shared plans": _plans(*(device_plans.shared_batch(seed) for seed in (0, 1, 2, 3))),
     # More than a block has threads, some of them split.
     "many requests": _plans(
         replace(_SPLIT_PLAN, qo_len=(1,) * 600, kv_len=(100_000,) + (300,) * 599)

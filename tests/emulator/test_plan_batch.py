@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import device_plans
 from helpers.device_plans import Batch, Made
+from helpers.share import one_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -155,6 +156,12 @@ def test_plain_requests_have_the_plan_of_any_others(
     got, wanted = (np.delete(x.plan().items, places, axis=1).tolist() for x in (made, other))
     assert sorted(got) == sorted(wanted)
     assert got == wanted or count > 64
+
+
+@pytest.mark.parametrize("first", one_of(3, range(0, 60, 10)))
+def test_shares_of_keys(emulated: gpu.EmulatedGpu, first: int) -> None:
+    for seed in range(first, first + 10):
+        check(emulated, device_plans.shared_batch(seed))
 
 
 def test_more_requests_than_threads(emulated: gpu.EmulatedGpu) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import compare, device_plans
+from helpers import compare, device_plans, key_shares, planless_shares
 from helpers.device_plans import Batch
 from helpers.on_gpu import capture, leaves_running, try_random, workspace
 from helpers.planless_calls import ENTRIES, NUM_CASES, PROBLEMS, Call, random_case
 from helpers.poison import download, raw, upload
+from helpers.share import some
 
 import cupyattn
 from cupyattn.engine import call_cache
@@ -53,6 +54,31 @@ def run_planner(prepared: plan_batch.DevicePlan, arrays: list[Any]) -> np.ndarra
 def test_plans_cover_all_work_once_and_balance_it(seed: int) -> None:
     batch = device_plans.random_batch(seed)
     device_plans.check(batch, device_plans.make(batch, run_planner))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plans_of_shares_of_keys(seed: int) -> None:
+    batch = device_plans.shared_batch(seed)
+    device_plans.check(batch, device_plans.make(batch, run_planner))
+
+
+@pytest.mark.parametrize("door", planless_shares.DOORS)
+def test_states_of_ranks_merge_to_the_whole_answer(xp: ModuleType, door: str) -> None:
+    """Every rank's call on this GPU, by every door."""
+
+    def error(case: key_shares.Case) -> float:
+        got = planless_shares.merged(
+            door,
+            case,
+            lambda x: upload(x, xp),
+            download,
+            lambda shape: upload(np.zeros(shape, np.float32), xp),
+        )
+        return key_shares.error(got, planless_shares.expected(door, key_shares.Whole.of(case)))
+
+    for seed in range(some(12)):
+        case = planless_shares.random_case(seed, door)
+        assert error(case) <= 1.02 * error(case.alone()) + 2e-4, case
 
 
 def test_plans_of_thousands() -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from cupyattn.core import dtypes
+from cupyattn.core.key_share import KeyShare
 from cupyattn.core.spec import AttentionSpec
 from cupyattn.errors import PlanError
 from cupyattn.launch.attention import plan_batch
@@ -35,13 +36,21 @@ _CAUSAL = Masking(-1, 0)
 class Launcher(BatchLauncher):
     """A launcher whose kernels are one tile shape."""
 
-    def __init__(self, shape: TileShape, group: int, kv_heads: int, masking: Masking) -> None:
+    def __init__(
+        self,
+        shape: TileShape,
+        group: int,
+        kv_heads: int,
+        masking: Masking,
+        share: KeyShare | None = None,
+    ) -> None:
         heads = group * kv_heads, kv_heads, 64, 64
         windows = {
             "window_left": masking.window_left,
             "window_right": masking.window_right,
         }
         spec = AttentionSpec(*heads, _FLOAT, _FLOAT, _FLOAT, page_size=16, **windows)
+        spec = replace(spec, key_share=share)
         super().__init__(spec, spec.problem(), 0)
         # Prefill's are merged by a list of split tiles, decode's by counters.
         self._tiles: Any = SimpleNamespace(fused_merge=shape.tile_q <= 32, fused_splits=0)
@@ -72,7 +81,8 @@ class Batch:
 
     form: "uniform", "steps" (cumulative), "lens" (with offsets in tokens), "elements" (the same,
     each token counting `unit`). is_ragged: keys begin where offsets say. has_kv_steps: lengths of
-    keys are cumulative. has_kv_begin: rows see no keys before `begins`.
+    keys are cumulative. has_kv_begin: rows see no keys before `begins`. share: kv_len are what this
+    rank holds of `whole` lengths; not counts_rows: what is given of these is without the rows.
     """
 
     qo_len: tuple[int, ...]
@@ -89,9 +99,20 @@ class Batch:
     unit: int = 1
     has_kv_steps: bool = False
     has_kv_begin: bool = False
+    share: KeyShare | None = None
+    counts_rows: bool = True
 
     def launcher(self) -> Launcher:
-        return Launcher(self.shape, self.group, self.kv_heads, self.masking)
+        return Launcher(self.shape, self.group, self.kv_heads, self.masking, self.share)
+
+    @property
+    def whole(self) -> np.ndarray:
+        """Lengths of whole requests, some of which end behind keys of other ranks."""
+        own = np.array(self.kv_len, np.int64)
+        if self.share is None:
+            return own
+        before = np.where(own > 0, self.share.position(own - 1) + 1, 0)
+        return before + np.arange(own.size) % (self.share.position(own) - before + 1)
 
     @property
     def room(self) -> int:
@@ -130,6 +151,8 @@ class Batch:
             given[3] = requests.kv_start
         if self.has_kv_begin:
             given[4] = self.begins
+        elif self.share is not None:
+            given[4] = self.whole - (0 if self.counts_rows else np.array(self.qo_len))
         units = [1, 1, self.unit, self.unit, 1]
         if self.has_kv_steps:
             given[1], units[1] = np.concatenate([[0], np.cumsum(self.kv_len)]), self.unit
@@ -138,6 +161,7 @@ class Batch:
             for x, unit in zip(given, units, strict=True)
         ]
         units[1] *= -1 if self.has_kv_steps else 1
+        units[4] *= 1 if self.counts_rows else -1
         formats = [IndexFormat(1, dtypes.parse(self.dtype), unit) for unit in units]
         rows = int(ends[-1])
         lengths = Lengths(
@@ -206,7 +230,8 @@ def check(batch: Batch, made: Made) -> None:
         index = by_start[q]
         wanted = (requests.qo_len[index], requests.kv_start[index], requests.kv_len[index])
         assert tuple(row) == wanted, f"request {index}: {row} for {wanted}"
-    first_keys = [int(batch.begins[by_start[int(q)]]) for q in column["q_start"]]
+    begins = batch.begins if batch.share is None else batch.whole - requests.kv_len
+    first_keys = [int(begins[by_start[int(q)]]) for q in column["q_start"]]
     assert column["key_offset"].tolist() == first_keys
     assert not made.counters.any(), "counters that are not zero"
     if batch.likely_kv_len and batch.likely_kv_len < max(batch.kv_len, default=0):
@@ -220,17 +245,30 @@ def spans(batch: Batch, column: dict[str, np.ndarray]) -> np.ndarray:
     found = []
     for values in zip(*(column[name].tolist() for name in WORK_FIELDS), strict=True):
         item = dict(zip(WORK_FIELDS, values, strict=True))
-        begin, end = visible(batch, item["first_row"], item["qo_len"], item["kv_len"])
-        begin = min(max(begin, item["key_offset"]), end)
+        others = item["key_offset"] if batch.share is not None else 0
+        begin, end = visible(batch, item["first_row"], item["qo_len"], item["kv_len"], others)
+        if batch.share is None:
+            begin = min(max(begin, item["key_offset"]), end)
         first, last = tile_span(begin, end, batch.shape.tile_kv, item["split"], item["num_splits"])
         found.append(last - first)
     return np.array(found, np.int64)
 
 
-def visible(batch: Batch, first_row: int, qo_len: int, kv_len: int) -> tuple[int, int]:
+def visible(batch: Batch, first_row: int, qo_len: int, kv_len: int, others: int) -> tuple[int, int]:
     last_row = min(first_row + batch.shape.tile_q, qo_len * batch.group) - 1
     tokens = first_row // batch.group, last_row // batch.group
-    return batch.masking.key_span(*tokens, qo_len, kv_len)
+    if batch.share is None:
+        return batch.masking.key_span(*tokens, qo_len, kv_len)
+    whole, masking = kv_len + others, batch.masking
+    first, last = (token + whole - qo_len for token in tokens)
+    held = np.flatnonzero(batch.share.holds(np.arange(whole)))[:kv_len]
+    sees = np.ones(len(held), bool)
+    if masking.window_left >= 0:
+        sees &= held >= first - masking.window_left
+    if masking.window_right >= 0:
+        sees &= held <= last + masking.window_right
+    seen = np.flatnonzero(sees)
+    return (int(seen[0]), int(seen[-1]) + 1) if seen.size else (0, 0)
 
 
 def finish(batch: Batch, column: dict[str, np.ndarray]) -> float:
@@ -245,9 +283,10 @@ def ideal(batch: Batch) -> float:
     """An even share for each slot, twice over, and the overheads of a list that is full."""
     requests, tile_q = batch.requests(), batch.shape.tile_q
     total, longest, tiles = 0, 0, 0
-    for qo_len, kv_len in zip(requests.qo_len, requests.kv_len, strict=True):
+    lengths = requests.qo_len, requests.kv_len, batch.whole - requests.kv_len
+    for qo_len, kv_len, others in zip(*lengths, strict=True):
         for first_row in range(0, int(qo_len) * batch.group, tile_q):
-            begin, end = visible(batch, first_row, int(qo_len), int(kv_len))
+            begin, end = visible(batch, first_row, int(qo_len), int(kv_len), int(others))
             span = -(-(end - begin) // batch.shape.tile_kv)
             total, longest, tiles = total + span, max(longest, span), tiles + 1
     share = total * batch.kv_heads / batch.shape.num_slots
@@ -282,4 +321,20 @@ def random_batch(seed: int) -> Batch:
         unit=1 if is_decode else (1, 96)[int(rng.integers(2))],
         has_kv_steps=not is_decode and bool(rng.random() < 0.5),
         has_kv_begin=bool(rng.random() < 0.3),
+    )
+
+
+def shared_batch(seed: int) -> Batch:
+    """The same of a rank that holds a share of the keys."""
+    rng = np.random.default_rng((seed, 94))
+    batch, world = random_batch(seed), int(rng.integers(2, 6))
+    share = KeyShare(world, int(rng.integers(world)), (1, 1, 5, 16, 64)[int(rng.integers(5))])
+    left, right = batch.masking.window_left, batch.masking.window_right
+    return replace(
+        batch,
+        share=share,
+        has_kv_begin=False,
+        masking=Masking(left, 0 if left < 0 and right < 0 else right),
+        kv_len=tuple(min(x, 6000) for x in batch.kv_len),
+        counts_rows=batch.dtype == "uint32" or bool(rng.random() < 0.7),
     )

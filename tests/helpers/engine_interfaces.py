@@ -102,7 +102,8 @@ MODULES: dict[str, dict[str, Interface]] = {
         ),
         "CommonAttentionMetadata": Interface(
             fields=("num_actual_tokens", "max_query_len", "max_seq_len", "query_start_loc",
-                    "seq_lens", "block_table_tensor", "slot_mapping", "causal"),
+                    "seq_lens", "block_table_tensor", "slot_mapping", "causal",
+                    "dcp_local_seq_lens"),
         ),
         "AttentionCGSupport": Interface(fields=("UNIFORM_BATCH",)),
         "AttentionMetadataBuilder": Interface(
@@ -114,8 +115,9 @@ MODULES: dict[str, dict[str, Interface]] = {
             ("_cudagraph_support", "reorder_batch_threshold"),
         ),
         "AttentionImplBase": Interface(
-            fields=("can_return_lse_for_decode", "lse_base_on_e", "supports_dcp",
-                    "need_to_return_lse_for_decode"),
+            fields=("can_return_lse_for_decode", "lse_base_on_e", "supports_dcp", "supports_pcp",
+                    "need_to_return_lse_for_decode", "dcp_world_size", "dcp_rank",
+                    "supports_mtp_with_cp_non_trivial_interleave_size"),
         ),
         "AttentionImpl": Interface(
             {
@@ -128,6 +130,16 @@ MODULES: dict[str, dict[str, Interface]] = {
             },
         ),
         "AttentionLayer": Interface(fields=("_k_scale", "_v_scale", "_k_scale_float")),
+    },
+    "vllm.config.vllm": {"": Interface({"get_current_vllm_config": ""})},
+    "vllm.distributed.parallel_state": {"": Interface({"get_dcp_group": ""})},
+    "vllm.v1.attention.ops.dcp": {
+        "": Interface(
+            {"cp_lse_ag_out_rs": "cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, "
+             "is_lse_base_on_e=True, seq_lens=None, query_start_loc=None",
+             "dcp_a2a_lse_reduce": "cp_attn_out, cp_attn_lse, cp_group, ctx=None, "
+             "return_lse=False, is_lse_base_on_e=True, seq_lens=None, query_start_loc=None"}
+        ),
     },
     "vllm.v1.attention.backends.registry": {
         "AttentionBackendEnum": Interface({"is_overridden": "self"}, ("CUSTOM",)),
@@ -145,9 +157,15 @@ MODULES: dict[str, dict[str, Interface]] = {
             {"get_name": "static ()", "get_builder_cls": "static ()", "is_mla": "class cls",
              "get_supported_head_sizes": "class cls"},
         ),
-        "MLACommonDecodeMetadata": Interface(fields=("block_table", "seq_lens")),
+        "MLACommonDecodeMetadata": Interface(
+            fields=("block_table", "seq_lens", "dcp_tot_seq_lens")
+        ),
         "MLACommonMetadata": Interface(fields=("decode", "max_seq_len")),
-        "MLACommonMetadataBuilder": Interface(fields=("query_len_support",)),
+        "MLACommonMetadataBuilder": Interface(
+            {"__init__": "self, kv_cache_spec, layer_names, vllm_config, device, "
+             "metadata_cls=None, supports_dcp_with_varlen=False"},
+            ("query_len_support",),
+        ),
         "QueryLenSupport": Interface(fields=("UNIFORM",)),
         "MLACommonImpl": Interface(
             {

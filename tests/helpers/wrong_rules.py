@@ -184,7 +184,7 @@ RULES = _named(
     (or_default(whole(0)), "prefill_tokens_with_context"),
     (whole(-1), "window_left window_right window_left_p window_left_d fixed_split_size"),
     (whole(-(2**31)), "causal_window_left range_window_left num_splits"),
-    (whole(1, 1), "cp_world cp_world_size"),
+    (whole(1, 1), "cp_world cp_world_size"),  # what several give, another test says
     (whole(1, 32), "num_levels"),
     (_sides, "window_size"),
     (item_length, "token_pos_in_items_len"),
@@ -202,7 +202,8 @@ RULES = _named(
     # flags and words
     (flag, "causal causal_p is_causal return_lse return_lse_base_on_e return_softmax_lse"),
     (flag, "return_attn_probs use_cuda_graph use_tensor_cores disable_split_kv lse_base_on_e"),
-    (flag, "rotary_interleaved"),
+    (flag, "rotary_interleaved enable_dcp"),
+    (or_default(one_of("base2", "basee")), "return_lse_base"),
     (flag_off, "save_softmax_stats use_profiler"),
     (_true, "uses_shared_paged_kv_idx"),
     (dtype, "o_dtype o_data_type kv_data_type data_type out_dtype output_dtype"),
@@ -227,9 +228,8 @@ RULES = _named(
     (nothing, "batch_offsets_stats batch_offsets_k batch_offsets_v batch_offsets_o v_indptr"),
     (nothing, "o_indptr o_scale enable_block_sparse_attention profiler_buffer custom_mask_d"),
     (nothing, "packed_custom_mask_d kv_block_lens q2k_indices q2k_num qv q_v score_mod mask_mod"),
-    (nothing, "block_sparse_tensors aux_tensors aux_tensor_leading_dims cp_tot_seqused_k metadata"),
-    (nothing, "kv_len ckv_scale ckv_scale_arr kpe_scale enable_dcp causal_seqlens_kv_global"),
-    (nothing, "return_lse_base"),
+    (nothing, "block_sparse_tensors aux_tensors aux_tensor_leading_dims metadata"),
+    (nothing, "kv_len ckv_scale ckv_scale_arr kpe_scale"),
     (_nones, "sage_attn_sfs"),
     # what is not read
     (ignored, "enable_pdl non_blocking is_cuda_graph_compatible seq_lens_q max_item_len_ptr"),
@@ -238,6 +238,10 @@ RULES = _named(
     (ignored, "num_elts_per_sage_attn_blk q_seq_lens_cpu kv_seq_lens_cpu skip_softmax use_sinks"),
     (ignored, "sparse_mla_top_k_lens use_clc kv_splits causal_d kv_layout_d return_lse_p"),
     (ignored, "return_lse_d scheduler_metadata fa_version ver cp_rank pack_gqa deterministic"),
+    (
+        ignored,
+        "cp_kv_cache_interleave_size cp_tot_seqused_k causal_seqlens_kv_global",
+    ),  # of one rank
     (ignored, "sm_margin q_descale k_descale v_descale"),  # they scale fp8 values alone
     # plans have tables of their own, and wrappers the buffers of graphs
     (ignored, "plan.block_tables plan.seq_lens plan.max_sequence_kv plan.max_token_per_sequence"),

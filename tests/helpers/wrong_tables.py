@@ -248,6 +248,49 @@ def append(c: Arguments) -> list[np.ndarray]:
     return [k, v]
 
 
+def _of_share(c: Arguments, tokens: list[int]) -> list[int]:
+    """Which of the rank's keys tokens are; -1 for others'."""
+    names = "cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"
+    world, rank, run = (int(c[f"run.{name}"]) for name in names)
+    assert rank < world
+    is_own = [x >= 0 and x // run % world == rank for x in tokens]
+    return [
+        x // (run * world) * run + x % run if own else -1
+        for x, own in zip(tokens, is_own, strict=True)
+    ]
+
+
+def share_lens(c: Arguments) -> list[np.ndarray]:
+    lens = c["run.seq_lens"]
+    counts = [sum(x >= 0 for x in _of_share(c, list(range(n)))) for n in lens.ravel().tolist()]
+    return [np.array(counts).reshape(lens.shape)]
+
+
+def share_slots(c: Arguments) -> list[np.ndarray]:
+    slots = c["run.slots"]
+    return [np.array(_of_share(c, slots.ravel().tolist())).reshape(slots.shape)]
+
+
+def share_lists(c: Arguments) -> list[np.ndarray]:
+    lists, lens, tables = (c.get(f"run.{x}") for x in ("lists", "lens", "block_tables"))
+    assert lists.ndim and (tables is None) == (c.get("run.page_size") is None)
+    *lead, width = lists.shape
+    rows = lists.reshape(-1, width) if width else lists.reshape(math.prod(lead), 0)
+    assert lens is None or lens.shape in (tuple(lead), (len(rows),))
+    assert tables is None or (tables.ndim == 2 and (not len(rows) or len(rows) % len(tables) == 0))
+    found, counts = np.full(rows.shape, -1), []
+    for i, row in enumerate(rows.tolist()):
+        count = width if lens is None else max(0, int(lens.ravel()[i]))
+        own = [x for x in _of_share(c, row[:count]) if x >= 0]
+        if tables is not None:
+            page, table = c["run.page_size"], tables[i // (len(rows) // len(tables))].tolist()
+            held = [x for x in own if x // page < len(table) and table[x // page] >= 0]
+            own = [table[x // page] * page + x % page for x in held]
+        found[i, : len(own)] = own
+        counts.append(len(own))
+    return [found.reshape(lists.shape), np.array(counts).reshape(lead)]
+
+
 def positions(c: Arguments) -> list[np.ndarray]:
     indptr, lens, nnz = c["run.append_indptr"], c["run.seq_lens"], c["run.nnz"]
     batch, found = [-1] * nnz, [0] * nnz
@@ -256,7 +299,8 @@ def positions(c: Arguments) -> list[np.ndarray]:
         begin, end = indptr[b : b + 2].tolist()
         assert 0 <= begin <= end and end - begin <= length
         for row in range(begin, end):
-            batch[row], found[row] = b, length - end + row
+            own = _of_share(c, [length - end + row])[0]
+            batch[row], found[row] = (b, own) if own >= 0 else (-1, 0)
     return [np.array(batch), np.array(found)]
 
 
@@ -316,6 +360,35 @@ def merge_many(c: Arguments) -> list[np.ndarray]:
     return [np.array([x[i] for x in found]).reshape(-1, *v.shape[-2:][: 2 - i]) for i in (0, 1)]
 
 
+SHARE_RULES: dict[str, Any] = {
+    "cp_world_size": whole(1),
+    "cp_rank": whole(0),
+    "cp_kv_cache_interleave_size": whole(1),
+}
+
+
+def _share_entries() -> list[Entry]:
+    calls, share = cupyattn, {"cp_world_size": 2, "cp_rank": 1, "cp_kv_cache_interleave_size": 2}
+    rules: dict[str, Any] = SHARE_RULES | dict.fromkeys(("out", "counts"))
+    rules |= {"seq_lens": indices, "slots": indices, "lists": indices, "lens": indices}
+    rules |= {"page_size": or_default(whole(1)), "block_tables": indices}
+    lens, slots = ints(5, 0, 9), ints(7, -1, 2)
+    lists = ints(7, -1, 2, 3, 0, 9).reshape(2, 3)
+    found = []
+    for name, call, base, oracle in (
+        ("share lens", calls.get_share_seq_lens, {"seq_lens": lens}, share_lens),
+        ("share slots", calls.get_share_slots, {"slots": slots}, share_slots),
+        ("share lists", calls.get_share_lists, {"lists": lists}, share_lists),
+    ):
+        samples: dict[str, Any] = {"out": ints(9, 9, 9)}
+        if name == "share lists":
+            samples = {"out": ints(*[9] * 6).reshape(2, 3), "counts": ints(9, 9)}
+            samples |= {"lens": ints(1, 3)}
+        entry = Entry(name, function(call), step("run", **base, **share), samples, oracle, rules)
+        found.append(entry._replace(written=tuple(x for x in ("out", "counts") if x in samples)))
+    return found
+
+
 def op_entries() -> list[Entry]:
     base = step("run", append_key=values(4, HKV, D), append_value=values(4, HKV, D))
     base |= step("run", batch_indices=ints(0, 2, 2, -1), positions=ints(8, 3, 4, 0))
@@ -338,8 +411,10 @@ def op_entries() -> list[Entry]:
     call: Any = calls.get_batch_indices_positions
     of_outputs = "batch_indices", "positions"
     rules: dict[str, Any] = dict.fromkeys(of_outputs) | {"seq_lens": indices}
+    rules |= SHARE_RULES
     entry = Entry("positions", function(call), base, samples, positions, rules)
     found.append(entry._replace(written=of_outputs))
+    found += _share_entries()
     base = step("run", kv_indptr=INDPTR, kv_last_page_len=LAST, page_size=PAGE)
     found.append(Entry("seq_lens", function(calls.get_seq_lens), base, {}, seq_lens, written=()))
     base = step("run", x=bools(21))

@@ -11,6 +11,7 @@ from ... import jit
 from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
+from ...core.key_share import KeyShare
 from ...errors import UnsupportedError
 from ...schedule.balance import MAX_WAVES
 from ...schedule.batch import Splitting
@@ -28,17 +29,23 @@ THREADS = 512
 _SHARED_BYTES = 29_264
 _BYTES_A_REQUEST = 16
 # Rows and pages by steps, or by lengths and offsets too; by steps, where nothing but int32 lengths
-# of keys decides.
-UNIFORM, RAGGED, PLAIN = CONFIGS = tuple(
+# of keys decides; by lengths and offsets, where ranks share the keys.
+UNIFORM, RAGGED, PLAIN, SHARED = CONFIGS = tuple(
     jit.Config(
         {
             "kRagged": is_ragged,
             "kPlain": is_plain,
             "kThreads": THREADS,
             "kSharedBytes": _SHARED_BYTES,
+            **({"kKeyShare": True} if is_shared else {}),
         }
     )
-    for is_ragged, is_plain in ((False, False), (True, False), (False, True))
+    for is_ragged, is_plain, is_shared in (
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (True, False, True),
+    )
 )
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
@@ -72,7 +79,8 @@ class Lengths(NamedTuple):
     kv_step        from a request's kv_start to the next one's: entries of a row of the page table
     max_kv_len     keys that a request has room for
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
-    formats        of qo_lens, kv_lens, qo_offsets, kv_offsets and kv_begin
+    formats        of qo_lens, kv_lens, qo_offsets, kv_offsets and kv_begin, which are whole lengths
+                   where ranks share the keys; with a negative unit those ahead of a request's rows
     is_ragged      there are others of those than kv_lens
     sharers        requests, one after another, that are one of the caller's and share its slopes
                    and scales
@@ -188,8 +196,10 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     max_rows = lengths.max_qo_len * launcher.group_size
     keys = Keys.equal(lengths.num_requests, lengths.likely_kv_len)
     rows, shape = launcher.choose(keys, lengths.max_qo_len, Splitting())
+    share = launcher.masking.share
     left, right = _windows(launcher, lengths)
-    config = _config(lengths, sees_all=left < 0 and (right < 0 or lengths.qo_len == 1))
+    sees_all = left < 0 and (right < 0 or lengths.qo_len == 1)
+    config = SHARED if share is not None else _config(lengths, sees_all)
     function, maximum, tiles = _kind(launcher, rows, config)
     _require_at_most(maximum, lengths.num_requests)
     shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
@@ -228,9 +238,7 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
         lengths.kv_room or lengths.max_kv_len,
         1.0 / capacity.items_per_wave,
         1.0 / max(1, capacity.num_more),
-        lengths.request_tokens,
-        lengths.list_gap,
-        lengths.counts_later,
+        *_lists_or_share(lengths, share),
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), THREADS, shared_bytes),
@@ -245,6 +253,13 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     )
 
 
+def _lists_or_share(lengths: Lengths, share: KeyShare | None) -> tuple[int, int, int]:
+    """How tokens of lists belong together, or how ranks share keys, of which lists know nothing."""
+    if share is None:
+        return lengths.request_tokens, lengths.list_gap, lengths.counts_later
+    return share.cp_kv_cache_interleave_size, share.period, share.first
+
+
 def _require_at_most(maximum: int, num_requests: int) -> None:
     if num_requests > maximum:
         raise UnsupportedError(
@@ -256,6 +271,8 @@ def _require_at_most(maximum: int, num_requests: int) -> None:
 def _windows(launcher: BatchLauncher, lengths: Lengths) -> tuple[int, int]:
     """Those to the left and to the right. One that no request outgrows is none."""
     left, right = launcher.masking.window_left, launcher.masking.window_right
+    if launcher.masking.share is not None:
+        return left, right  # whole requests may outgrow them
     return (
         left if left < lengths.max_kv_len else -1,
         right if right < lengths.max_kv_len else -1,

@@ -23,7 +23,9 @@ struct PlanBatchParams {
   const float* scale_q;    // one number; may be nullptr, as may the next two
   const float* scale_k;
   const float* scale_v;
-  const void* kv_begin;  // [num_requests] the first key that rows see; nullptr: all are 0
+  const void* kv_begin;  // [num_requests] the first key that rows see; nullptr: all are 0. Where
+                         // ranks share keys: keys of the whole request, or with a negative unit
+                         // those ahead of its rows
   WorkItem* items;     // [max_items]
   int32_t* merges;     // [num_merges]: the first item of each split tile, then -1
   uint32_t* counters;  // [num_counters], zeroed
@@ -54,6 +56,11 @@ struct PlanBatchParams {
   int32_t request_tokens;  // that share an entry of kv_lens; else 1
   int32_t list_gap;        // added to kv_start between the caller's requests
   int32_t counts_later;    // 1: a token sees one key less for each token of its request behind it
+
+  // Where ranks share keys, which lists have no part in: a rank's tokens, see common/key_share.cuh.
+  __device__ __forceinline__ int share_run() const { return request_tokens; }
+  __device__ __forceinline__ int share_period() const { return list_gap; }
+  __device__ __forceinline__ int share_first() const { return counts_later; }
 };
 
 struct PadLseParams {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cupyattn/plan/planner.cuh"
+#include "cupyattn/shared/key_share.cuh"
 
 namespace cupyattn {
 
@@ -21,6 +22,8 @@ struct PlanBatch {
   using Totals = typename List::Totals;
   // Plain requests have equally many rows, all of which see all keys, and lengths of int32.
   static constexpr bool kRagged = Config::kRagged, kPlain = Config::kPlain;
+  // Ranks share the keys, and rows see them by their places in the whole requests.
+  enum : bool { kShared = HasKeyShare<Config>::kValue };
   static constexpr int kThreads = Config::kThreads, kWarps = List::kWarps;
   static constexpr int kNoSplit = List::kNoSplit, kChunks = List::kChunks;
   // Tiles this short, as a part of a block's share, balance by themselves.
@@ -112,12 +115,12 @@ struct PlanBatch {
     list.shared.bucket[list.thread] = 0;
 #pragma unroll 1
     for (int index = list.thread; index < params.num_requests; index += kThreads) {
-      const PlannedRequest request = PlannedRequest::of<kRagged>(params, index);
+      const PlannedRequest request = PlannedRequest::of<kRagged, kShared>(params, index);
       const int count = request.num_tiles(params);
       uint32_t ends = 0;
       if (count > 0) {
-        const uint32_t last = request.key_tiles(params, (count - 1) * params.tile_q);
-        const uint32_t first = count == 1 ? last : request.key_tiles(params, 0);
+        const uint32_t last = request.key_tiles<kShared>(params, (count - 1) * params.tile_q);
+        const uint32_t first = count == 1 ? last : request.key_tiles<kShared>(params, 0);
         ends = first + last;
         inverse = max_of(inverse, kNoSplit - ends);
         // Under a window the tiles in the middle may see more than either end.
@@ -173,7 +176,9 @@ struct PlanBatch {
     const int64_t tokens = params.window_right >= 0
                                ? static_cast<int64_t>(params.tile_q) + 1 + params.window_right
                                : request.qo_len;
-    const int64_t keys = min_of(tokens, static_cast<int64_t>(request.qo_len)) + params.window_left;
+    int64_t keys = min_of(tokens, static_cast<int64_t>(request.qo_len)) + params.window_left;
+    // Of so many tokens in a row, the most that are this rank's.
+    if (kShared) keys = count_in_runs<int64_t>(keys, params.share_run(), params.share_period(), 0);
     return PlannedRequest::divide_up(params, clamp(keys, request.kv_len));
   }
 
@@ -260,7 +265,7 @@ struct PlanBatch {
   __device__ __forceinline__ WorkItem item_of(int index, int row_tile, int size) const {
     PlannedRequest request;
     if constexpr (kRagged) {
-      request = PlannedRequest::of<true>(params, index);
+      request = PlannedRequest::of<true, kShared>(params, index);
     } else {
       request = PlannedRequest::by_steps(params, index, list.lengths[index]);
     }
@@ -275,7 +280,7 @@ struct PlanBatch {
     item.num_splits = 1;
     if (size != kNoSplit) {
       const int keys =
-          kPlain ? list.both_ends[index] / 2 : request.key_tiles(params, item.first_row);
+          kPlain ? list.both_ends[index] / 2 : request.key_tiles<kShared>(params, item.first_row);
       item.num_splits = List::splits_of(keys, size);
     }
     return item;

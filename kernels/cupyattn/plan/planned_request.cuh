@@ -2,6 +2,7 @@
 // keys are cut to what the arrays hold.
 #pragma once
 
+#include "cupyattn/common/key_share.cuh"
 #include "cupyattn/params/plan_batch.cuh"
 #include "cupyattn/shared/work.cuh"
 
@@ -23,10 +24,14 @@ __device__ __forceinline__ int64_t load_offset(const void* data, const IndexForm
   return format.unit == 1 ? offset : offset / format.unit;  // mutate: element-offsets-as-tokens
 }
 
+// MAX_LENGTH of core/problem.py.
+constexpr int kMaxWholeLength = 0x7fffffff - 64;
+
 __device__ __forceinline__ int clamp(int64_t x, int64_t most) {
   return static_cast<int>(min_of(max_of<int64_t>(x, 0), most));
 }
 
+// kv_begin: the first key that rows see; where ranks share keys, how many the others hold.
 struct PlannedRequest {
   int q_start, qo_len, kv_start, kv_len, kv_begin;
 
@@ -39,10 +44,10 @@ struct PlannedRequest {
   }
 
   // The keys of a request, as the caller says.
-  template <bool kRagged>
+  template <bool kRagged, bool kShared>
   static __device__ __forceinline__ int64_t load_keys(const PlanBatchParams& params, int index) {
     const IndexFormat& format = params.kv_lens_format;
-    if (params.request_tokens > 1) {
+    if (!kShared && params.request_tokens > 1) {
       const int of_caller = index / params.request_tokens;
       const int later = (of_caller + 1) * params.request_tokens - 1 - index;
       // mutate: planned-lists-count-later-tokens
@@ -56,9 +61,11 @@ struct PlannedRequest {
   }
 
   // kRagged: the batch may have offsets and lengths of q; else all requests have equal steps.
-  template <bool kRagged>
+  // kShared: ranks share keys.
+  template <bool kRagged, bool kShared = false>
   static __device__ __forceinline__ PlannedRequest of(const PlanBatchParams& params, int index) {
-    PlannedRequest request = by_steps(params, index, 0);
+    PlannedRequest request{index * params.qo_len, params.qo_len, index * params.kv_step, 0, 0};
+    if constexpr (!kShared) request = by_steps(params, index, 0);
     int room = params.max_kv_len;
     if constexpr (kRagged) {
       int64_t q_start = 0, qo_len = params.qo_len;
@@ -81,8 +88,13 @@ struct PlannedRequest {
         room = min_of(room, params.kv_room - request.kv_start);  // mutate: keys-beyond-k
       }
     }
-    request.kv_len = clamp(load_keys<kRagged>(params, index), room);
-    if constexpr (kRagged) {
+    request.kv_len = clamp(load_keys<kRagged, kShared>(params, index), room);
+    if constexpr (kShared) {
+      int64_t whole = load_index(params.kv_begin, params.kv_begin_format, index);
+      // mutate: share-without-its-rows
+      if (params.kv_begin_format.unit < 0) whole += request.qo_len;
+      request.kv_begin = clamp(whole - request.kv_len, kMaxWholeLength - request.kv_len);
+    } else if constexpr (kRagged) {
       if (params.kv_begin != nullptr) {
         const int64_t begin = load_index(params.kv_begin, params.kv_begin_format, index);
         request.kv_begin = clamp(begin, request.kv_len);  // mutate: first-key-beyond-keys
@@ -99,19 +111,28 @@ struct PlannedRequest {
 
   // How many key tiles the tile of rows from first_row on visits. KeyRange and TileSpan of
   // shared/mask.cuh are the same arithmetic.
+  template <bool kShared = false>
   __device__ __forceinline__ int key_tiles(const PlanBatchParams& params, int first_row) const {
     const auto token = [&](int row) { return divide(row, params.group_magic, params.group_shift); };
-    const int offset = kv_len - qo_len;
-    int begin = kv_begin, end = kv_len;
+    const int whole = kShared ? kv_len + kv_begin : kv_len, offset = whole - qo_len;
+    int begin = kShared ? 0 : kv_begin, end = kv_len;
     if (params.window_right >= 0) {
       const int last = min_of(first_row + params.tile_q, qo_len * params.group_size) - 1;
       const int position = token(last) + offset;
-      end = position + 1 + min_of(kv_len - 1 - position, params.window_right);
+      end = position + 1 + min_of(whole - 1 - position, params.window_right);
+      if constexpr (kShared) end = min_of(own_keys(params, end), kv_len);
     }
     if (params.window_left >= 0) {
-      begin = max_of(kv_begin, token(first_row) + offset - params.window_left);
+      const int low = token(first_row) + offset - params.window_left;
+      begin = kShared ? own_keys(params, low) : max_of(kv_begin, low);
     }
     return divide_up(params, max_of(end - begin, 0));
+  }
+
+  // How many of the first `tokens` tokens of a request this rank holds.
+  static __device__ __forceinline__ int own_keys(const PlanBatchParams& params, int tokens) {
+    return count_in_runs(max_of(tokens, 0), params.share_run(), params.share_period(),
+                         params.share_first());
   }
 
   template <typename Params>

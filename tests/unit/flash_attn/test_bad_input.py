@@ -153,12 +153,13 @@ ROWS: list[Row] = [
     varlen("most rows", "max_seqlen_q: got -1", max_seqlen_q=-1),
     varlen("most rows as an array", "max_seqlen_q: shape is [3]", max_seqlen_q=ints(1, 2, 3)),
     varlen("most keys", "max_seqlen_k: got 'x'", max_seqlen_k="x"),
-    varlen("context parallel", "cp_world_size: got 2", UnsupportedError, cp_world_size=2),
+    varlen("context parallel", "block_table: got None where ranks share", UnsupportedError,
+           cp_world_size=2),
     *[
         varlen(name, f"{name}: is not supported", UnsupportedError, **{name: of(F32, 1)})
         for name in (
             *("output_scale", "score_mod", "mask_mod", "block_sparse_tensors"),
-            *("aux_tensors", "aux_tensor_leading_dims", "cp_tot_seqused_k"),
+            *("aux_tensors", "aux_tensor_leading_dims"),
         )
     ],
     varlen("flags without causality", "dynamic_causal: says which requests of a causal call are",

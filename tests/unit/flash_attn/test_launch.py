@@ -616,7 +616,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
         (varlen, "max_seqlen_k: got -1", {"max_seqlen_k": -1}),
         (varlen, "max_seqlen_k: got True", {"max_seqlen_k": True}),
         (varlen, "dropout_p: got 0.1", {"dropout_p": 0.1}),
-        (varlen, "cp_world_size: got 2", {"cp_world_size": 2}),
+        (varlen, "block_table: got None where ranks", {"cp_world_size": 2}),
         (varlen, "score_mod: is not supported", {"score_mod": "x"}),
         (decode, "page_table, block_table: are two names", {"block_table": ints(1)}),
         (decode, "sinks, s_aux: are two names", {"sinks": numbers(H), "s_aux": numbers(H)}),

@@ -327,8 +327,10 @@ def test_vllm_is_told_what_is_true(engine: Any) -> None:
     assert sizes == {*range(8, 257, 8), 512}
     assert set(vllm.CupyAttnMLABackend.get_supported_head_sizes()) == {576, 512, 320, 256}
     dense, latent = vllm.CupyAttnImpl, vllm.CupyAttnMLAImpl
-    assert not dense.can_return_lse_for_decode and not dense.supports_dcp
-    assert latent.can_return_lse_for_decode and latent.supports_dcp and not latent.lse_base_on_e
+    for impl in (dense, latent):
+        assert impl.can_return_lse_for_decode and impl.supports_dcp and impl.lse_base_on_e
+        assert impl.supports_mtp_with_cp_non_trivial_interleave_size
+    assert not dense.supports_pcp
 
 
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
@@ -467,40 +469,133 @@ def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, kv_dtype: str, en
             causal=True,
         )  # fmt: skip
         np.testing.assert_allclose(out[2 * n : 2 * n + 2], want, atol=2e-5)
-        if wants_lse:  # base 2, as the class says
-            assert not impl.lse_base_on_e
-            np.testing.assert_allclose(lse[2 * n : 2 * n + 2], want_lse, atol=2e-4)
+        if wants_lse:  # natural, as the class says
+            assert impl.lse_base_on_e
+            np.testing.assert_allclose(lse[2 * n : 2 * n + 2], want_lse * np.log(2), atol=2e-4)
     with pytest.raises(ArgumentError, match="q: has 3 rows for 2 requests"):
         impl.forward_mqa(q[:3], given_cache, metadata, layer)
 
 
-def test_vllm_merges_states_of_several_gpus(engine: Any) -> None:
-    """Tokens of a request lie on GPUs in turn, and one GPU may have none: vLLM merges what each
-    answers by the base that the class names."""
-    impl = latent_impl(engine, "auto")
-    impl.need_to_return_lse_for_decode = True
+WORLD, RUN = 2, 4
+
+
+@pytest.fixture
+def ranks(engine: Any) -> list[dict[str, int]]:
+    """What vLLM sets of implementations on two GPUs, whose runs of keys have four tokens."""
+    config = SimpleNamespace(cp_kv_cache_interleave_size=RUN, dcp_comm_backend="ag_rs")
+    module = engine_interfaces.module(engine, "vllm.config")
+    module.get_current_vllm_config = lambda: SimpleNamespace(parallel_config=config)
+    return [{"dcp_world_size": WORLD, "dcp_rank": rank} for rank in range(WORLD)]
+
+
+def spread(keys: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, rank: int) -> int:
+    """Write a rank's keys [n, ...] of a request to its pages [blocks, SIZE, ...]; how many."""
+    own = keys[torch.arange(len(keys)) // RUN % WORLD == rank]
+    slots = (pages[:, None].long() * SIZE + torch.arange(SIZE)).flatten()[: len(own)]
+    cache.flatten(0, 1)[slots] = own
+    return len(own)
+
+
+@pytest.mark.parametrize("says_lens", [True, False])
+@pytest.mark.parametrize("has_sinks", [True, False])
+@pytest.mark.parametrize("window", [None, 6])
+def test_vllm_shares_keys(
+    window: int | None, has_sinks: bool, says_lens: bool, engine: Any, ranks: list[dict[str, int]]
+) -> None:
+    """Prompts in chunks, drafts and decoding by the keys of two GPUs: every rank has two of four
+    heads, one GPU has no key of the last request, and vLLM merges the states."""
     torch.manual_seed(0)
-    q, lens = torch.randn(2, HEADS, 576), [19, 1]
-    keys = [torch.randn(n, 576) for n in lens]
+    lens, rows = [20, 9, 3], [3, 1, 2]
+    table = torch.tensor([[5, 2], [7, 0], [1, 3]], dtype=torch.int32)
+    keys, values = ([torch.randn(n, 1, DIM) for n in lens] for _ in "kv")
+    q = torch.randn(sum(rows), HEADS, DIM)
+    sinks = torch.tensor([0.5, 3.0, -1.0, 1.5]) if has_sinks else None
+    states: list[Any] = []
+    group = SimpleNamespace(all_gather=lambda x, dim: q)
+    engine_interfaces.module(engine, "vllm.distributed.parallel_state").get_dcp_group = lambda: (
+        group
+    )
+    exchange = engine_interfaces.module(engine, "vllm.v1.attention.ops.dcp")
+    engine.setattr(vllm.Impl, "dcp_world_size", WORLD, raising=False)
+
+    def forward(rank: int) -> torch.Tensor:
+        engine.setattr(vllm.Impl, "dcp_rank", ranks[rank]["dcp_rank"], raising=False)
+        heads = slice(2 * rank, 2 * rank + 2)
+        own_sinks = None if sinks is None else sinks[heads]
+        impl = vllm.CupyAttnImpl(2, DIM, 0.2, 1, None, window, sinks=own_sinks)
+        cache = torch.zeros(BLOCKS, 1, SIZE, 2 * DIM)
+        by_token = cache.transpose(1, 2)
+        both = [torch.cat(x, -1) for x in zip(keys, values, strict=True)]
+        own = [spread(x, by_token, table[n], rank) for n, x in enumerate(both)]
+        common = SimpleNamespace(
+            num_actual_tokens=6, max_query_len=3, max_seq_len=20, causal=True,
+            query_start_loc=torch.tensor([0, 3, 4, 6], dtype=torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32), block_table_tensor=table,
+            slot_mapping=None,
+            dcp_local_seq_lens=torch.tensor(own, dtype=torch.int32) if says_lens else None,
+        )  # fmt: skip
+        metadata = vllm.CupyAttnBuilder(None, ["layer"], None, "cpu").build(0, common)
+        out = torch.full((8, 2, DIM), torch.nan)
+        assert impl.forward(None, q[:, heads], None, None, cache, metadata, out) is out
+        assert out[6:].isnan().all()
+        return out[:6]
+
+    def record(out: Any, lse: Any, group: Any, return_lse: bool) -> Any:
+        assert return_lse
+        states.append((out, lse))
+        return out[:, :2], lse[:, :2]
+
+    exchange.cp_lse_ag_out_rs = record
+    for rank in range(WORLD):
+        forward(rank)
+    lse = torch.stack([x[1] for x in states])
+    assert lse[1, 4:].isneginf().all()
+    total = lse.logsumexp(0)
+    merged = (torch.stack([x[0] for x in states]) * (lse - total).exp()[..., None]).sum(0)
+    for rank in range(WORLD):
+        heads = slice(2 * rank, 2 * rank + 2)
+        exchange.cp_lse_ag_out_rs = lambda *_, heads=heads, **__: (
+            merged[:, heads],
+            total[:, heads],
+        )
+        out = forward(rank)
+        for n, (begin, end) in enumerate(((0, 3), (3, 4), (4, 6))):
+            want = reference.attention(
+                q[begin:end, heads].numpy(), keys[n].numpy(), values[n].numpy(), sm_scale=0.2,
+                causal=True, window_left=-1 if window is None else window - 1,
+                sinks=None if sinks is None else sinks[heads].numpy(),
+            )[0]  # fmt: skip
+            np.testing.assert_allclose(out[begin:end], want, atol=2e-5)
+
+
+def test_vllm_merges_states_of_several_gpus(engine: Any, ranks: list[dict[str, int]]) -> None:
+    """Tokens of a request lie on GPUs in turn, two rows of each are causal, and one GPU may have
+    none: vLLM merges the states of natural LSEs."""
+    engine.setattr(vllm.MLAImpl, "dcp_world_size", WORLD, raising=False)
+    torch.manual_seed(0)
+    q, lens = torch.randn(4, HEADS, 576), [19, 3]
+    keys = [torch.randn(n, 1, 576) for n in lens]
+    whole = torch.tensor(lens, dtype=torch.int32)
     outs, sums = [], []
-    for rank in range(2):
+    for rank in range(WORLD):
+        engine.setattr(vllm.MLAImpl, "dcp_rank", ranks[rank]["dcp_rank"], raising=False)
+        impl = latent_impl(engine, "auto")
+        impl.need_to_return_lse_for_decode = True
         cache = torch.randn(6, SIZE, 576)
         table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
-        own = [x[rank::2] for x in keys]
-        for x, pages in zip(own, table.tolist(), strict=True):
-            rows = (torch.tensor(pages)[:, None] * SIZE + torch.arange(SIZE)).flatten()[: len(x)]
-            cache.view(-1, 576)[rows] = x
-        local = torch.tensor([len(x) for x in own], dtype=torch.int32)
-        decode = SimpleNamespace(block_table=table, seq_lens=local)
+        own = [spread(x[:, 0], cache, table[n], rank) for n, x in enumerate(keys)]
+        decode = SimpleNamespace(
+            block_table=table, seq_lens=torch.tensor(own, dtype=torch.int32), dcp_tot_seq_lens=whole
+        )
         metadata = SimpleNamespace(decode=decode, max_seq_len=19)
         out, lse = impl.forward_mqa(q, cache, metadata, SimpleNamespace(_k_scale_float=1.0))
         outs.append(out)
-        sums.append(torch.exp2(lse))
-    assert sums[1][1].eq(0).all() and outs[1][1].eq(0).all()
+        sums.append(lse.exp())
+    assert sums[1][2:].eq(0).all() and outs[1][2:].eq(0).all()
     weights = torch.stack(sums) / sum(sums)
     merged = (torch.stack(outs) * weights[..., None]).sum(0)
     for n, x in enumerate(keys):
         want = reference.attention(
-            q[n : n + 1].numpy(), x[:, None].numpy(), x[:, None, :512].numpy(), sm_scale=0.1
+            q[2 * n : 2 * n + 2].numpy(), x.numpy(), x[..., :512].numpy(), sm_scale=0.1, causal=True
         )[0]
-        np.testing.assert_allclose(merged[n : n + 1], want, atol=2e-5)
+        np.testing.assert_allclose(merged[2 * n : 2 * n + 2], want, atol=2e-5)

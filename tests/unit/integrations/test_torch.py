@@ -219,7 +219,8 @@ def test_operators_keep_to_their_schemas(name: str, x: Arrays) -> None:
     if "out" in form:
         schema = operator._schema.arguments
         fill = {"window_size": [-1, -1], "causal": False, "is_causal": False, "attention_chunk": 0,
-                "softcap": 0.0, "num_splits": 0, "causal_alignment": "last"}  # fmt: skip
+                "softcap": 0.0, "num_splits": 0, "causal_alignment": "last", "cp_world_size": 1,
+                "cp_rank": 0, "cp_kv_cache_interleave_size": 1}  # fmt: skip
         rest = [fill.get(a.name) for a in schema[len(args) : -1]]
         args = *args, *rest, torch.zeros(*args[0].shape)
     torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))

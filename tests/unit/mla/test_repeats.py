@@ -149,7 +149,7 @@ def test_good_calls_excuse_no_bad_ones(gpu: fake_gpu.Gpu, make: Callable[..., An
     bad: list[tuple[Any, dict[str, Any], str]] = [
         (_trtllm, {"max_seq_len": True}, "max_seq_len"),
         (_trtllm, {"bmm1_scale": float("nan")}, "bmm1_scale"),
-        (_trtllm, {"enable_dcp": True}, "enable_dcp"),
+        (_trtllm, {"enable_dcp": "yes"}, "enable_dcp"),
         (_trtllm, {"backend": "cutlass"}, "backend"),
         (_trtllm, {"sparse_mla_top_k": 3}, "block_tables"),
         (_trtllm, {"cp_world": 2}, "cp_world"),
