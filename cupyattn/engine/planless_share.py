@@ -76,13 +76,13 @@ def _refuse(arrays: Arrays, options: Options, share: KeyShare) -> None:
 
 
 def whole_lengths(
-    share: KeyShare, given: np.ndarray, rows: np.ndarray, own: np.ndarray, name: str
+    share: KeyShare, lengths: np.ndarray, rows: np.ndarray, own: np.ndarray, name: str
 ) -> np.ndarray:
-    """Whole lengths of requests; rows: those of q that `given` does not count.
+    """Whole lengths of requests; rows: those of q that `lengths` does not count.
 
     Raises ArgumentError unless the rank's own lengths are what it holds of them.
     """
-    whole = given + rows
+    whole = lengths + rows
     wrong = np.flatnonzero((share.count(whole) != own) | (whole < 0))
     if wrong.size:
         at = int(wrong[0])
