@@ -38,7 +38,7 @@ Why a kernel runs:
 Modules:
     flash_attn, flash_attn_interface, flash_mla (those libraries' functions), serving (an engine's
     attention backend), distributed (several GPUs), integrations (torch.compile, jax.jit,
-    transformers), paging (page tables in NumPy), reference (the answers of the CPU), typing
+    transformers), paging (page tables in NumPy), reference (attention on the CPU), typing
 Errors:
     CupyAttnError and its kinds ArgumentError (ExpressionError), UnsupportedError, PlanError,
     WorkspaceError, CompileError, DeviceError, DistributedError, MissingPackageError

@@ -54,10 +54,10 @@ def merge_state(
             float8_e4m3fn or float8_e5m2, and float32 [n, H]. They overlap no input.
     output_scale   of an fp8 out, which holds v / output_scale, saturated: a number above 0, or a
             float32 array of one element, read on the device. Default 1.
-    lse_base_on_e   s and the answer's are natural logarithms; by default they have base 2, as
+    lse_base_on_e   s and the result's are natural logarithms; by default they have base 2, as
             attention returns them.
 
-    With w = 2^s the answer is v = (w_a v_a + w_b v_b) / (w_a + w_b), s = log2(w_a + w_b), computed
+    With w = 2^s the result is v = (w_a v_a + w_b v_b) / (w_a + w_b), s = log2(w_a + w_b), computed
     in float32. Arrays have any strides but for a contiguous last dimension of v and out.
 
     Returns (v [n, H, D] of v_a's dtype, s float32 [n, H]) in v_a's framework and device. Raises

@@ -64,7 +64,7 @@ def cudnn_batch_decode_with_kv_cache(
             contiguous last dimension.
     scale   the whole scale of the logits, a number or a float32 array of one element.
     workspace_buffer, block_tables, and all dtypes   as in `trtllm_batch_decode_with_kv_cache`.
-    max_sequence_kv   the most of actual_seq_lens_kv: it bounds how finely keys are split.
+    max_sequence_kv   an upper bound of actual_seq_lens_kv: it bounds how finely keys are split.
     actual_seq_lens_kv   int32, uint32 or int64 [B], or [B, 1, 1, 1]: keys of each request. On the
             host too, but not in a graph: it is then copied to the device.
     batch_offsets_q   [B] or [B + 1]: elements of q ahead of each request's row; default: in order.
@@ -172,7 +172,7 @@ def cudnn_batch_prefill_with_kv_cache(
             Numbers, or float32 arrays of one element, read on the device without waiting.
     workspace_buffer, block_tables, and all dtypes   as in `trtllm_batch_decode_with_kv_cache`; the
             workspace also holds the LSE of all rows.
-    max_token_per_sequence, max_sequence_kv   the most of the two lengths: the first shapes the
+    max_token_per_sequence, max_sequence_kv   upper bounds of the two lengths: the first shapes the
             LSE and chooses the kernel, the second bounds how finely keys are split.
     actual_seq_lens_q, actual_seq_lens_kv   int32, uint32 or int64 [B], or [B, 1, 1, 1]: rows and
             keys of each request. On the host too, but not in a graph, as may be the offsets. Either
@@ -180,7 +180,7 @@ def cudnn_batch_prefill_with_kv_cache(
     batch_offsets_q, batch_offsets_k   [B] or [B + 1]: where the rows of each request begin in q,
             and its keys in k_cache (without block_tables), in elements of those arrays or, with
             batch_offsets_units="tokens", in rows. A batch of one needs none.
-            batch_offsets_o and batch_offsets_v must say the same of the same rows of the answer and
+            batch_offsets_o and batch_offsets_v must say the same of the same rows of the output and
             of v_cache; their values are not read but under CUPYATTN_DEBUG=1.
     batch_offsets_stats   must be None: the LSE is padded.
     causal  row i of n sees keys up to i + len_kv - n, else all of its request.

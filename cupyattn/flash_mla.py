@@ -114,7 +114,7 @@ def flash_mla_with_kvcache(
             that is no slot, negative or beyond the cache, is no key, and nothing is read for it.
             topk_length int32 [b], how many entries count.
     attn_sink   float32 [num_heads]: extra natural-log logits in the denominator, which are not in
-            the LSE. -inf: none; +inf: the answer is 0.
+            the LSE. -inf: none; +inf: the output is 0.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length   must be None.
     cp_world_size, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every
             request, of which this is one: runs of so many tokens in turn (cupyattn.shares).
@@ -307,7 +307,7 @@ def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]
 
 
 def _attend_heads(arrays: Arrays, arguments: _CacheOptions) -> tuple[Any, Any]:
-    """A dense call with several heads of keys, each of which answers its share of q's."""
+    """A dense call with several heads of keys, each of which serves its share of q's."""
     vq, vk = array.view(arrays.q, "q"), array.view(arrays.k, "k_cache")
     (count, tokens, heads, _), heads_kv = vq.shape, vk.shape[2]
     if heads % heads_kv:

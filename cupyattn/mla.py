@@ -126,7 +126,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             The first seq_len entries count of the last token of a request, and one fewer of each
             token before it; all of them where seq_lens is None. sparse_mla_top_k_lens [B * q_len]:
             how many count of each token's, whatever seq_lens says.
-    max_seq_len   the most of seq_lens, as far as is known: it bounds how finely keys are split.
+    max_seq_len   an upper bound of seq_lens, as far as is known: it affects speed only.
     bmm1_scale   the whole scale of the logits, 1 / sqrt(128 + 64) in DeepSeek's models; bmm2_scale
             that of the output. Numbers, or float32 arrays of one element, read on the device.
     out, lse   arrays to write; lse float32 of query's shape without columns, or [B * q_len,
@@ -186,7 +186,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
 
 def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | None) -> Any:
-    """The answer of `trtllm_batch_decode_with_kv_cache_mla`."""
+    """The output of `trtllm_batch_decode_with_kv_cache_mla`."""
     query, o_dtype = _queries(arrays.q, "query", arrays.k, arrays.out)
     parse.choice(arguments.backend, _BACKENDS, "backend")
     share = _share_of(arguments, arrays.kv_begin)
@@ -460,7 +460,7 @@ def _product(scale: Any, other: Any) -> Any:
 
 
 def _queries(query: Any, name: str, keys: Any, out: Any) -> tuple[Any, Any]:
-    """Queries that kernels take, and the dtype of the answer where query and out do not tell."""
+    """Queries that kernels take, and the dtype of the output where query and out do not tell."""
     queries = in_16_bits(query, name, keys)
     is_told = queries is query or out is not None or not array.view(keys, "kv_cache").dtype.is_fp8
     return queries, None if is_told else "bfloat16"

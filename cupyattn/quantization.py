@@ -43,7 +43,7 @@ def segment_packbits(x: ArrayT, indptr: Array, bitorder: str = "big") -> tuple[A
     """Pack each segment x[indptr[b]:indptr[b + 1]] on its own, so that each starts on a byte.
 
     x  bool [n].  indptr  int32 or int64 [B + 1], offsets into x that never fall; on a GPU it is
-    copied to the host, since it decides the size of the answer.  bitorder  as `packbits`.
+    copied to the host, since it decides the size of the result.  bitorder  as `packbits`.
 
     Returns (uint8 [new_indptr[B]], new_indptr int32 [B + 1]), offsets in bytes, in x's framework
     and device. Raises ArgumentError for other ranks and dtypes, or offsets that fall or leave x.

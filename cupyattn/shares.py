@@ -367,7 +367,7 @@ def _slots_of_pages(own: np.ndarray, tables: np.ndarray, page_size: int) -> np.n
 
 
 def _delivered(cached: np.ndarray, out: Any, like: ArrayView) -> Any:
-    """int64 answers as int32, in `out` or a new array of like's framework."""
+    """int64 results as int32, in `out` or a new array of like's framework."""
     if cached.max(initial=0) > _INT32_MAX:
         raise ArgumentError(f"gives {cached.max()}; answers are at most {_INT32_MAX}")
     if out is None:

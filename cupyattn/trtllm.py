@@ -112,8 +112,8 @@ def trtllm_batch_decode_with_kv_cache(
             past its last page may hold anything. int64 is converted at each call.
     seq_lens   int32, uint32 or int64 [B], keys of each request, the new tokens among them; 0: its
             rows give 0 and -inf. Lengths beyond the table are cut to it.
-    max_seq_len   the most of seq_lens, as far as is known: it bounds how finely keys are split,
-            never the answer.
+    max_seq_len   an upper bound of seq_lens, as far as is known: it affects speed only, by how
+            finely keys are split.
     bmm1_scale   the whole scale of the logits (k_scale / sqrt(head_dim), say); bmm2_scale that of
             the output (v_scale). Numbers, or float32 arrays of one element: on a GPU they are read
             there, without waiting.
@@ -296,7 +296,7 @@ def trtllm_batch_context_with_kv_cache(
     max_q_len   the most rows of one request, as far as is known: it chooses the kernel.
     max_kv_len  the most of seq_lens, likewise; batch_size must be B.
     cum_seq_lens_kv   accepted for compatibility: seq_lens says the same. So are use_fp16_softmax
-            and uses_spcompress, which allow less exact answers.
+            and uses_spcompress, which allow less exact outputs.
     causal  row i of n sees keys up to i + seq_len - n, else all of its request.
     All other arguments as in `trtllm_batch_decode_with_kv_cache`.
 
@@ -390,7 +390,7 @@ def trtllm_ragged_attention_deepseek(
     sage_attn_sfs   must be Nones.
     o_sf_scale, enable_pdl, skip_softmax_threshold_scale_factor, num_elts_per_sage_attn_blk,
     backend, q_seq_lens_cpu, kv_seq_lens_cpu, use_fp16_softmax, uses_spcompress   accepted for
-            compatibility: o_sf_scale belongs to 4-bit answers, the lengths are those on the device.
+            compatibility: o_sf_scale belongs to 4-bit outputs, the lengths are those on the device.
 
     Returns out [rows, num_qo_heads, head_dim_vo], or (out, lse [rows, num_qo_heads], base 2) if
     `return_lse`. Errors as in `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function
@@ -473,11 +473,11 @@ def trtllm_fmha_v2_prefill(
     max_q_len   under "chunked" no request may have more rows.
     pos_encoding_mode   None or "alibi", which is always causal.
     logits_soft_cap_scale   c > 0: logits become c * tanh(logits / c); None or 0: off.
-    save_softmax_stats   answer (out, stats [rows, num_qo_heads, 2]): m and s of each row, where
+    save_softmax_stats   return (out, stats [rows, num_qo_heads, 2]): m and s of each row, where
             m + ln(s) is the LSE, natural log. (m is no row's maximum: the LSE itself, with s = 1,
             and under a soft cap 0.)
     skip_softmax_threshold_scale_factor   accepted for compatibility.
-    All other arguments, answers and errors as there. Semantics: FlashInfer's function of the same
+    All other arguments, results and errors as there. Semantics: FlashInfer's function of the same
     name.
     """
     parse.choice(input_layout, tuple(_LAYOUTS), "input_layout")

@@ -1,4 +1,4 @@
-"""Types of the public calls: arrays of any framework, and answers that depend on return_lse."""
+"""Types of the public calls: arrays of any framework, and results that depend on return_lse."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Array(Protocol):
     def dtype(self) -> Any: ...
 
 
-# The answer is an array of the caller's framework. NumPy's types also name a dtype, which the
-# answer need not have.
+# The result is an array of the caller's framework. NumPy's types also name a dtype, which the
+# result need not have.
 ArrayT = TypeVar("ArrayT", bound=Array)
 # A paged cache: one array, or K and V.
 Pages: TypeAlias = Array | tuple[Array, Array] | list[Array]
@@ -67,7 +67,7 @@ def _shown_as_bool(function: Any) -> Any:
 
 
 def returns_lse(function: Callable[Concatenate[Any, _P], Any]) -> _TakesQ[_P]:
-    """Type a function of q: it answers (out, lse) if return_lse. Returns the function itself."""
+    """Type a function of q: it returns (out, lse) if return_lse. Returns the function itself."""
     return _shown_as_bool(function)
 
 

@@ -1,4 +1,4 @@
-"""Arrays of any framework: views of them, their streams, and answers as the caller's own arrays."""
+"""Arrays of any framework: views of them, their streams, and results as the caller's own arrays."""
 
 from .memory import acquire as acquire
 from .memory import adjoined as adjoined

@@ -1,4 +1,4 @@
-"""DLPack's exchange capsule read with ctypes: the door for arrays of frameworks not read directly.
+"""DLPack's exchange capsule read with ctypes: for arrays of frameworks not read directly.
 
 The structures are those of dlpack.h, both the unversioned ("dltensor") and the 1.x layout
 ("dltensor_versioned"). Everything here raises BufferError, DLPack's own error; the array layer

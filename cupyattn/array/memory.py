@@ -1,4 +1,4 @@
-"""The array layer: views of any framework's arrays, its streams, and answers as its own arrays."""
+"""The array layer: views of any framework's arrays, its streams, and results as its own arrays."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _wait(stream: int, producer: int) -> None:
         cupy_module().cuda.runtime.streamWaitEvent(stream, event.ptr)
 
 
-# --- arrays for answers ---
+# --- arrays for results ---
 
 
 def empty(shape: Sequence[int], dtype: DType, like: ArrayView) -> Any:
@@ -186,7 +186,7 @@ def _as_dtype(v: ArrayView, dtype: DType, readonly: bool) -> ArrayView:
 
 
 def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
-    """A NumPy answer as an array of like's framework on like's device.
+    """A NumPy result as an array of like's framework on like's device.
 
     On the CPU it shares memory where the framework allows: torch always if `a` is writable with
     positive strides, JAX if it is suitably aligned. JAX narrows int64 unless x64 is enabled.

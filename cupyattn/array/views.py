@@ -1,4 +1,4 @@
-"""Readers: an array of any framework becomes an ArrayView, through the cheapest door it has.
+"""Readers: an array of any framework becomes an ArrayView, in the cheapest way it has.
 
 torch, CuPy and NumPy arrays are read through their own attributes, because that costs well under a
 microsecond; JAX and every other array come in through their DLPack capsule. Nothing is copied, and
@@ -326,7 +326,7 @@ def _read_jax(x: Any, name: str) -> ArrayView:
 def _read_dlpack(x: Any, name: str, framework: str = "dlpack") -> ArrayView:
     try:
         kind, index = map(operator.index, x.__dlpack_device__())
-    except Exception as error:  # producers raise what they like, and answer so
+    except Exception as error:  # producers raise what they like
         raise _refused_export(x, name, error) from error
     if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED) and not 0 <= index < len(_CUDA):
         raise ArgumentError(f"{name}: is on CUDA device {index}, which there is not; move it")

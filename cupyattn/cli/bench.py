@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
         help="a benchmark of a minute: decode, prefill, append and MLA on this GPU",
         description="Measure decode, prefill, append and latent attention on the first GPU, first "
         "alone and then beside what is installed of torch's SDPA, flash-attn and FlashInfer. Every "
-        "answer is checked before it is timed.",
+        "output is checked before it is timed.",
     )
     parser.add_argument(
         "--case", default="*", help="cases, with commas and wildcards; --case '' lists them"
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; 1 if an answer of ours is wrong or missing, 2 if nothing can be measured."""
+    """Measure; 1 if an output of ours is wrong or missing, 2 if nothing can be measured."""
     if not args.case:
         print("\n".join(f"{case.name:16} {case.about}" for case in CASES))
         return 0
@@ -113,7 +113,7 @@ def _measure(
 
 
 def _try(name: str, settings: Settings, seconds: float) -> trial.Outcomes:
-    """What a peer that compiles can answer."""
+    """What a peer that compiles can compute."""
     title = peers.TITLES[name]
     print(f"\n{title} has {seconds:.0f} s to compile what is not prebuilt ...", flush=True)
     outcomes = trial.run(name, list(dict.fromkeys(case.kind for case in settings.cases)), seconds)

@@ -126,7 +126,7 @@ class AttentionProblem:
     def check_supported(self, on_cpu: bool = False) -> None:
         """Raise UnsupportedError or ArgumentError unless the GPU kernels can serve this problem.
 
-        on_cpu: the reference answers, which refuses the same but for float32.
+        on_cpu: the reference runs, which refuses the same but for float32.
         """
         self.check_dtypes()
         if not (self.dtype_q.is_float16 or on_cpu):

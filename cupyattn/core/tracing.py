@@ -83,8 +83,8 @@ def is_exporting() -> bool:
 
 
 def exported(function: Any, arguments: dict[str, Any]) -> Any:
-    """The answer of a public function while torch exports: that of its operator. `given` has its
-    arguments, beside other names."""
+    """The result of a public function while torch exports: that of its operator. `arguments` are by
+    name, and may be more than its own."""
     importlib.import_module(f"{_PACKAGE}.integrations.torch")
     parameters = inspect.signature(function).parameters
     own = {
@@ -95,7 +95,7 @@ def exported(function: Any, arguments: dict[str, Any]) -> Any:
 
 # --- JAX ---
 
-# What answers public calls of JAX's tracers, by name: integrations.jax, once it is imported.
+# What takes public calls of JAX's tracers, by name: integrations.jax, once it is imported.
 JAX_CALLS: dict[str, Callable[..., Any]] = {}
 
 

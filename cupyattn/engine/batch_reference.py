@@ -1,4 +1,4 @@
-"""The requests of a batch as the reference answers them."""
+"""The requests of a batch as the reference computes them."""
 
 from __future__ import annotations
 

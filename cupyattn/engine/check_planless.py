@@ -141,7 +141,7 @@ class Options(NamedTuple):
 
 
 def options_of(record: Any, **others: Any) -> Options:
-    """A door's record of its arguments as Options: what is named as there, and others."""
+    """A function's record of its arguments as Options: what is named as there, and others."""
     named = {name: x for name, x in record._asdict().items() if name in Options._fields}
     return Options(**named | others)
 
@@ -804,7 +804,7 @@ def _length_form(
 
 
 def _check_places(call: Call, names: Names) -> None:
-    """Where arrays are, and whether the answers may be written, whose leading axes it merges."""
+    """Where arrays are, and whether the outputs may be written, whose leading axes it merges."""
     inputs, lse_shape = call.inputs, call.lse_shape
     array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
     dtype_o = call.geometry.spec.dtype_o

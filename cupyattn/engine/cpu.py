@@ -14,12 +14,12 @@ from ..core.spec import AttentionSpec
 
 
 class Request(NamedTuple):
-    """The part of a call that one sequence of keys answers.
+    """The part of a call that one sequence of keys serves.
 
-    rows      of q and of the answer
+    rows      of q and of the output
     k, v      [kv_len, num_kv_heads, head_dim]
     mask      bool [qo_len, kv_len]; it replaces causality
-    answered  which of `rows` it answers, counted from the first; the default is all
+    answered  which of `rows` it serves, counted from the first; the default is all
     options   of reference.attention, of this request alone
     """
 

@@ -1,4 +1,4 @@
-"""The calls behind cascade.py's merge functions: checks, then a launch, or an answer on the CPU."""
+"""The calls behind cascade.py's merge functions: checks, then a launch, or the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of a planned batch: check its arrays against the plan, then launch, or answer on the CPU.
+"""A run of a planned batch: check its arrays against the plan, then launch, or compute on the CPU.
 
 A run whose signature an earlier run of the same geometry had is launched from the call cache
 (call_cache.py): its lengths are compared with the plan's, and its launches are bound to the
@@ -153,7 +153,7 @@ def run(
     plan_of: Callable[[], Plan] | None = None,
     logits_params: Any = None,
 ) -> Any:
-    """The answer of a batch: out, or (out, lse).
+    """The output of a batch: out, or (out, lse).
 
     q to output_gate: see RunArrays.
     options: RunOptions; of latent attention, LatentOptions.

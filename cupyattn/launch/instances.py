@@ -312,7 +312,7 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
                 yield "append_paged_kv_cache", append_paged_kv_cache.config(dtype, kv, aligned)
                 yield "store_kv", store_kv.config(dtype, kv, aligned)
             yield "append_new_kv", append_new_kv.config(kv, None, aligned)
-            # Head dims of no kernel, and answers over them; fp8 keys that many rows read.
+            # Head dims of no kernel, and outputs over them; fp8 keys that many rows read.
             yield "copy_rows", copy_rows.config(kv, kv, aligned)
             if q is not kv:
                 yield "copy_rows", copy_rows.config(kv, q, aligned)

@@ -128,7 +128,7 @@ class Visibility:
 def rope(
     x: np.ndarray, positions: np.ndarray, *, rope_scale: float = 1.0, rope_theta: float = 1e4
 ) -> np.ndarray:
-    """Rotate x [L, ..., D] to `positions` [L] (may be negative); the answer is float64.
+    """Rotate x [L, ..., D] to `positions` [L] (may be negative); the result is float64.
 
     Half-split (NeoX) pairing: element i turns with element i + D/2, by the angle
     position * rope_theta**(-2i/D) / rope_scale; a larger rope_scale turns more slowly.

@@ -38,7 +38,7 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "!=": np.not_equal,
     "&&": np.logical_and,
     "||": np.logical_or,
-    # The GPU's answer where one of two is no number: the other.
+    # The GPU's result where one of two is no number: the other.
     "max": np.fmax,
     "min": np.fmin,
 }

@@ -74,7 +74,7 @@ def rows_of(
     now: Callable[[], float] = time.time,
 ) -> Iterator[list[Row]]:
     """The rows of each of these cases, as long as there is time; none of a case that cannot be
-    measured. Raises ContextLost if the device answers no more."""
+    measured. Raises ContextLost if the device is lost."""
     for case in cases:
         if now() > deadline:
             return

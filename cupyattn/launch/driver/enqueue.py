@@ -41,7 +41,7 @@ def cuda() -> SimpleNamespace:
 
 def is_idle(stream: int) -> bool:
     """Whether a stream has done all that it was given."""
-    # The runtime's call would leave its answer for others to find as an error.
+    # The runtime's call would leave its status for others to see as an error.
     return _stream_query()(stream) == 0
 
 
