@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import array
-from ..array import ArrayView
 from ..array.match import require_contiguous
 from ..core import dtypes
-from ..core.cupy_module import as_stream
 from ..core.key_share import KeyShare
 from ..errors import ArgumentError, UnsupportedError
-from ..launch.driver.enqueue import cuda
 from ..wrappers.mla import BatchMLAPagedAttentionWrapper
 from .exchange import StateExchange
+from .gather import HeadGather
 from .group import Group
 
 
@@ -96,11 +94,14 @@ class _ContextParallel:
             timeout=timeout,
             uses_windows=uses_windows,
         )
-        self.can_capture = self.exchange.can_capture and (q_is_replicated or group.can_capture)
+        self.gather = HeadGather(self.exchange)
+        gathers = q_is_replicated or self.gather.by_windows or group.can_capture
+        self.can_capture = self.exchange.can_capture and gathers
 
     def close(self) -> None:
         """Give the memory back that peers write. All ranks close."""
         self.exchange.close()
+        self.gather.close()
 
     def _share_options(self, form: _Form) -> dict[str, Any]:
         """What tells a function this rank's share."""
@@ -141,7 +142,7 @@ class _ContextParallel:
         if rows:
             exchange.meet(rows, views[0])
         if rows and not self.q_is_replicated and self.group.size > 1:
-            queries = gather_heads(self.group, views)
+            queries = self.gather(views)
         own = exchange.own_heads, exchange.head_dim
         if out is not None:
             view = array.view(out, "out")
@@ -319,62 +320,3 @@ class ContextParallelWrapper(_ContextParallel):
             return o, lse
 
         return self._run(queries, attend, False, out, return_lse)
-
-
-def gather_heads(group: Group, views: Sequence[ArrayView]) -> list[Any]:
-    """Arrays [..., heads of a rank, columns] become [..., heads of all ranks, columns].
-
-    They are of one dtype, and go through one all_gather, side by side.
-    """
-    first = views[0]
-    if any(v.dtype is not first.dtype or v.shape[:-1] != first.shape[:-1] for v in views):
-        raise ArgumentError(
-            f"q: parts are {', '.join(f'{v.dtype} {list(v.shape)}' for v in views)}; wanted one "
-            "dtype, and one shape but for columns"
-        )
-    *lead, heads, _ = first.shape
-    columns = [v.shape[-1] for v in views]
-    shape = *lead, group.size * heads, sum(columns)
-    made = array.empty(shape, first.dtype, first)
-    rows = int(np.prod(lead, dtype=np.int64))
-    bits = np.dtype(f"u{first.dtype.itemsize}")
-    ends = np.cumsum(columns).tolist()
-    if not group.on_gpu:
-        parts = [array.as_numpy(v).view(bits) for v in views]
-        target = array.as_numpy(array.view(made, "q")).view(bits)
-        sent, got = np.empty((rows, heads, ends[-1]), bits), np.empty(target.size, bits)
-        _gather(group, parts, sent, got, target, None)
-    else:
-        stream = array.current_stream(first)
-        with cuda().Device(first.device.index), as_stream(stream):
-            parts = [array.as_cupy(v, bits) for v in views]
-            buffers = [array.empty((count,), dtypes.uint8, first) for count in _sizes(parts, group)]
-            sent, got = (array.as_cupy(array.view(x, "a buffer")).view(bits) for x in buffers)
-            target = array.as_cupy(array.view(made, "q"), bits)
-            _gather(group, parts, sent.reshape(rows, heads, ends[-1]), got, target, stream)
-    begins = [0, *ends[:-1]]
-    return [made[..., begin:end] for begin, end in zip(begins, ends, strict=True)]
-
-
-def _sizes(parts: Sequence[Any], group: Group) -> tuple[int, int]:
-    """The bytes of what a rank gives, and of what it takes."""
-    given = sum(part.size * part.dtype.itemsize for part in parts)
-    return given, given * group.size
-
-
-def _gather(
-    group: Group, parts: Sequence[Any], sent: Any, got: Any, target: Any, stream: int | None
-) -> None:
-    """parts, sent [rows, heads, columns], got, target: arrays of NumPy or CuPy."""
-    rows, heads, columns = sent.shape
-    if len(parts) == 1 and parts[0].flags.c_contiguous:
-        sent = parts[0]
-    else:
-        begin = 0
-        for part in parts:
-            end = begin + part.shape[-1]
-            sent[..., begin:end] = part.reshape(rows, heads, -1)
-            begin = end
-    group.all_gather(got, sent, stream)
-    by_rank = got.reshape(group.size, rows, heads, columns)
-    target.reshape(rows, group.size, heads, columns)[...] = by_rank.transpose(1, 0, 2, 3)

@@ -19,27 +19,23 @@ from ..array.match import (
     require_contiguous_last,
     require_dtype,
 )
-from ..array.views import cupy_stream
 from ..core import dtypes, parse
 from ..core.cupy_module import as_stream
 from ..core.dtypes import DType
 from ..core.records import maker
 from ..engine import merge_states
 from ..engine.call_cache import Argument, CallCache
-from ..engine.staging import alloc_pinned
 from ..errors import ArgumentError, DeviceError, DistributedError, UnsupportedError
 from ..launch.driver.enqueue import cuda
 from ..launch.ops import exchange_states
-from ..launch.ops.exchange_states import Exchange, Windows
+from ..launch.ops.exchange_states import Exchange
 from . import two_levels
 from .group import Group
-from .transport import Window
+from .mailbox import Mailbox
 from .two_levels import TwoLevels
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
-_HOST_TO_DEVICE = 1
 _ALIGNMENT = 16
-_NANOSECONDS = 1e9
 
 
 class _Arrays(NamedTuple):
@@ -154,14 +150,16 @@ class StateExchange:
                 "uses_windows": uses_windows,
             }
         )
-        self._windows: _PeerMemory | None = None
+        self._windows: Mailbox | None = None
+        self.by_windows = False
         self._levels = None if uses_windows is False else self._make_levels(uses_windows)
         if self._levels is not None:
             self.can_capture: bool = self._levels.can_capture
             return
         if uses_windows is not False:
             self._windows = self._make_windows(uses_windows is True)
-        self.can_capture = self._windows is not None or group.can_capture
+        self.by_windows = self._windows is not None
+        self.can_capture = self.by_windows or group.can_capture
 
     def run(
         self,
@@ -260,7 +258,7 @@ class StateExchange:
 
     # --- windows ---
 
-    def _make_windows(self, is_required: bool) -> _PeerMemory | None:
+    def _make_windows(self, is_required: bool) -> Mailbox | None:
         """What peers write, where they can; on the GPU only."""
         group, max_states = self.group, self.max_rows * self.own_heads
         vectors = exchange_states.vectors_of(self.head_dim, self.dtype)
@@ -282,8 +280,7 @@ class StateExchange:
         exchange_states.load(
             self.dtype, self.out_dtype, self.head_dim, group.size, self._device
         )  # before anybody waits for this rank on the GPU
-        memory = _PeerMemory(group, window, groups, self._device, self.timeout)
-        group.add_check(memory.late)
+        memory = Mailbox(group, window, groups, self._device, self.timeout)
         group.share_bytes(b"")
         return memory
 
@@ -432,44 +429,6 @@ class StateExchange:
         if self.group.on_gpu and cuda().is_capturing(array.current_stream(like)):
             return
         self.group.handshake({"rows of o": rows})
-
-
-class _PeerMemory:
-    """The window of a StateExchange, what its kernel keeps, and the word by which it tells."""
-
-    def __init__(
-        self, group: Group, window: Window, num_groups: int, device: int, timeout: float
-    ) -> None:
-        self._window = window
-        self._timeout = timeout
-        self._status, self._memory = alloc_pinned(1)
-        self._status[0] = 0
-        with cuda().Device(device):
-            self._control = cuda().alloc(len(exchange_states.CONTROL) * 4)
-            # What had this memory before may still be running.
-            cuda().runtime.streamSynchronize(cupy_stream(device))
-        control = np.array(exchange_states.CONTROL, np.uint32)
-        cuda().runtime.memcpy(
-            self._control.ptr, control.ctypes.data, control.nbytes, _HOST_TO_DEVICE
-        )
-        self.windows = Windows(
-            rank=group.rank,
-            addresses=tuple(int(x) for x in window.peers),
-            num_groups=num_groups,
-            control=self._control.ptr,
-            status=self._status.ctypes.data,
-            limit_ns=round(timeout * _NANOSECONDS),
-        )
-
-    def late(self) -> str | None:
-        """The sentence of a peer that did not come in time, as Group.add_check wants it."""
-        source = int(self._status[0])
-        if not source:
-            return None
-        return f"rank {source - 1} did not deliver its attention states within {self._timeout:g} s"
-
-    def close(self) -> None:
-        self._window.close()
 
 
 def _float_dtype(value: Any, name: str) -> DType:

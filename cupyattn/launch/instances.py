@@ -29,6 +29,7 @@ from .ops import (
     append_paged_kv_cache,
     copy_rows,
     exchange_states,
+    gather_heads,
     get_batch_indices_positions,
     get_seq_lens,
     merge_states,
@@ -326,12 +327,7 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             for config in merge_states.configs(dtype, head_dim, aligned):
                 yield "merge_states", config
     if "exchange" in chosen.operations:
-        of_latent = (512,) if "mla" in chosen.operations else ()
-        outputs = dict.fromkeys(q for q, _ in chosen.dtypes)
-        dims = [*dict.fromkeys((*(dim for _, dim in chosen.head_dims), *of_latent))]
-        for dtype, head_dim in product(outputs, dims):
-            for config in exchange_states.configs(dtype, head_dim):
-                yield "exchange_states", config
+        yield from _exchanges(chosen)
     if "page" in chosen.operations:
         yield "get_batch_indices_positions", get_batch_indices_positions.CONFIG
         yield "get_seq_lens", get_seq_lens.CONFIG
@@ -339,3 +335,16 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
         yield from (("share_indices", config) for config in share_indices.CONFIGS)
     if "packbits" in chosen.operations:
         yield "packbits", PACKBITS_CONFIG
+
+
+def _exchanges(chosen: Selection) -> Iterator[Instance]:
+    """Kernels of ranks of one host, two, four or eight."""
+    of_latent = (512,) if "mla" in chosen.operations else ()
+    outputs = dict.fromkeys(q for q, _ in chosen.dtypes)
+    dims = [*dict.fromkeys((*(dim for _, dim in chosen.head_dims), *of_latent))]
+    for dtype, head_dim in product(outputs, dims):
+        for config in exchange_states.configs(dtype, head_dim):
+            yield "exchange_states", config
+    for (q, _), (head_dim, _) in product(chosen.dtypes, chosen.head_dims):
+        vectors = head_dim * q.itemsize // 16
+        yield from (("gather_heads", gather_heads.config(vectors, n)) for n in (2, 4, 8))

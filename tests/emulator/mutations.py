@@ -13,9 +13,10 @@ EXCHANGE = (
     Mutation("epoch-stays", "epoch + 1", "epoch", "halves of a window"),
     Mutation("states-past-the-last", "state >= params.num_states", "false", "exchange"),
     Mutation("one-half-for-all-epochs", "epoch & 1", "0", "halves of a window"),
+    Mutation("late-heads-hidden", "is_whole ?", "true ?", "late heads"),
     Mutation("late-peer-hidden", "ptx::nan()", "merged[i].sum", "late peer"),
     Mutation(
-        "lateness-untold", "ptx::store_system(params.status, source + 1)", "return", "late peer"
+        "lateness-untold", "ptx::store_system(peers.status, source + 1)", "return", "late peer"
     ),
 )
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from helpers import exchange_calls
 from helpers.exchange_calls import LATE, SMALL, ExchangeCase, RankRun, random_case
-from helpers.parallel_attention import Batch
+from helpers.parallel_attention import Batch, own_part
 from helpers.share import one_of
 
 import cupyattn
-from cupyattn import DeviceError, reference
-from cupyattn.distributed import ContextParallelWrapper, Group
+from cupyattn import DeviceError, array, reference
+from cupyattn.distributed import ContextParallelWrapper, Group, StateExchange
+from cupyattn.distributed.gather import HeadGather
 
 from . import ranks
 
@@ -33,6 +34,11 @@ def check_late(**facts: Any) -> None:
 def check_halves(**facts: Any) -> None:
     with ranks.plugged_in(**facts) as found:
         check_two_halves(found)
+
+
+def check_heads(**facts: Any) -> None:
+    with ranks.plugged_in(**facts) as found:
+        check_late_heads(found)
 
 
 @pytest.fixture
@@ -172,9 +178,68 @@ def test_epochs_pass_zero(emulated: ranks.RankedGpu) -> None:
     exchange_calls.check(case, ranks.on_ranks(emulated, 2, work))
 
 
+@pytest.mark.parametrize("columns", [(64,), (8,), (512, 64)])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_heads_of_all_ranks(emulated: ranks.RankedGpu, size: int, columns: tuple[int, ...]) -> None:
+    check_gather(emulated, size, columns)
+
+
+def check_gather(emulated: ranks.RankedGpu, size: int, columns: tuple[int, ...]) -> None:
+    """Several times, of rows with gaps, and of lead dimensions."""
+    rng = np.random.default_rng(size)
+    shapes = ((5, 2), (3, 2, 2), (1, 2), (5, 2))
+    whole = [
+        rng.standard_normal((*lead, size * own, sum(columns) + 8)).astype(np.float16)
+        for *lead, own in shapes
+    ]
+
+    def work(group: Group) -> None:
+        exchange = StateExchange(group, 6, 2 * size, 64, uses_windows=True)
+        gather = HeadGather(exchange)
+        for x in whole:
+            own = np.ascontiguousarray(x[..., group.rank * 2 : group.rank * 2 + 2, :])
+            begin, parts = 0, []
+            for count in columns:
+                parts.append(array.view(own[..., begin : begin + count], "q"))
+                begin += count
+            begin = 0
+            for found, count in zip(gather(parts), columns, strict=True):
+                np.testing.assert_array_equal(found, x[..., begin : begin + count])
+                begin += count
+
+    ranks.on_ranks(emulated, size, work)
+    assert emulated.has_launched("gather_heads")
+
+
+def test_heads_of_a_late_peer_are_nan(emulated: ranks.RankedGpu) -> None:
+    check_late_heads(emulated)
+
+
+def check_late_heads(emulated: ranks.RankedGpu) -> None:
+    def work(group: Group) -> None:
+        exchange = StateExchange(group, 4, 4, 64, timeout=0.2, uses_windows=True)
+        gather = HeadGather(exchange)
+        x = np.ones((4, 2, 64), np.float16)
+        assert (gather([array.view(x, "q")])[0] == 1).all()
+        group.share_bytes(b"")
+        if group.rank == 1:
+            return
+        late = gather([array.view(x, "q")])[0]
+        assert (late[:, :2] == 1).all() and np.isnan(late[:, 2:]).all()
+        reason = ""
+        try:
+            group.check()
+        except DeviceError as error:
+            reason = str(error)
+        assert "rank 1 did not deliver its heads" in reason
+
+    ranks.on_ranks(emulated, 2, work)
+
+
+@pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("run", [1, 3])
-def test_decode_over_ranks_that_have_all_queries(emulated: ranks.RankedGpu, run: int) -> None:
-    """Local attention and the exchange, kernels of both."""
+def test_decode_over_ranks(emulated: ranks.RankedGpu, run: int, is_replicated: bool) -> None:
+    """The gather of queries, local attention and the exchange, kernels of all."""
     batch = Batch(size=2, run=run, kv_lens=(21, 1, 40), head_dim=64)
     emulated.mode, emulated.num_sms = "plain", 1  # keys are not split: ranks share counters here
     q, keys, values = batch.draw()
@@ -189,7 +254,7 @@ def test_decode_over_ranks_that_have_all_queries(emulated: ranks.RankedGpu, run:
             num_qo_heads=batch.heads,
             head_dim=64,
             cp_kv_cache_interleave_size=run,
-            q_is_replicated=True,
+            q_is_replicated=is_replicated,
             out_dtype="float16",
             uses_windows=True,
         )
@@ -205,7 +270,8 @@ def test_decode_over_ranks_that_have_all_queries(emulated: ranks.RankedGpu, run:
             q_data_type="float16",
         )
         cache = batch.cache(keys, share), batch.cache(values, share)
-        first, again = (parallel.run(q[:, 0], cache) for _ in "ab")
+        given = q[:, 0] if is_replicated else own_part(q[:, 0], group)
+        first, again = (parallel.run(given, cache) for _ in "ab")
         np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
         return first
 

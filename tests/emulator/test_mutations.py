@@ -339,6 +339,7 @@ def _gates(name: str) -> Callable:
 CATCHERS: dict[str, Callable[..., None]] = {
     "exchange": test_exchange.check_small,
     "halves of a window": test_exchange.check_halves,
+    "late heads": test_exchange.check_heads,
     "late peer": test_exchange.check_late,
     "gates": _gates("prefill"),
     "gates of wide heads": _gates("wide heads"),

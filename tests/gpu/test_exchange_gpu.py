@@ -12,8 +12,9 @@ from helpers import exchange_calls, exchange_ranks
 from helpers.exchange_calls import LATE, SMALL, ExchangeCase, RankRun, random_case, to_host
 from helpers.share import some
 
-from cupyattn import DeviceError
-from cupyattn.distributed import Group, simulate
+from cupyattn import DeviceError, array
+from cupyattn.distributed import Group, StateExchange, simulate
+from cupyattn.distributed.gather import HeadGather
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +70,28 @@ def test_a_late_peer_is_nan_and_then_an_error() -> None:
     first, second = simulate(2, work, devices=[0, 0])
     assert np.isnan(first[1][0].astype(np.float32)).all() and np.isnan(first[1][1]).all()
     exchange_calls.check(replace(case, rows=(2,)), [first[:1], second[:1]])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_heads_of_all_ranks(size: int) -> None:
+    rng = np.random.default_rng(size)
+    whole = rng.standard_normal((70, size * 4, 192)).astype(np.float16)
+
+    def work(group: Group) -> None:
+        with cupy.cuda.Stream(non_blocking=True):
+            exchange = StateExchange(group, 70, 4 * size, 64, timeout=10.0, uses_windows=True)
+            gather = HeadGather(exchange)
+            own = cupy.asarray(whole[:, group.rank * 4 : group.rank * 4 + 4])
+            parts = [array.view(own[..., :128], "q"), array.view(own[..., 128:], "q")]
+            for _ in range(3):
+                cupy.empty(whole.shape, np.float16)  # the pool has it from now on
+                group.share_bytes(b"")
+                found = gather(parts)
+                group.share_bytes(b"")
+                for x, columns in zip(found, (slice(0, 128), slice(128, 192)), strict=True):
+                    np.testing.assert_array_equal(x.get(), whole[..., columns])
+
+    simulate(size, work, devices=[0] * size)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -42,16 +42,24 @@ KINDS: dict[str, dict[str, Any]] = {
 Answer = tuple[np.ndarray, np.ndarray]
 
 
-def run_kind(kind: str, batch: Batch, group: Group) -> list[Answer]:
+def run_kind(
+    kind: str, batch: Batch, group: Group, uses_windows: bool | None = None
+) -> list[Answer]:
     """out [.., own heads, columns] and LSE in base 2, twice, on the host."""
-    call = make(kind, batch, group)
+    call = make(kind, batch, group, uses_windows=uses_windows)
     unit = float(np.log2(np.e)) if kind.startswith("flash_attn") else 1.0
     held = [call(), call()]
     group.share_bytes(b"")  # all ranks of a GPU have launched all
     return [(out.get(), lse.get() * np.float32(unit)) for out, lse in held]
 
 
-def make(kind: str, batch: Batch, group: Group, q_is_replicated: bool = False) -> Callable[[], Any]:
+def make(
+    kind: str,
+    batch: Batch,
+    group: Group,
+    q_is_replicated: bool = False,
+    uses_windows: bool | None = None,
+) -> Callable[[], Any]:
     """A call of a kind, all of whose arrays are there."""
     import cupy
 
@@ -70,6 +78,7 @@ def make(kind: str, batch: Batch, group: Group, q_is_replicated: bool = False) -
         "q_is_replicated": q_is_replicated,
         "out_dtype": "float16",
         "timeout": 10.0,
+        "uses_windows": uses_windows,
     }
     indptr = batch.indptr(share)
     pages = np.arange(indptr[-1], dtype=np.int32)

@@ -252,8 +252,11 @@ def share_numbers(share: KeyShare) -> bytes:
 MERGE_LOOK = struct.Struct("<3i 2f i I i f 4x q 12q 4q")
 MERGE_STATES = struct.Struct(f"<9Q {MERGE_LOOK.size}s")
 
-# kernels/cupyattn/params/exchange_states.cuh: the addresses of a call, then what calls of one look
-# share, with the windows of all ranks.
+# kernels/cupyattn/params/peer_windows.cuh, and what has it behind the addresses of a call and what
+# calls of one look share: exchange_states.cuh and gather_heads.cuh.
 MAX_RANKS = 32
-EXCHANGE_LOOK = struct.Struct(f"<2Q 3q 8q 2i I 3i 2f {MAX_RANKS}Q")
+PEER_WINDOWS = struct.Struct(f"<2Q 2q 2i {MAX_RANKS}Q")
+EXCHANGE_LOOK = struct.Struct(f"<9q 2i I i 2f {PEER_WINDOWS.size}s")
 EXCHANGE_STATES = struct.Struct(f"<4Q {EXCHANGE_LOOK.size}s")
+GATHER_LOOK = struct.Struct(f"<4q 2i I i {PEER_WINDOWS.size}s")
+GATHER_HEADS = struct.Struct(f"<2Q {GATHER_LOOK.size}s")

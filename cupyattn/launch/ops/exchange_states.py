@@ -34,7 +34,7 @@ class Windows(NamedTuple):
     """The memory of a group's exchanges, as one rank sees it.
 
     addresses    of the window of each rank
-    num_groups   how many times three states a rank sends to each owner at most
+    num_groups   how many times three vectors' rows a rank sends to each peer at most
     control      address of this rank's ExchangeControl on its GPU
     status       address of an int32 on the host: 0, or 1 + a rank that was late
     limit_ns     how long a peer is waited for
@@ -46,6 +46,19 @@ class Windows(NamedTuple):
     control: int
     status: int
     limit_ns: int
+
+    def pack(self, source_words: int) -> bytes:
+        """PeerWindows, where each rank writes so many words."""
+        return params.PEER_WINDOWS.pack(
+            self.control,
+            self.status,
+            self.limit_ns,
+            source_words,
+            self.rank,
+            len(self.addresses),
+            *self.addresses,
+            *[0] * (MAX_RANKS - len(self.addresses)),
+        )
 
 
 class Exchange(NamedTuple):
@@ -96,25 +109,32 @@ def _source_words(num_groups: int, vectors: int) -> int:
 def config(dtype: DType, dtype_o: DType, head_dim: int, num_ranks: int) -> jit.Config:
     """The kernel's Config."""
     vectors = vectors_of(head_dim, dtype)
-    groups = _groups_per_block(vectors)
+    groups = groups_per_block(vectors)
     return jit.Config(
         {
             "DType": dtype,
             "DTypeO": dtype_o,
             "kHeadDim": head_dim,
             "kGroups": groups,
-            "kBatch": max(1, min(num_ranks - 1, _MAX_BATCH)),
-            "kThreads": _threads(vectors),
+            "kBatch": batch_of(num_ranks),
+            "kThreads": threads_of(vectors),
         }
     )
 
 
-def _groups_per_block(vectors: int) -> int:
+def batch_of(num_ranks: int) -> int:
+    """The peers whose words a thread loads together."""
+    return max(1, min(num_ranks - 1, _MAX_BATCH))
+
+
+def groups_per_block(vectors: int) -> int:
+    """How many times three states a block has."""
     return max(1, _THREADS // vectors)
 
 
-def _threads(vectors: int) -> int:
-    return -(-_groups_per_block(vectors) * vectors // 32) * 32
+def threads_of(vectors: int) -> int:
+    """The threads of a block, whole warps."""
+    return -(-groups_per_block(vectors) * vectors // 32) * 32
 
 
 def count_of(dtype: DType) -> int:
@@ -154,10 +174,6 @@ def prepare(
     chosen = config(o.dtype, out.dtype, head_dim, num_ranks)
     vectors = vectors_of(head_dim, o.dtype)
     look = params.EXCHANGE_LOOK.pack(
-        windows.control,
-        windows.status,
-        windows.limit_ns,
-        _source_words(windows.num_groups, vectors),
         windows.num_groups * _SENT_WORDS * vectors,
         *o.strides[:2],
         *lse.strides,
@@ -166,20 +182,17 @@ def prepare(
         rows * own_heads,
         own_heads,
         *params.divisor(own_heads),
-        windows.rank,
-        num_ranks,
         *((math.log2(math.e), math.log(2.0)) if base_on_e else (1.0, 1.0)),
-        *windows.addresses,
-        *[0] * (MAX_RANKS - num_ranks),
+        windows.pack(_source_words(windows.num_groups, vectors)),
     )
     kernel = jit.load("exchange_states", chosen, device, arch)
-    blocks = -(-groups_of(rows * own_heads) // _groups_per_block(vectors))
-    blocks = min(blocks, _BLOCKS_PER_SM * device_props(device).num_sms)
-    launch = Launch(
-        kernel.function,
-        (blocks, 1, 1),
-        _threads(vectors),
-        0,
-        is_dependent=overlaps_launches(arch),
-    )
-    return Exchange(launch, look, device)
+    return Exchange(launch_of(kernel.function, rows * own_heads, vectors, device), look, device)
+
+
+def launch_of(function: int, num_states: int, vectors: int, device: int) -> Launch:
+    """The launch of a kernel whose threads have a vector of three states."""
+    props = device_props(device)
+    blocks = -(-groups_of(num_states) // groups_per_block(vectors))
+    blocks = min(blocks, _BLOCKS_PER_SM * props.num_sms)
+    is_dependent = overlaps_launches(props.arch)
+    return Launch(function, (blocks, 1, 1), threads_of(vectors), 0, is_dependent=is_dependent)
