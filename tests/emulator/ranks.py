@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import shutil
 import threading
@@ -78,8 +77,3 @@ def on_ranks(emulated: RankedGpu, size: int, work: Callable[[Group], Any]) -> li
         return work(Group(_OnGpu(group.transport, emulated)))
 
     return simulate(size, run)
-
-
-def stall(seconds: float) -> None:
-    """Let this rank's thread do nothing, with the interpreter's lock given up."""
-    ctypes.CDLL(None).usleep(int(seconds * 1e6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -110,17 +111,19 @@ def test_a_late_peer_is_nan_and_then_an_error(emulated: ranks.RankedGpu, late: i
 
 
 def check_late_peer(emulated: ranks.RankedGpu, late: int) -> None:
-    case = replace(LATE, uses_windows=True)
+    case, waited = replace(LATE, uses_windows=True), threading.Event()
 
     def work(group: Group) -> list[Any]:
         run = RankRun(case, group, np)
+        group.share_bytes(b"")
         answers = [run.step(0)]
         if group.rank == late:
-            ranks.stall(1.0)
+            waited.wait()
         reason = ""
         try:
             for index in (1, 2, 3):
                 answers.append(run.step(index))
+                waited.set()
         except DeviceError as error:
             reason = str(error)
         assert "did not deliver" in reason
@@ -194,7 +197,7 @@ def check_gather(emulated: ranks.RankedGpu, size: int, columns: tuple[int, ...])
     ]
 
     def work(group: Group) -> None:
-        exchange = StateExchange(group, 6, 2 * size, 64, uses_windows=True)
+        exchange = StateExchange(group, 6, 2 * size, 64, timeout=60.0, uses_windows=True)
         gather = HeadGather(exchange)
         for x in whole:
             own = np.ascontiguousarray(x[..., group.rank * 2 : group.rank * 2 + 2, :])
@@ -217,7 +220,7 @@ def test_heads_of_a_late_peer_are_nan(emulated: ranks.RankedGpu) -> None:
 
 def check_late_heads(emulated: ranks.RankedGpu) -> None:
     def work(group: Group) -> None:
-        exchange = StateExchange(group, 4, 4, 64, timeout=0.2, uses_windows=True)
+        exchange = StateExchange(group, 4, 4, 64, timeout=2.0, uses_windows=True)
         gather = HeadGather(exchange)
         x = np.ones((4, 2, 64), np.float16)
         assert (gather([array.view(x, "q")])[0] == 1).all()
@@ -256,6 +259,7 @@ def test_decode_over_ranks(emulated: ranks.RankedGpu, run: int, is_replicated: b
             cp_kv_cache_interleave_size=run,
             q_is_replicated=is_replicated,
             out_dtype="float16",
+            timeout=60.0,
             uses_windows=True,
         )
         indptr = batch.indptr(share)
