@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cupyattn.distributed import Group
 from cupyattn.serving import BatchInfo, DraftInfo, ForwardMode
 
 from . import drafts
@@ -28,23 +29,26 @@ class Engine:
 
     draft_model  guesses trees of words; None: a word a step
     has_graphs   whether steps without prompts are CUDA graphs
+    group        ranks that share the keys of all requests, each with an engine like this one. A
+                 page then stands for as many tokens on each of them
     stats        tokens, seconds and requests, summed over "prefill" steps, which have prompts in
                  them, and over "decode" steps; "reused tokens" of prompts
     """
 
     def __init__(
         self, model: Llama, limits: Limits, draft_model: Llama | None = None,
-        tree: TreeShape = NO_DRAFTS, has_graphs: bool = False,
+        tree: TreeShape = NO_DRAFTS, has_graphs: bool = False, group: Group | None = None,
     ) -> None:  # fmt: skip
         self.limits, self.tree, self.device, self.stats = limits, tree, model.device, Counter()
         self.waiting, self.running = deque[Request](), list[Request]()
-        self.pages = Pages(limits.num_pages, limits.page_size)
+        num_ranks = 1 if group is None else group.size
+        self.pages = Pages(limits.num_pages, limits.page_size * num_ranks)
         self.free_rows = list(range(1, 1 + limits.max_batch))
         # Row 0 is that of a request that pads batches. All its columns are slot 0, in page 0.
         table = torch.zeros(1 + limits.max_batch, limits.max_context, dtype=torch.int32)
         self.req_to_token = table.to(self.device)
         self.padding = Request([0, 0], 1, 2, num_keys=1, num_draft_keys=1)
-        self.target = Worker(model, limits, tree, self.req_to_token)
+        self.target = Worker(model, limits, tree, self.req_to_token, group)
         self.draft = draft_model and Worker(draft_model, limits, tree, self.req_to_token)
         self.step = Replayed(self._speculate if draft_model else self._decode, has_graphs)
 
@@ -137,7 +141,7 @@ class Engine:
         tokens, rows, lens = batch
         backend = self.target.backend
         backend.init_forward_metadata_replay(len(rows), BatchInfo(ForwardMode.DECODE, rows, lens))
-        slots = self.req_to_token[rows, lens - 1]
+        slots = self.target.slots(rows, lens - 1)
         hidden = self.target.run(tokens, lens - 1, slots, backend)
         return self.target.model.logits(hidden).argmax(-1)
 

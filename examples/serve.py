@@ -1,6 +1,8 @@
 """Serve requests with a toy engine, check every token against a dense model, and time it.
 
     python -m examples.serve        (or make serve-demo)
+    torchrun --nproc-per-node 2 -m examples.serve --cp 2     keys of all requests over two GPUs
+    python -m examples.serve --device cpu --cp 2             the same by threads, without a GPU
 
 Read on in engine.py, then worker.py, drafts.py, pages.py and model.py.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -16,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from cupyattn.distributed import Group, simulate
 
 from .engine import Engine
 from .model import Llama, Shape, dense_attention
@@ -94,10 +99,13 @@ HEAD = "run", "prefill tok/s", "decode tok/s", "tokens a step", "reused", "check
 ROW = "{:22}  {:>13}  {:>12}  {:>13}  {:>6}  {:15}  {}"
 
 
-def run(job: Job, model: Llama, label: str, has_drafts: bool, has_graphs: bool) -> bool:
+def run(
+    job: Job, model: Llama, label: str, has_drafts: bool, has_graphs: bool,
+    group: Group | None = None,
+) -> bool:  # fmt: skip
     """Serve and check the job's requests, and print a row of the table. True: all is right."""
     draft = (model.draft_model(), job.tree) if has_drafts else (None, NO_DRAFTS)
-    engine = Engine(model, job.limits, *draft, has_graphs)
+    engine = Engine(model, job.limits, *draft, has_graphs, group)
     if model.device.type == "cuda":  # others go first: kernels compile, and graphs are captured
         engine.serve(job.requests(seed=1), functools.partial(show, "warming up"))
         engine.stats.clear()
@@ -113,8 +121,33 @@ def run(job: Job, model: Llama, label: str, has_drafts: bool, has_graphs: bool) 
         f"{num_wrong} WRONG" if num_wrong else f"ok, {len(gaps)} tokens",
         f"{int((gaps > 0).sum())}, at most {100 * (gaps / allowed).max():.0f}% of allowed",
     )
-    print(ROW.format(label, *cells), flush=True)
+    if group is None or group.rank == 0:
+        print(ROW.format(label, *cells), flush=True)
     return not num_wrong
+
+
+def run_ranks(job: Job, model: Llama, size: int) -> list[bool]:
+    """Runs of ranks that share the keys: this one's of a launcher, else all of them by threads."""
+
+    def serve(group: Group) -> bool:
+        if group.size != size:
+            raise SystemExit(f"--cp {size}: the launcher has started {group.size} ranks")
+        label = f"{size} ranks"
+        has_graphs = model.device.type == "cuda" and group.can_capture
+        passed = run(job, model, label, False, False, group)
+        return passed and (
+            not has_graphs or run(job, model, f"{label}, graphs", False, True, group)
+        )
+
+    if "WORLD_SIZE" in os.environ:
+        with Group.from_environment(on_gpu=model.device.type == "cuda") as group:
+            return [serve(group)]
+    if model.device.type == "cuda":
+        raise SystemExit(
+            f"--cp {size}: each rank wants a GPU and a process of its own; start "
+            f"torchrun --nproc-per-node {size} -m examples.serve --cp {size}"
+        )
+    return simulate(size, serve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,14 +155,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.serve")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch has it")
     parser.add_argument("--dtype", default="bfloat16", help="or float16; on the CPU float32 too")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share the keys; default: 1")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     job, where = CPU_JOB, "the CPU: a small job, times say nothing"
     if device == "cuda":
         job, where = GPU_JOB, torch.cuda.get_device_name()
     model = Llama.random(job.shape, getattr(torch, args.dtype), device)
     print(f"{sum(w.numel() for w in model.weights.values()):,} weights, {args.dtype}, on {where}")
     print(ROW.format(*HEAD))
+    if args.cp > 1:
+        return 0 if all(run_ranks(job, model, args.cp)) else 1
     runs = [("no drafts", False, False), ("drafts", True, False)]
     if device == "cuda":
         runs += [("no drafts, CUDA graphs", False, True), ("drafts, CUDA graphs", True, True)]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from cupyattn import serving
+from cupyattn.distributed import Group
 from cupyattn.serving import BatchInfo, ForwardMode
+from cupyattn.shares import get_share_slots
 
 from .model import Llama
 
@@ -41,10 +43,14 @@ class Worker:
     """Prepares attention once a step, then runs all layers: each writes its keys and attends.
 
     step_backends   of each level of drafts but the last, whose tokens nobody needs to read
+    group           ranks that share the keys of all requests; None: all are here
     """
 
-    def __init__(self, model: Llama, limits: Limits, tree: TreeShape, req_to_token: Tensor) -> None:
-        self.model, self.req_to_token, shape = model, req_to_token, model.shape
+    def __init__(
+        self, model: Llama, limits: Limits, tree: TreeShape, req_to_token: Tensor,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.req_to_token, self.group, shape = model, req_to_token, group, model.shape
         dtype = model.weights["embed"].dtype
         slots, heads = limits.num_pages * limits.page_size, (shape.kv_heads, shape.head_dim)
         pool = slots, *heads, shape.layers, req_to_token
@@ -61,7 +67,13 @@ class Worker:
         )  # fmt: skip
         # Decode steps use the memory of graphs, eager ones too: they are the same code.
         over = config, self.pool, req_to_token
-        self.backend = serving.AttentionBackend(*over)
+        if group is None:
+            self.backend = serving.AttentionBackend(*over)
+        else:  # every rank has the whole model, so the queries of all heads
+            most = max(limits.chunk, limits.max_batch)
+            self.backend = serving.ContextParallelBackend(
+                group, *over, max_num_tokens=most, q_is_replicated=True
+            )
         steps = range(tree.depth - 1)
         self.step_backends = [serving.AttentionBackend(*over, step=step) for step in steps]
         most = limits.max_batch * max(tree.num_tokens, tree.topk, tree.depth + 1)
@@ -74,9 +86,17 @@ class Worker:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             backend.write_kv(self.layers[layer], slots, k, v)
-            return backend.forward(q, self.layers[layer])
+            out = backend.forward(q, self.layers[layer])
+            return out if self.group is None else backend.gather_output(out)
 
         return self.model.hidden(tokens, positions, attend)
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where keys of tokens at positions of requests go: -1 for what other ranks hold."""
+        if self.group is None:
+            return self.req_to_token[rows, positions]
+        index = get_share_slots(positions, self.group.size, self.group.rank)
+        return self.req_to_token[rows, index.clamp(min=0)].where(index >= 0, -1)
 
     def extend(self, mode: ForwardMode, tokens: Tensor, requests: Tensor, bounds: Any) -> Tensor:
         """Logits [bs, vocab] of the last token of each request.
@@ -91,7 +111,7 @@ class Worker:
             self.backend.init_forward_metadata_replay(len(rows), info)
         else:
             self.backend.init_forward_metadata(info)
-        hidden = self.run(words, positions, self.req_to_token[owners, positions], self.backend)
+        hidden = self.run(words, positions, self.slots(owners, positions), self.backend)
         return self.model.logits(hidden[counts.cumsum(0) - 1])
 
 

@@ -202,7 +202,7 @@ class ContextParallelCall(_ContextParallel):
         cp_kv_cache_interleave_size: int = 1,
         q_is_replicated: bool = False,
         out_dtype: Any = "bfloat16",
-        timeout: float = 1.5,
+        timeout: float = 1.0,
         uses_windows: bool | None = None,
     ) -> None:
         name = getattr(function, "__name__", "")
@@ -271,7 +271,7 @@ class ContextParallelWrapper(_ContextParallel):
         q_is_replicated: bool = False,
         out_dtype: Any = "bfloat16",
         lse_base_on_e: bool = False,
-        timeout: float = 1.5,
+        timeout: float = 1.0,
         uses_windows: bool | None = None,
     ) -> None:
         if not hasattr(wrapper, "plan") or not hasattr(wrapper, "run"):

@@ -122,7 +122,7 @@ class StateExchange:
         dtype: Any = "float32",
         out_dtype: Any = "bfloat16",
         lse_base_on_e: bool = False,
-        timeout: float = 1.5,
+        timeout: float = 1.0,
         uses_windows: bool | None = None,
     ) -> None:
         self.group = group
@@ -134,7 +134,7 @@ class StateExchange:
             _float_dtype(x, name) for x, name in ((dtype, "dtype"), (out_dtype, "out_dtype"))
         )
         self.lse_base_on_e = parse.flag(lse_base_on_e, "lse_base_on_e")
-        self.timeout = parse.positive(timeout, "timeout", 1.5)
+        self.timeout = parse.positive(timeout, "timeout", 1.0)
         self._serial = next(_serials)
         self._known_rows: set[int] = set()
         self._is_closed = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..slots import reshape_and_cache as reshape_and_cache
 from .backend import AttentionBackend as AttentionBackend
 from .backend import MultiStepDraftBackend as MultiStepDraftBackend
+from .context_parallel import ContextParallelBackend as ContextParallelBackend
 from .flash_attention import FlashAttentionBackend as FlashAttentionBackend
 from .flash_attention import FlashAttentionMultiStepBackend as FlashAttentionMultiStepBackend
 from .metadata import AttentionMetadata as AttentionMetadata
@@ -28,6 +29,7 @@ __all__ = [
     "AttentionMetadata",
     "BackendConfig",
     "BatchInfo",
+    "ContextParallelBackend",
     "DraftInfo",
     "FlashAttentionBackend",
     "FlashAttentionMultiStepBackend",

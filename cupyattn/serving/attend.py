@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from .. import array
 from ..core import dtypes, parse
 from ..core.dtypes import DType
+from ..core.key_share import KeyShare
 from ..engine import merge_states as merge
 from ..engine.arrays import Arrays, make_arrays
 from ..engine.check_planless import Options, options_of
@@ -39,6 +40,7 @@ _NAMES = Names(
     q_len="q_len",
     max_q_len="max_seqlen_q",
     max_kv_len="max_seqlen_k",
+    kv_begin="seq_lens",
     has_layout=False,
 )
 
@@ -111,6 +113,7 @@ class LayerOptions(NamedTuple):
     dims: Dims | None = None
     return_lse: bool = False
     o_dtype: DType | None = None
+    key_share: KeyShare | None = None
 
     def resolve(self, arrays: Arrays) -> Options:
         left, right = self.window
@@ -146,6 +149,7 @@ class Call:
     mask: Any = None
     scale_k: Any = None
     scale_v: Any = None
+    whole_lens: Any = None
     _asked: dict[tuple[bool, bool, DType | None], Any] = field(default_factory=dict)
 
     def run(
@@ -198,6 +202,18 @@ def _arrays(
     )
 
 
+def of_share(arrays: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """`arrays` of a call over a rank's share of the keys, with whole lengths."""
+
+    def arrays_of_share(call: Call, *arguments: Any) -> Arrays:
+        return arrays(call, *arguments)._replace(kv_begin=call.whole_lens)
+
+    return arrays_of_share
+
+
+_arrays_of_share = of_share(_arrays)
+
+
 def bounds_of(config: BackendConfig, over: AttentionMetadata) -> dict[str, Any]:
     """What the options of all layers say of a pass."""
     return {
@@ -205,7 +221,14 @@ def bounds_of(config: BackendConfig, over: AttentionMetadata) -> dict[str, Any]:
         "max_q_len": min(over.max_seqlen_q, MANY_ROWS),
         "max_kv_len": 1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
         "kv_len_limit": None if over.kv_offsets is None else over.max_seqlen_k,
+        "key_share": over.key_share,
     }
+
+
+def sinks_of(layer: LayerSpec, each: Pass) -> Any:
+    """The sinks of a pass. Where ranks share the keys, the first one's count."""
+    share = each.over.key_share
+    return layer.sinks if each.has_sinks and (share is None or not share.cp_rank) else None
 
 
 def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
@@ -241,7 +264,7 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         output_scale=parse.finite(v_number, "v_scale", 1.0),
     )
     return Call(
-        arrays=_arrays,
+        arrays=_arrays if over.key_share is None else _arrays_of_share,
         function=run,
         page_size=over.page_size,
         block_tables=over.page_table,
@@ -249,7 +272,8 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         qo_lens=over.qo_lens,
         qo_offsets=qo_offsets,
         kv_offsets=over.kv_offsets,
-        sinks=layer.sinks if each.has_sinks else None,
+        sinks=sinks_of(layer, each),
+        whole_lens=over.whole_lens,
         mask=over.tree_mask,
         scale_k=k_array,
         scale_v=v_array,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -272,6 +273,8 @@ class AttentionBackend:
 
     # --- layers ---
 
+    _attend: ClassVar[Callable[..., Any]] = staticmethod(attend)
+
     def write_kv(
         self, layer: LayerSpec, loc: Any, k: Any, v: Any = None, k_rope: Any = None
     ) -> None:
@@ -352,7 +355,7 @@ class AttentionBackend:
         if shape[0] == 0 or meta.batch_size == 0:
             return self._nothing(array.view(q, "q"), heads[3], out, return_lse, lse_layout)
         caches = [self._cache(layer.layer_id, each.page_size, heads) for each in calls]
-        return attend(calls, q, q_rope, caches, out, return_lse, lse_layout, self._workspace)
+        return self._attend(calls, q, q_rope, caches, out, return_lse, lse_layout, self._workspace)
 
     @untraced
     def forward_ragged(

@@ -15,7 +15,7 @@ from ..engine.latent_rows import Dims
 from ..engine.run_planless import run
 from ..engine.views import LATENT_NAMES, read_scale
 from ..errors import ArgumentError, UnsupportedError
-from .attend import Cache, Call, LayerOptions, Pass, bounds_of, passes_of
+from .attend import Cache, Call, LayerOptions, Pass, bounds_of, of_share, passes_of, sinks_of
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, LayerSpec
 from .pools import view_pages
@@ -80,14 +80,15 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         **bounds_of(config, over),
     )
     return Call(
-        arrays=_arrays,
+        arrays=_arrays if over.key_share is None else _arrays_of_share,
         function=run,
         page_size=over.page_size,
         block_tables=over.page_table,
         kv_lens=over.cache_seqlens,
         qo_offsets=over.cu_seqlens_q,
         kv_offsets=over.kv_offsets,
-        sinks=layer.sinks if each.has_sinks else None,
+        sinks=sinks_of(layer, each),
+        whole_lens=over.whole_lens,
         options=options,
         options_of_fp8=options._replace(sm_scale=sm_scale * number, output_scale=number),
         scale_k=held,
@@ -115,6 +116,9 @@ def _arrays(
         scale_v=scale,
         kv_offsets=call.kv_offsets,
     )
+
+
+_arrays_of_share = of_share(_arrays)
 
 
 def view_latent_pages(k: Any, rope: Any, page_size: int, dims: Dims) -> Cache:

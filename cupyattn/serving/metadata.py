@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.key_share import KeyShare
 from .modes import BatchInfo, ForwardMode
 
 
@@ -24,6 +25,8 @@ class AttentionMetadata:
     max_seqlen_q, max_seqlen_k   bounds that the host knows; they affect speed only
     tree_mask       uint32 [rows, words]: bits of what each row sees of the last q_len keys
     uses_swa_pool   the table is of the second pool
+    key_share       whose keys these are, where ranks share them; None: all of them
+    whole_lens      int32 [n]: with key_share, keys of each request on all ranks together
     """
 
     cache_seqlens: Any
@@ -38,6 +41,8 @@ class AttentionMetadata:
     max_seqlen_k: int = 0
     tree_mask: Any = None
     uses_swa_pool: bool = False
+    key_share: KeyShare | None = None
+    whole_lens: Any = None
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +19,6 @@ from cupyattn.mla import trtllm_batch_decode_with_kv_cache_mla
 from cupyattn.trtllm import trtllm_batch_decode_with_kv_cache
 
 BATCH = Batch()
-has_shares = pytest.mark.skipif(
-    "cp_world_size" not in inspect.signature(flash_attn_with_kvcache).parameters,
-    reason="calls without a plan know no shares yet",
-)
 # Every interleave that splits pages, fills them, and is longer; sizes; a request of few tokens.
 SPREADS = [
     replace(BATCH, size=size, run=run, kv_lens=lens, seed=size + run)
@@ -124,7 +119,6 @@ def test_verification_of_drafts_by_a_prefill_wrapper(batch: Batch, window: int) 
     check(batch, work, window_left=window)
 
 
-@has_shares
 @pytest.mark.parametrize("batch", SPREADS[::3] + DRAFTS[::3])
 def test_flash_attn_with_kvcache(batch: Batch) -> None:
     def work(group: Group) -> Any:
@@ -150,7 +144,6 @@ def test_flash_attn_with_kvcache(batch: Batch) -> None:
     check(batch, work, base_on_e=True)
 
 
-@has_shares
 @pytest.mark.parametrize("batch", SPREADS[1::3] + DRAFTS[1::3])
 def test_flash_attn_varlen_func(batch: Batch) -> None:
     def work(group: Group) -> Any:
@@ -179,7 +172,6 @@ def test_flash_attn_varlen_func(batch: Batch) -> None:
     check(batch, work, base_on_e=True)
 
 
-@has_shares
 @pytest.mark.parametrize("batch", SPREADS[2::3] + DRAFTS[2::3])
 def test_trtllm_decode(batch: Batch) -> None:
     def work(group: Group) -> Any:
@@ -249,7 +241,6 @@ def test_mla_wrapper(batch: Batch) -> None:
     check(batch, work)
 
 
-@has_shares
 @pytest.mark.parametrize("batch", LATENT)
 def test_trtllm_mla(batch: Batch) -> None:
     def work(group: Group) -> Any:
@@ -282,7 +273,6 @@ def test_trtllm_mla(batch: Batch) -> None:
     check(batch, work)
 
 
-@has_shares
 def test_lists_of_keys() -> None:
     """Rows attend to keys by lists, of which each rank reads its own."""
     batch = replace(BATCH, latent=True, size=3, page_size=16, kv_lens=(60, 33), run=2)
@@ -329,7 +319,6 @@ def test_lists_of_keys() -> None:
         np.testing.assert_allclose(out.astype(np.float64), wanted, 2e-3, 2e-3)
 
 
-@has_shares
 def test_queries_may_be_replicated() -> None:
     batch = replace(BATCH, size=3)
 
@@ -357,7 +346,6 @@ def test_queries_may_be_replicated() -> None:
     check(batch, work, base_on_e=True)
 
 
-@has_shares
 def test_sinks_count_once_and_out_is_written() -> None:
     batch = replace(BATCH, size=2)
     sinks = np.linspace(-2, 2, batch.heads).astype(np.float32)

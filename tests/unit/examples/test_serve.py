@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
+from cupyattn.distributed import Group, simulate  # noqa: E402
 from cupyattn.serving import AttentionBackend  # noqa: E402
 from examples import drafts, serve  # noqa: E402
 from examples import engine as engines  # noqa: E402
@@ -280,3 +281,22 @@ def test_it_is_short() -> None:
         code = [n for n, x in lines if x.strip() and not x.strip().startswith("#")]
         count += len(set(code) - dropped)
     assert 300 < count <= 500
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_the_keys_say_the_same(size: int) -> None:
+    def work(group: Group) -> list[list[int]]:
+        engine, requests = Engine(MODEL, LIMITS, group=group), JOB.requests(seed=3)
+        engine.serve(requests, lambda done, total: None)
+        assert num_wrong(requests) == 0
+        return answers(requests)
+
+    alone = answers(served()[1])
+    # Requests wait for room in other steps, where float32 sums are rounded in another way.
+    for found in simulate(size, work):
+        assert found == alone
+
+
+def test_ranks_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--device", "cpu", "--dtype", "float32", "--cp", "2"]) == 0
+    assert capsys.readouterr().out.count("2 ranks ") == 1
