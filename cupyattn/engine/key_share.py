@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.key_share import KeyShare
+from ..core.key_share import WHOLE, KeyShare
 from ..core.problem import MAX_LENGTH
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
@@ -34,10 +34,12 @@ def with_whole_lengths(batch: Batch, share: KeyShare | None, whole_lengths: Any)
     """The batch that knows how many keys of each request other ranks hold, if lengths are given.
 
     whole_lengths: int32 or int64 [B], of the sequences that ranks share, on the host or the device.
-    Raises ArgumentError unless this rank's lengths are what it holds of them.
+    Raises ArgumentError unless this rank's lengths are what it holds of them; of one rank, they are
+    the same.
     """
-    if share is None or whole_lengths is None:
+    if whole_lengths is None:
         return batch
+    is_whole, share = share is None, share or WHOLE
     whole, own = host_integers(whole_lengths, WHOLE_LENGTHS), batch.requests.kv_len
     if whole.size != own.size:
         raise ArgumentError(
@@ -57,7 +59,7 @@ def with_whole_lengths(batch: Batch, share: KeyShare | None, whole_lengths: Any)
             f"{share.count(whole)[at]} in runs of {share.cp_kv_cache_interleave_size}; wanted this "
             "rank's own lengths and page tables beside the whole lengths"
         )
-    return replace(batch, others=whole - own)
+    return batch if is_whole else replace(batch, others=whole - own)
 
 
 def requests_of_share(batch: Batch, share: KeyShare) -> BatchRequests:

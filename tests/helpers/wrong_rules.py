@@ -167,7 +167,7 @@ RULES = _named(
     (indices, "page_table cu_seqlens_q cu_seqlens_k seqused_q seqused_k cache_batch_idx"),
     (indices, "cache_leftpad cu_seqlens_k_new bidirectional_ranges block_row_sz block_col_sz"),
     (several(indices), "qo_indptr_arr paged_kv_indptr_arr paged_kv_indices_arr"),
-    (or_default(indices), "dynamic_causal"),
+    (or_default(indices), "dynamic_causal plan.cp_tot_seqused_k"),
     (or_ignored(indices), "rotary_seqlens"),
     (lengths, "seq_lens cum_seq_lens_q q_cu_seq_lens actual_seq_lens_q actual_seq_lens_kv"),
     (lengths, "batch_offsets_q"),
@@ -185,6 +185,7 @@ RULES = _named(
     (whole(-1), "window_left window_right window_left_p window_left_d fixed_split_size"),
     (whole(-(2**31)), "causal_window_left range_window_left num_splits"),
     (whole(1, 1), "cp_world cp_world_size"),  # what several give, another test says
+    (whole(0, 0), "plan.cp_rank"),
     (whole(1, 32), "num_levels"),
     (_sides, "window_size"),
     (item_length, "token_pos_in_items_len"),

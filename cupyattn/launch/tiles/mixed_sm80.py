@@ -36,8 +36,8 @@ def mixed_config(
 
     None if there is none: blocks must have as many warps, and a mask is not shared out. Twice the
     rows of decode would spill on old chips, beside what more than one scale does to a logit, and
-    beside large tiles of more than 64 columns whose keys are in rows. So would fp8 keys that ranks
-    share, under a cap.
+    beside large tiles of more than 64 columns whose keys are in rows. Beside keys that ranks share
+    they would too, and so would fp8 keys under a cap.
     """
     if problem.custom_mask or problem.is_wide:
         return None
@@ -45,6 +45,8 @@ def mixed_config(
         return None
     is_wide = large == LARGE and problem.head_dim_vo > 64 and problem.dtype_kv.is_float16
     if small == VERIFY and (is_transformed(problem) or (is_wide and not problem.paged)):
+        return None
+    if small == VERIFY and problem.key_share:
         return None
     prefill = prefill_sm80.tiles(problem, large, Target(arch, max_shared_bytes), _MIXED_WARPS)
     decode = decode_sm80.of_verify(problem, max_shared_bytes) if small == VERIFY else None

@@ -168,6 +168,12 @@ BAD_PLANS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         {"cp_tot_seqused_k": np.array([28, 1, 9])},
     ),
     (
+        "other whole lengths of one rank",
+        ArgumentError,
+        "cp_tot_seqused_k: request 0 has 8 keys here and 20 in all, of which rank 0 of 1 holds 20",
+        {"cp_world_size": 1, "cp_rank": 0},
+    ),
+    (
         "negative whole lengths",
         ArgumentError,
         "cp_tot_seqused_k: request 1 has 0 keys here and -1 in all",
