@@ -16,7 +16,7 @@ from cupyattn.distributed import ContextParallelCall, Group
 from cupyattn.flash_attn import flash_attn_with_kvcache
 from cupyattn.shares import get_share_seq_lens
 
-BATCH, KEYS, DRAFTS, HEADS, KV_HEADS, DIM = 4, 1024, 3, 32, 8, 128
+BATCH, KEYS, PAGE_SIZE, DRAFTS, HEADS, KV_HEADS, DIM = 4, 1024, 16, 3, 32, 8, 128
 
 
 def main() -> None:
@@ -33,7 +33,9 @@ def main() -> None:
         lens = torch.tensor([KEYS, 700, 17, DRAFTS], dtype=torch.int32, device=device)
 
         rank, size = group.rank, group.size
-        own_k, own_v = (x[:, rank::size].contiguous() for x in (k, v))
+        # Token t is token t // size of rank t % size, whose pages lie one behind the other.
+        own_k, own_v = (x[:, rank::size].reshape(-1, PAGE_SIZE, KV_HEADS, DIM) for x in (k, v))
+        table = torch.arange(len(own_k), dtype=torch.int32, device=device).view(BATCH, -1)
         own_lens = get_share_seq_lens(lens, size, rank)
         own = slice(rank * HEADS // size, (rank + 1) * HEADS // size)
         own_q = q[:, :, own].contiguous()
@@ -48,7 +50,13 @@ def main() -> None:
 
         def step() -> torch.Tensor:
             return attend(
-                own_q, own_k, own_v, cache_seqlens=own_lens, causal=True, cp_tot_seqused_k=lens
+                own_q,
+                own_k,
+                own_v,
+                cache_seqlens=own_lens,
+                block_table=table,
+                causal=True,
+                cp_tot_seqused_k=lens,
             )
 
         out = step()
