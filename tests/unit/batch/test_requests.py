@@ -43,7 +43,7 @@ def test_wrong_offsets_are_refused_each_time() -> None:
 
 def test_few_offsets_are_kept() -> None:
     before = requests._known_rows.cache_info().misses
-    many = np.arange(requests._MOST_KNOWN + 1)
+    many = np.arange(requests._MAX_KNOWN + 1)
     assert read_rows(many).uniform == 1
     assert requests._known_rows.cache_info().misses == before
     assert requests._known_rows.cache_info().maxsize == 64
