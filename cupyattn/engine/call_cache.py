@@ -295,6 +295,7 @@ class CachedCall(Generic[_Checked]):
     address    of an array that they have made
     compare    compares all of the signature, not lengths; None where the framework has no such way
     num_renewed  how often that was made anew
+    by_lengths   what the way to call made for some lengths, and keeps here
     """
 
     checked: _Checked
@@ -311,6 +312,7 @@ class CachedCall(Generic[_Checked]):
     current_stream: Callable[[], int]
     compare: _Compare | None
     num_renewed: int = 0
+    by_lengths: dict[Any, Any] = field(default_factory=dict)
 
     def overlaps(self, addresses: list[int], sizes: Sequence[int]) -> bool:
         """Whether the bytes of an output meet those of another array; the full checks find out
@@ -666,7 +668,11 @@ class CallCache(Generic[_Checked]):
             group = self._groups[type(options)][options] = _Group(
                 cached, {}, {}, own_zeros_and_ones
             )
-        self._num_calls += key not in group.calls
+        known = group.calls.get(key)
+        if known is None:
+            self._num_calls += 1
+        else:
+            call.by_lengths = known.by_lengths
         group.fixed[fixed] = None
         group.calls[key], group.last = call, cached
         _framework_by_type[type(arrays[0])] = framework

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from .. import array
@@ -59,7 +59,6 @@ class Checked:
 
     v_offset      bytes from v, or from the tensor that holds k too, to the first value
     derivation    None where calls of other lengths need the full checks
-    by_lengths    what calls of some lengths launch, see _key_of
     allocate      makes a workspace where the call has none
     """
 
@@ -68,7 +67,6 @@ class Checked:
     row_shape: tuple[int, ...]
     return_lse: bool
     allocate: scratch.Allocate
-    by_lengths: dict[tuple[Any, ...], Prepared] = field(default_factory=dict)
 
 
 class Repeat(NamedTuple):
@@ -187,9 +185,9 @@ def _key_of(cached: Found[Checked]) -> tuple[Any, ...]:
 
 def prepared_for(cached: Found[Checked]) -> Prepared | None:
     """What calls of these lengths launch, from now on; None if they need the full checks."""
-    checked = cached.call.checked
+    checked, by_lengths = cached.call.checked, cached.call.by_lengths
     key = *_, table, lse = _key_of(cached)
-    prepared, derivation = checked.by_lengths.get(key), checked.derivation
+    prepared, derivation = by_lengths.get(key), checked.derivation
     if prepared is not None or derivation is None:
         cached.prepared = prepared
         return prepared
@@ -219,9 +217,9 @@ def prepared_for(cached: Found[Checked]) -> Prepared | None:
         prepared = _with_before(prepared, before)
     if 0 < cached.sizes[_WORKSPACE] < prepared.num_bytes:
         return None
-    if len(checked.by_lengths) >= _MAX_LENGTHS:
-        checked.by_lengths.clear()
-    checked.by_lengths[key] = cached.prepared = prepared
+    if len(by_lengths) >= _MAX_LENGTHS:
+        by_lengths.clear()
+    by_lengths[key] = cached.prepared = prepared
     return prepared
 
 
@@ -289,13 +287,10 @@ def insert(asked: Asked, call: Call, repeat: Repeat) -> None:
         return_lse=call.return_lse,
         allocate=scratch.allocator(call.q),
     )
-    known = CALLS.lookup(arrays, key)
-    if known is not None:
-        checked.by_lengths.update(known[0].call.checked.by_lengths)
     dtype_o = call.geometry.spec.dtype_o
     cached = CALLS.insert(arrays, key, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
     if cached is not None:
-        cached.prepared = checked.by_lengths[_key_of(cached)] = prepared
+        cached.prepared = cached.call.by_lengths[_key_of(cached)] = prepared
 
 
 def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
