@@ -210,6 +210,8 @@ def prepared_for(cached: Found[Checked]) -> Prepared | None:
     prepared = of_lengths(
         first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, pads_lse
     )
+    if first.second is not None:  # latent rows are not counted
+        prepared.num_rows = 0
     if first.before is not None:
         before = first.before.of_lengths(cached.lengths, extents)
         if before is None:
@@ -302,9 +304,7 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
         return None
     if call.lengths.is_ragged and call.indices.kv_begin is None and arrays.kv_begin is not None:
         return None  # whole lengths that decide nothing, which the planner would read
-    if call.queries is not None:
-        if arrays.kv_lens is not None or kv_lens is None:
-            return Repeat(prepared)
+    if call.queries is not None and arrays.kv_lens is None and kv_lens is not None:
         if cuda().is_capturing(array.current_stream(call.q)):
             return None  # only the graph writes those lengths
         return Repeat(replace(prepared, shared=((_KV_LENS, kv_lens.ptr, kv_lens.owner),)))
@@ -315,14 +315,17 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
         if table is None or call.form.has_table_offsets:
             name = "kv_offsets" if arrays.kv_lens is None else "kv_lens"
             requests = next(x for x in per_request if x.argument == Arrays._fields.index(name))
+        if call.queries is not None:
+            # What copies boxes of latent pages knows how many there are.
+            fixed.append((_K, call.extents.num_keys))
         tokens = math.prod(arrays.q.shape[1:-2])
         of_requests = requests, per_request, fixed, tokens
         derivation = Derivation(call.form, prepared, *of_requests, pads_lse=call.pads_lse)
-    return Repeat(
-        prepared,
-        v_offset=call.keys.v.ptr - array.view(arrays.k if arrays.v is None else arrays.v, "v").ptr,
-        derivation=derivation,
-    )
+    v_offset = 0
+    if call.queries is None:
+        values = array.view(arrays.k if arrays.v is None else arrays.v, "v")
+        v_offset = call.keys.v.ptr - values.ptr
+    return Repeat(prepared, v_offset, derivation)
 
 
 def _counts_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[tuple[int, int]]]:
@@ -343,9 +346,24 @@ def _counts_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[
     return per_request, fixed
 
 
+def _are_pages_of_requests(call: Call, arrays: Arrays) -> bool:
+    """Whether latent rows are pages of a table's requests, as they are given, without an LSE."""
+    table = call.block_tables
+    return (
+        table is not None
+        and tuple(arrays.block_tables.shape) == tuple(table.shape)
+        and arrays.k.shape[0] == call.extents.num_keys
+        and not (call.return_lse or call.options.is_list or any(call.gaps))
+        and call.options.key_share is None
+        and arrays.lse is arrays.max_logits is None
+    )
+
+
 def _is_derivable(call: Call, arrays: Arrays) -> bool:
     """Whether arrays of other lengths and equal signature are used as these are."""
     if call.mask is not None or call.value_tables is not call.block_tables:
+        return False
+    if call.queries is not None and not _are_pages_of_requests(call, arrays):
         return False
     num_axes = len(arrays.q.shape) - 2  # of rows
     for x, used in (

@@ -205,3 +205,40 @@ def test_the_lse_of_flash_mla_has_its_heads_first(
         assert (named["lse"] == fake_gpu.pointer(lse)) == (tokens == 1)
         assert named["lse_scale"] == pytest.approx(math.log(2.0) if tokens == 1 else 1.0)
         assert (named["lse_stride_n"], named["lse_stride_h"]) == (H, 1)
+
+
+@pytest.mark.parametrize("face", ["trtllm", "xqa_batch", "xqa"])
+def test_calls_of_other_batch_sizes_are_not_looked_at(
+    face: str, gpu: fake_gpu.Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they launch is what their full checks would. A cache of more pages is looked at."""
+
+    def launched(count: int) -> list[Any]:
+        x = Arrays(make)
+        x.q, x.lens = make(count, 1, H, 576), make(count, dtype="int32")
+        x.table = make(count, PAGES + count, dtype="int32")
+        x.workspace = make(1 << 24, dtype="uint8")
+        gpu.launches.clear()
+        assert FACES[face](x).shape[0] == count
+        planner, attention = gpu.launches
+        told = fake_gpu.unpack(attention.params)
+        assert told["q"] == fake_gpu.pointer(x.q)
+        addresses = {"q", "k", "v", "o", "lse", "kv_indices", "partial_o", "partial_lse"}
+        addresses |= {"work", "merges", "counters", "items"}
+        facts = {name: told[name] for name in told if name not in addresses}
+        return [*_sizes(gpu), planner.params[96:320], facts]
+
+    counts, wanted = (2, 40, B, 7), []
+    for count in counts:
+        fake_gpu.forget()
+        wanted.append(launched(count))
+    real, checked = run_planless.check, []
+    monkeypatch.setattr(run_planless, "check", lambda *a: checked.append(a) or real(*a))
+    for _ in range(2):
+        assert [launched(count) for count in counts] == wanted
+    assert not checked
+    x = Arrays(make)
+    x.kv = make(2 * B * PAGES, SIZE, 576)
+    x.kv_of_one_head = x.kv[:, :, None]
+    FACES[face](x)
+    assert len(checked) == 1
