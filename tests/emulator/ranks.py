@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from helpers.patching import replace
 
-from cupyattn.distributed import Group, simulate
+from cupyattn.array import memory
+from cupyattn.distributed import Group, exchange, simulate
 from cupyattn.distributed.simulated import SimulatedTransport
 from cupyattn.distributed.transport import Window
 from cupyattn.engine import staging
@@ -53,9 +54,16 @@ class _OnGpu(SimulatedTransport):
         self.__dict__.update(inner.__dict__)
         self._inner, self._gpu, self.on_gpu = inner, emulated, True
 
+    def all_to_all(self, out: Any, given: Any, stream: int | None) -> None:
+        self._inner.all_to_all(out, given, None)
+
+    def split(self, members: Sequence[int]) -> _OnGpu:
+        return _OnGpu(self._inner.split(members), self._gpu)
+
     def window(self, nbytes: int) -> Window | None:
         window = self._inner.window(nbytes)
-        assert window is not None
+        if window is None:
+            return None
         self._gpu.register(window.local.ctypes.data, nbytes, window.local)
         self._inner.barrier(None)
         return window
@@ -65,10 +73,19 @@ class _OnGpu(SimulatedTransport):
 def plugged_in(**facts: Any) -> Iterator[RankedGpu]:
     with gpu.plugging_in(RankedGpu(**facts)) as emulated, pytest.MonkeyPatch.context() as patch:
         replace(patch, staging.alloc_pinned, emulated.alloc_pinned)
+        # What is packed for the group's collectives, NumPy packs.
+        replace(patch, memory.as_cupy, lambda v, dtype=None: v.owner)
+        patch.setattr(exchange, "as_stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(Group, "_bytes", lambda self, x, name: x.reshape(-1).view(np.uint8))
         yield emulated
 
 
-def on_ranks(emulated: RankedGpu, size: int, work: Callable[[Group], Any]) -> list[Any]:
+def on_ranks(
+    emulated: RankedGpu,
+    size: int,
+    work: Callable[[Group], Any],
+    hosts: Sequence[int] | None = None,
+) -> list[Any]:
     """What `work(group)` returns on each rank, whose group is one of GPUs."""
 
     def run(group: Group) -> Any:
@@ -76,4 +93,4 @@ def on_ranks(emulated: RankedGpu, size: int, work: Callable[[Group], Any]) -> li
         _this_thread.rank = group.rank
         return work(Group(_OnGpu(group.transport, emulated)))
 
-    return simulate(size, run)
+    return simulate(size, run, hosts=hosts)

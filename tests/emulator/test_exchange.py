@@ -81,6 +81,24 @@ def test_a_rank_without_keys_and_rows_without_keys(emulated: ranks.RankedGpu) ->
     run_and_check(replace(SMALL, empty=1.0), emulated)
 
 
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1]])
+def test_windows_inside_hosts_and_all_to_all_between_them(
+    emulated: ranks.RankedGpu, hosts: list[int]
+) -> None:
+    emulated.mode = "plain"
+    case = replace(SMALL, size=4, rows=(5, 1, 5), own_heads=2)
+
+    def work(group: Group) -> Any:
+        levels = case.make(group)._levels
+        assert levels is not None and levels.inside._windows is not None
+        assert levels.between._windows is None
+        return exchange_calls.run_and_check(case, group)
+
+    found = ranks.on_ranks(emulated, 4, work, hosts=hosts)
+    exchange_calls.check(case, found)
+    assert emulated.has_launched("exchange_states") and emulated.has_launched("merge_states")
+
+
 def test_no_rows_are_no_exchange(emulated: ranks.RankedGpu) -> None:
     run_and_check(replace(SMALL, rows=(0, 3, 0)), emulated)
     assert len([x for x in emulated.launches if x.name == "exchange_states"]) == 2 * 2
