@@ -107,7 +107,7 @@ def test_everything_public_has_a_docstring() -> None:
 
 # What a docstring of a function says, itself or by naming the function whose docstring does.
 _SAYS = {
-    "what is returned": r"[Rr]eturns|[Aa]nswers?\b",
+    "what is returned": r"[Rr]eturns|[Rr]esults?\b|[Aa]nswers?\b",
     "what is raised": r"[Rr]aises?\b|[Ee]rrors?\b",
     "whose semantics it has": r"Semantics:",
 }
