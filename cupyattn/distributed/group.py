@@ -27,10 +27,6 @@ class Group:
     and make a new one. Used in a `with` statement, it is closed at the end, and an error in the
     block makes the other ranks raise.
 
-    A rank is late where the others have been in a call for the `timeout` that the group was made
-    with. On GPUs a thread looks at that, in CUDA graphs too: no call waits for its collective. What
-    a collective that was given up has written is of no use.
-
     rank, size   who this rank is, and how many there are
     hosts        for every rank, the number of its host, counted from 0
     transport    what carries the bytes (see `Transport`)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.cupy_module import cupy_module
 from ..errors import CupyAttnError, DeviceError
-from . import progress, windows
+from . import windows
 from .channels import Channel
 from .ranks import Ranks, in_time
 from .transport import Transport, Window
@@ -70,9 +70,7 @@ class LibraryTransport:
         self._is_in_graphs = False
         if self.on_gpu:  # what barriers send: made here, since a graph could not allocate it
             self._own, self._all = (cupy_module().zeros(n, np.uint8) for n in (1, self.size))
-        is_watched = self.on_gpu and self.size > 1
-        self._progress = progress.of_this_gpu() if is_watched else None
-        ranks.ask = self._noticed
+        ranks.ask = calls.failure
         ranks.on_failure.append(self._give_up)
 
     @property
@@ -141,14 +139,8 @@ class LibraryTransport:
         if stream and self.on_gpu and not self._is_in_graphs:
             runtime = cupy_module().cuda.runtime
             self._is_in_graphs = bool(runtime.streamIsCapturing(stream))
-        marks = self._progress
         try:
-            if marks is None:
-                call(out, given, stream)
-            else:
-                marks.begin(stream)
-                call(out, given, stream)
-                marks.end(stream)
+            call(out, given, stream)
         except CupyAttnError:
             raise
         except Exception as error:
@@ -156,14 +148,6 @@ class LibraryTransport:
             self._wait_for_reason(0.3)
             self._ranks.fail(f"{self._calls.library} failed: {error}")
             raise DeviceError(self._ranks.reason) from error
-
-    def _noticed(self) -> str | None:
-        """What the library has noticed, or that a peer lets a collective of this rank wait."""
-        reason, seconds = self._calls.failure(), self._ranks.seconds
-        if reason is None and self._progress is not None and self._progress.is_stuck(seconds):
-            reason = f"a collective was not done within {seconds:g} s; not all ranks came to it"
-            self._ranks.fail(reason, tell=True)  # the one that did not come as well
-        return reason
 
     def _wait_for_reason(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn.distributed import nccl, progress, ranks, simulated, starts, torch, windows
+from cupyattn.distributed import nccl, ranks, simulated, starts, torch, windows
 from cupyattn.distributed.channels import Check
 from cupyattn.distributed.ranks import Ranks
 
@@ -69,9 +69,6 @@ class Runtime:
 
     def deviceSynchronize(self) -> None:
         pass
-
-    def setDevice(self, device: int) -> None:
-        self._calls.append(f"setDevice {device}")
 
     def ipcGetMemHandle(self, address: int) -> bytes:
         return address.to_bytes(64, "little")
@@ -141,7 +138,6 @@ class Library:
         self.calls = calls
         self.takes_tuples = takes_tuples
         self.error: str | None = None
-        self.writes = Writes()
         self._meetings: dict[tuple[bytes, int], simulated.Meeting] = {}
         self._lock = threading.Lock()
         self._grouped = threading.local()
@@ -234,38 +230,6 @@ class Communicator:
         self.library.calls.append(f"{name} {kind} {more} on {stream}".replace("  ", " "))
 
 
-class Writes:
-    """`progress.Driver`: a stream writes at once.
-
-    codes        what the next writes answer, instead of writing
-    is_working   whether the GPU has such writes
-    """
-
-    is_working = True
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self.values: list[tuple[int, int]] = []
-
-    def write(self, stream: int, address: int, value: int) -> int:
-        if self.codes:
-            return self.codes.pop()
-        self.values.append((stream, value & 0xFFFFFFFF))
-        ctypes.c_uint64.from_address(address).value = value
-        return 0
-
-    def can_write(self, address: int) -> bool:
-        return self.is_working
-
-    def can_capture(self, address: int) -> bool:
-        return True
-
-
-def alloc_pinned(num_words: int) -> tuple[np.ndarray, object]:
-    words = np.empty(num_words, np.int32)
-    return words, words
-
-
 def fake_cupy(calls: list[str]) -> Any:
     def ndarray(shape: tuple[int], dtype: Any, pointer: Any) -> Array:
         memory = (ctypes.c_uint8 * shape[0]).from_address(pointer.address)
@@ -295,7 +259,7 @@ def installed(takes_tuples: bool = False) -> Iterator[tuple[Library, Any, list[s
     calls: list[str] = []
     library, cupy = Library(calls, takes_tuples), fake_cupy(calls)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (nccl, progress, ranks, starts, torch, windows):
+        for module in (nccl, ranks, starts, torch, windows):
             if hasattr(module, "cupy_module"):
                 patch.setattr(module, "cupy_module", lambda: cupy)
         from cupyattn.distributed import group
@@ -304,8 +268,6 @@ def installed(takes_tuples: bool = False) -> Iterator[tuple[Library, Any, list[s
         for module in (group, transports):
             patch.setattr(module, "cupy_module", lambda: cupy)
         patch.setattr(nccl, "_cupy_nccl", lambda: library)
-        patch.setattr(progress, "driver", lambda: library.writes)
-        patch.setattr(progress, "alloc_pinned", alloc_pinned)
         patch.setattr(nccl, "as_stream", lambda pointer: SimpleNamespace(ptr=pointer))
         patch.setitem(sys.modules, "nccl", None)  # nccl4py is not installed
         yield library, cupy, calls
