@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
             facts["rows"] += json.loads(rows.read_text("utf-8")) if rows.exists() else []
     (args.out / FILE_NAME).write_text(json.dumps(facts, indent=1), "utf-8")
     if {"exchange", "gather"} <= {row["kind"] for row in facts["rows"]}:
-        print(scale.table(scale.points(scale.Figures.of(facts["rows"]))))
+        table = scale.table(scale.points(scale.Figures.of(facts["rows"])))
+        (args.out / "table.txt").write_text(f"{table}\n", "utf-8")
+        print(table)
     return status
 
 

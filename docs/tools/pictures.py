@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import json
+import math
 from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks import documents
+from benchmarks import scale as scaling
 from cupyattn.explanation.picture import draw
 from cupyattn.explanation.timeline import LaunchBlocks
 from cupyattn.schedule import tile_span
@@ -15,6 +20,10 @@ from cupyattn.schedule.masking import Masking
 from cupyattn.schedule.tile_shape import TileShape
 
 from .svg import BLUE, FAINT, GREEN, GREY, KINDS, ORANGE, PAPER, PURPLE, RED, Canvas
+
+SEVERAL_GPUS = "2026-11-27-h100-several-gpus"
+SEVERAL_GPUS_CASES = "decode_1x1M", "decode_8x128k", "mla_8x128k_h128", "prompt_1x128k"
+SEVERAL_GPUS_COLORS = "#1d4ed8", "#15803d", "#b91c1c", "#7e22ce"
 
 
 def states() -> str:
@@ -279,6 +288,43 @@ def sms() -> str:
     return draw([chunks, decodes], 24, 124.0, "8 chunks and 20 decodes on a card of 24 SMs")
 
 
+def several_gpus() -> str:
+    """Speed over one GPU's, as `benchmarks.scale` says it, and as it was measured."""
+    rows = json.loads((documents.RESULTS / SEVERAL_GPUS / "results.json").read_text("utf-8"))
+    found = [*scaling.points(scaling.Figures.of(rows["rows"]))]
+    left, top, step = 60, 40, 44  # a step is a factor of two
+    last = len(scaling.SIZES) - 1
+    c = Canvas(640, top + last * step + 60, "Speed over one GPU, on 1 to 512 GPUs")
+
+    def at(world: float, speedup: float) -> tuple[float, float]:
+        return left + step * math.log2(world), top + step * (last - math.log2(speedup))
+
+    for power, size in enumerate(scaling.SIZES):
+        x, y = at(size, size)
+        c.line(left, y, left + last * step, y, FAINT)
+        c.text(left - 8, y + 5, f"{size}×", anchor="end", size=12)
+        c.text(left + power * step, top + last * step + 20, str(size), anchor="middle", size=12)
+        c.line(x, top, x, top + last * step, FAINT)
+    c.line(*at(1, 1), *at(scaling.SIZES[-1], scaling.SIZES[-1]), GREY, dashed=True)
+    c.text(left + last * step / 2, top + last * step + 44, "GPUs", anchor="middle")
+    names = []
+    for case, color in zip(SEVERAL_GPUS_CASES, SEVERAL_GPUS_COLORS, strict=True):
+        points = [point for point in found if point.case == case]
+        for one, two in itertools.pairwise(points):
+            c.line(*at(one.world, one.speedup), *at(two.world, two.speedup), color)
+        alone = next(point.measured or point.us for point in points if point.world == 1)
+        for point in points:
+            if point.measured is not None:
+                x, y = at(point.world, alone / point.measured)
+                c.box(x - 4, y - 4, 8, 8, color)
+        names.append((at(points[-1].world, points[-1].speedup)[1], case, color))
+    lowest = 0.0
+    for y, case, color in sorted(names):  # ends that meet have their names below each other
+        lowest = max(y + 5, lowest + 16)
+        c.text(left + last * step + 10, lowest, case.replace("_", " "), color=color, size=13)
+    return c.render()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "states": states,
     "packed_rows": packed_rows,
@@ -291,4 +337,5 @@ PICTURES: dict[str, Callable[[], str]] = {
     "cuda_graphs": cuda_graphs,
     "fp8": fp8,
     "sms": sms,
+    "several_gpus": several_gpus,
 }
