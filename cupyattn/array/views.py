@@ -137,7 +137,7 @@ _USUAL_DTYPES = (
     (re.compile("packed.*mask|workspace"), "uint8"),
     (re.compile("mask|^x$"), "bool"),
     (re.compile("indptr|indices|_idx|len|table|positions|offset|slot|semaphore"), "int32"),
-    (re.compile("ranges|_sz|seqused|leftpad"), "int32"),
+    (re.compile("ranges|_sz|seqused|leftpad|^lists$|^counts$"), "int32"),
     (re.compile("sink|scale|lse|slopes|^s(_|$)"), "float32"),
 )
 

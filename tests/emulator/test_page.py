@@ -108,10 +108,13 @@ def test_fewer_rows_than_tokens(emulated: gpu.EmulatedGpu) -> None:
 
 @pytest.mark.parametrize("first", one_of(3, range(0, 60, 20)))
 def test_shares_of_keys(emulated: gpu.EmulatedGpu, first: int) -> None:
+    launched = set()
     for seed in range(first, first + 20):
         emulated.forget()
         emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
         share_cases.Case(seed).run()
+        launched |= {launch.name for launch in emulated.launches}
+    assert "share_indices" in launched
 
 
 @pytest.mark.parametrize("first", one_of(6, range(0, 120, 20)))

@@ -108,6 +108,8 @@ def test_a_float64_array_is_to_be_cast_to_what_its_argument_takes() -> None:
             name = name.rpartition(".")[2]
             if not isinstance(x, np.ndarray) or x.dtype == np.float64 or name in as_queries:
                 continue
+            if name == "out" and x.dtype.kind == "i":  # its name says nothing of the dtype
+                continue
             with pytest.raises(ArgumentError) as error:
                 view(np.empty(x.shape, np.float64), name)
             cast = str(error.value).rpartition("; cast it to ")[2].split(", ")[0]
