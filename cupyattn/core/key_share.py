@@ -100,9 +100,9 @@ class KeyShare:
     @overload
     def holds(self, position: np.ndarray) -> np.ndarray: ...
     def holds(self, position: Any) -> Any:
-        """Whether the token at a place in the whole sequence is this rank's."""
+        """Whether the token at a place in the whole sequence is this rank's; none lies before 0."""
         rank = position // self.cp_kv_cache_interleave_size % self.cp_world_size
-        return rank == self.cp_rank
+        return (rank == self.cp_rank) & (position >= 0)
 
     @overload
     def index(self, position: int) -> int: ...

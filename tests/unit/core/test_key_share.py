@@ -41,6 +41,14 @@ def test_arrays_are_what_numbers_are(world: int, run: int) -> None:
                 assert found.dtype == np.int64
 
 
+def test_no_rank_holds_a_token_before_the_first() -> None:
+    before = np.array([-1, -2, -64])
+    for world, run in SHARES:
+        for share in KeyShare(world, 0, run).all_ranks():
+            assert not share.holds(before).any() and (share.index(before) == -1).all()
+            assert not share.holds(-1) and share.index(-1) == -1
+
+
 def test_ranks_hold_every_token_once() -> None:
     lengths = np.random.default_rng(0).integers(0, 2**31 - 65, 200)
     for world, run in SHARES:
