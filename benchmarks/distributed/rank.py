@@ -110,9 +110,11 @@ class DecodeArrays:
         options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         columns = case.head_dim + case.rope_dim
         self.q = torch.randn(case.batch, case.num_qo_heads, columns, **options)
-        shape = (pages, PAGE_SIZE, columns) if case.is_latent else (
-            pages, 2, PAGE_SIZE, case.num_kv_heads, case.head_dim
-        )  # fmt: skip
+        shape = (
+            (pages, PAGE_SIZE, columns)
+            if case.is_latent
+            else (pages, 2, PAGE_SIZE, case.num_kv_heads, case.head_dim)
+        )
         self.pages = torch.empty(shape, **options)
         for part in self.pages.split(max(1, pages // 16)):
             part.normal_()
@@ -136,18 +138,36 @@ class DecodeArrays:
             latent = cupyattn.BatchMLAPagedAttentionWrapper(workspace)
             rows = np.arange(case.batch + 1, dtype=np.int32)
             latent.plan(
-                rows, indptr, indices, lens, case.num_qo_heads, case.head_dim, case.rope_dim,
-                PAGE_SIZE, False, 192.0**-0.5, torch.bfloat16, torch.bfloat16,
+                rows,
+                indptr,
+                indices,
+                lens,
+                case.num_qo_heads,
+                case.head_dim,
+                case.rope_dim,
+                PAGE_SIZE,
+                False,
+                192.0**-0.5,
+                torch.bfloat16,
+                torch.bfloat16,
                 output_dtype=o_dtype,
-            )  # fmt: skip
+            )
             split = self.q.split((case.head_dim, case.rope_dim), -1)
             caches = self.pages.split((case.head_dim, case.rope_dim), -1)
             return lambda: latent.run(*split, *caches, out=out, lse=lse, return_lse=True)
         decode = cupyattn.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
         decode.plan(
-            indptr, indices, last, case.num_qo_heads, case.num_kv_heads, case.head_dim, PAGE_SIZE,
-            q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, o_data_type=o_dtype,
-        )  # fmt: skip
+            indptr,
+            indices,
+            last,
+            case.num_qo_heads,
+            case.num_kv_heads,
+            case.head_dim,
+            PAGE_SIZE,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+            o_data_type=o_dtype,
+        )
         return lambda: decode.run(self.q, self.pages, out=out, lse=lse, return_lse=True)
 
 
@@ -210,9 +230,14 @@ def run_prompt(rank: Rank, case: Prompt) -> None:
         us = rank.time_step(lambda prefill=prefill: prefill.run(*own), 1)
         off = (prefill.run(*own).float() - expected).abs().max()
         rank.add(
-            "prompt", case.name, us, world=group.size, path=method, off=float(off),
+            "prompt",
+            case.name,
+            us,
+            world=group.size,
+            path=method,
+            off=float(off),
             chosen=prefill.describe(),
-        )  # fmt: skip
+        )
 
 
 def prompt_alone(
@@ -223,9 +248,14 @@ def prompt_alone(
     ragged = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     indptr = np.array([0, case.tokens], np.int32)
     ragged.plan(
-        indptr, indptr, case.num_qo_heads, case.num_kv_heads, case.head_dim, causal=True,
+        indptr,
+        indptr,
+        case.num_qo_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        causal=True,
         q_data_type=torch.bfloat16,
-    )  # fmt: skip
+    )
     return lambda: ragged.run(q, k, v)
 
 
@@ -241,10 +271,17 @@ def prompt_share(
     counts = ends // PAGE_SIZE
     indices = np.concatenate([np.arange(n, dtype=np.int32) for n in counts])
     pages.plan(
-        starts, np.concatenate(([0], np.cumsum(counts))).astype(np.int32), indices,
-        np.full(len(ends), PAGE_SIZE, np.int32), case.num_qo_heads, case.num_kv_heads,
-        case.head_dim, PAGE_SIZE, causal=True, q_data_type=torch.bfloat16,
-    )  # fmt: skip
+        starts,
+        np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        indices,
+        np.full(len(ends), PAGE_SIZE, np.int32),
+        case.num_qo_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        PAGE_SIZE,
+        causal=True,
+        q_data_type=torch.bfloat16,
+    )
     own = torch.cat([q[end - rows : end] for end in ends])
     paged = [x.view(-1, PAGE_SIZE, case.num_kv_heads, case.head_dim) for x in (k, v)]
     return lambda: pages.run(own, tuple(paged))
@@ -276,9 +313,13 @@ def run_exchange(rank: Rank, rows: int, heads: int, head_dim: int) -> None:
         rank.add(kind, name, us, path=path, sent_bytes=sent, **facts)
     by_torch = TorchExchange(o, lse, out)
     rank.add(
-        "exchange_torch", name, rank.time_step(by_torch.run, 2 * _LAYERS), path="torch",
-        sent_bytes=sent, **facts,
-    )  # fmt: skip
+        "exchange_torch",
+        name,
+        rank.time_step(by_torch.run, 2 * _LAYERS),
+        path="torch",
+        sent_bytes=sent,
+        **facts,
+    )
 
 
 class TorchExchange:

@@ -76,7 +76,7 @@ class KeyShare:
     def count(self, tokens: Any) -> Any:
         """How many of a sequence's first `tokens` tokens this rank holds; 0 for negative numbers.
 
-        Of whole lengths, these are the lengths of this rank.
+        The count of a whole length is the length that this rank has.
         """
         run = self.cp_kv_cache_interleave_size
         if isinstance(tokens, np.ndarray):

@@ -146,7 +146,7 @@ class Watch:
                 os.close(descriptor)
 
     def _said(self, ended: list[int]) -> str | None:
-        """Of processes that have no descriptor, /proc says whether they are still the same."""
+        """/proc says whether a process that has no descriptor is still the same."""
         for rank, (process, since) in self._processes.items():
             is_other = since and started(process) != since
             if rank in ended or is_other:

@@ -45,7 +45,7 @@ class ZigZag:
         rows = read_rows(qo_indptr)
         self.qo_indptr = rows.indptr
         self.lengths = rows.lengths
-        # Of each request, the position at which every piece begins, and its length behind the last.
+        # Where every piece of a request begins, and behind the last one the request's length.
         self.begins = self.lengths[:, None] * np.arange(2 * self.size + 1) // (2 * self.size)
 
     @property
@@ -54,7 +54,7 @@ class ZigZag:
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks."""
+        """The tokens of all ranks."""
         return int(self.qo_indptr[-1])
 
     def pieces(self, rank: int) -> tuple[int, int]:

@@ -321,7 +321,7 @@ def _lengths(share: ZigZag) -> dict[str, Any]:
 
 
 def _key_bytes(options: PrefillOptions) -> int:
-    """Of a token's keys and values."""
+    """The bytes of a token's keys and values."""
     _, num_kv_heads, dim_qk, dim_vo = options.heads_and_dims
     return num_kv_heads * (dim_qk + dim_vo) * options.dtype.itemsize
 

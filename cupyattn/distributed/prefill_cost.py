@@ -77,7 +77,7 @@ class Prompt:
 
     @property
     def key_bytes(self) -> int:
-        """Of one token's keys and values, of all KV heads."""
+        """The bytes of one token's keys and values, of all KV heads."""
         return self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo) * self.itemsize
 
     @property
@@ -184,7 +184,8 @@ def _gather(prompt: Prompt, rates: Rates, attention: float, num_chunks: int) -> 
     rows = prompt.num_tokens / prompt.size
     if num_chunks == 1:
         return packed + come + placed + attention + 4 * rates.launch
-    # Of rank 0, whose early piece has the least to do while the late pieces are on their way.
+    # Rank 0 waits longest: its early piece has the least to do while the late pieces are on their
+    # way.
     early = attention / (4 * prompt.size)
     waits = come / 2 + max(early, come / 2) - early
     waves = _last_wave(prompt, attention / 2, rows / 2)

@@ -49,7 +49,7 @@ class PrefillOptions:
 
     @property
     def dtype(self) -> DType:
-        """Of q, k and v."""
+        """The dtype of q, k and v."""
         return self.spec.dtype_q
 
     def facts(self) -> dict[str, Any]:
