@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.bench.between import Between
 from cupyattn.bench.event_clock import FLUSH_BYTES, EventClock
 from cupyattn.bench.timing import PREHEAT_SECONDS, ContextLost, Timing
-from cupyattn.bench.timing import calls_a_visit as calls_a_visit
 from cupyattn.bench.timing import describe as describe
 from cupyattn.bench.timing import measure as measure
 from cupyattn.bench.timing import random_order as random_order
 from cupyattn.bench.timing import round_order as round_order
+from cupyattn.core.cupy_module import cupy_module
 
 HOST_CALLS = 200  # far fewer than the driver's launch queue holds, so no call waits for the GPU
 
@@ -67,12 +68,27 @@ class Clock(EventClock):
         super().__init__()
         self._torch = torch
         self._scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._between = Between()
 
     def _event(self) -> Any:
         return self._torch.cuda.Event(enable_timing=True)
 
     def _flush(self) -> None:
         self._scratch.zero_()
+
+    def _run_other_code(self) -> None:
+        self._between.run_code(self._current())
+
+    def _hold(self, us: float) -> None:
+        self._between.hold(us, self._current())
+
+    def _current(self) -> Any:
+        """Torch's current stream as one of CuPy's."""
+        cuda = cupy_module().cuda
+        return cuda.ExternalStream(self._torch.cuda.current_stream().cuda_stream)
+
+    def _has_passed(self, event: Any) -> bool:
+        return bool(event.query())
 
     def _us_between(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) * 1e3

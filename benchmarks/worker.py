@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cupyattn.bench.event_clock import BETWEEN
+
 from . import machine, oracle, peers
 from .batch.case import BatchCase
 from .batch.inputs import make_batch_inputs
@@ -68,7 +70,7 @@ def run(args: Namespace) -> int:
     results = Results(args.out / FILE_NAME, _SAVE_SECONDS)
     clock = Clock()
     if "header" not in results.data:
-        results.data["header"] = machine.header(args.commit)
+        results.data["header"] = machine.header(args.commit) | {"between": BETWEEN}
         results.data["ceilings"] = clock.ceilings()
         results.save()
     try:

@@ -1,4 +1,5 @@
-"""Latent attention (MLA): ours, planned and not, FlashInfer's wrapper, FlashAttention-3 with q_v.
+"""Latent attention (MLA): ours, planned and not, FlashInfer's wrapper, FlashAttention-3 with q_v,
+FlashMLA.
 
 Inputs are those of a batch whose values are the first 512 columns of its keys. The scale is that of
 all cases, 1 / sqrt of the columns. Sparse attention is ours by lists; the peers on this device have
@@ -15,6 +16,7 @@ from typing import Any
 from ..candidate import Candidate, Unsupported
 from ..peers.fa3 import NAME as FA3
 from ..peers.fa3 import forward
+from ..peers.flashmla import dense
 from .case import BatchCase
 from .inputs import BatchInputs
 from .wrappers import Calls, as_array, empty_output, next_plan, workspace
@@ -27,9 +29,13 @@ def candidates(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidat
             raise Unsupported("CUPYATTN_PORTABLE is not 1")
         if case.pool:
             return _lists(name, case, inputs)
+        if case.op == "flash_mla":
+            return [_with_kvcache(name, case, inputs)]
         return [_wrapper(name, import_module("cupyattn.mla"), {}, case, inputs)]
     if name == "ours_trtllm":
         return [_planless(name, case, inputs)]
+    if name == "flashmla":
+        return [_flash_mla(case, inputs)]
     if name == FA3:
         return [_fa3(case, inputs)]
     library = import_module("flashinfer.mla")
@@ -141,6 +147,45 @@ def _lists(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
 
         result.append(Candidate(name, "list in a graph", replay, rows))
     return result
+
+
+def _cache(case: BatchCase, inputs: BatchInputs) -> tuple[Any, Any, Any]:
+    """q [b, rows, heads, 576], the page table and the lengths, as FlashMLA takes them."""
+    import torch
+
+    assert inputs.tables is not None
+    if len(set(case.q_lens)) != 1:
+        raise Unsupported("has equally many rows a request")
+    tables = (inputs.tables.block_table(), inputs.tables.kv_lens)
+    table, kv_lens = (torch.from_numpy(x).to(inputs.q.device) for x in tables)
+    return inputs.q.view(case.batch, -1, *inputs.q.shape[1:]), table, kv_lens
+
+
+def _with_kvcache(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
+    """FlashMLA's function of ours, which plans on the device."""
+    q, table, kv_lens = _cache(case, inputs)
+    library = import_module("cupyattn.flash_mla")
+    meta = library.get_mla_metadata()
+    call = functools.partial(
+        library.flash_mla_with_kvcache,
+        *(q, inputs.k, table, kv_lens, case.head_dim_vo, *meta),
+        softmax_scale=_scale(case),
+        causal=case.causal,
+    )
+    shape = (1, -1, case.num_qo_heads, case.head_dim_vo)
+    return Candidate(name, "flash_mla", call, lambda answer: answer[0].view(shape))
+
+
+def _flash_mla(case: BatchCase, inputs: BatchInputs) -> Candidate:
+    """FlashMLA itself; its schedule is made beforehand, once for these lengths."""
+    if case.page_size != 64:
+        raise Unsupported("FlashMLA takes pages of 64")
+    if case.kv_dtype != "bfloat16" or case.pool:
+        raise Unsupported("measured over pages of bfloat16 only")
+    q, table, kv_lens = _cache(case, inputs)
+    call = dense(q, inputs.k, table, kv_lens, case.head_dim_vo, _scale(case), case.causal)
+    shape = (1, -1, case.num_qo_heads, case.head_dim_vo)
+    return Candidate("flashmla", "dense", call, lambda answer: answer[0].view(shape))
 
 
 def _fa3(case: BatchCase, inputs: BatchInputs) -> Candidate:

@@ -26,6 +26,8 @@ def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
     q, options = inputs.q, _options(case, inputs)
     if case.api == "decode":
         q = q[:, None]
+    elif case.op == "kvcache":
+        q = q.view(case.batch, -1, *q.shape[1:])
     shape = (1, -1, case.num_qo_heads, case.head_dim_vo)
 
     def candidate(variant: str, num_splits: int, arrays: Any, given: dict[str, Any]) -> Candidate:
@@ -54,7 +56,7 @@ def _options(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
     }
     if case.window_left >= 0:
         options |= {"window_size_left": case.window_left, "window_size_right": 0}
-    if case.api != "decode":
+    if case.api != "decode" and case.op != "kvcache":
         options |= {"cu_seqlens_q": on_device(inputs.qo_indptr), "max_seqlen_q": max(case.q_lens)}
     if inputs.tables is None:
         lengths = {"cu_seqlens_k": on_device(inputs.kv_indptr), "max_seqlen_k": max(case.kv_lens)}

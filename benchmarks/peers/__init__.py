@@ -13,6 +13,7 @@ from ..merge.case import MergeCase
 PEERS = (
     *("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa"),
     *("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
+    *("fa4", "flashmla"),
 )
 OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm")
 IMPLEMENTATIONS = (*OURS, *PEERS)
@@ -23,11 +24,16 @@ _BATCH = {
     "batch_decode": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
     "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
     "verify": ("ours", "fa3", "flashinfer_fa2"),
-    "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_cudnn"),
+    "ragged": (
+        *("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_cudnn", "fa4"),
+    ),
+    "varlen": ("ours", "fa3", "fa4"),
+    "kvcache": ("ours", "fa3"),
     "cascade": ("ours", "ours_apart", "flashinfer_fa2"),
     "mixed": ("ours", "ours_apart", "fa3", "flashinfer_fa2"),
     "host_batch": ("ours", "flashinfer_fa2"),
-    "mla": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
+    "mla": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashmla"),
+    "flash_mla": ("ours", "flashmla"),
 }
 # The peer of kernels that do without Hopper's instructions.
 _PORTABLE = ("ours", "flashinfer_fa2")
@@ -74,6 +80,8 @@ def _of_batch(name: str, case: BatchCase, inputs: Any, build: bool) -> list[Cand
         flashinfer = import_module(".batch.peer_flashinfer", "benchmarks")
         return list(flashinfer.candidates(backend, case, inputs, build))
     module = name if name in OURS else f"peer_{backend or library}"
+    if name == "ours" and case.op in ("varlen", "kvcache"):
+        module = "ours_flash_attn"
     result = import_module(f".batch.{module}", "benchmarks")
     if library == "flashinfer" and not build:
         result.check(case)

@@ -239,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", default=",".join(OPS))
     parser.add_argument("--case", default="*", help="globs of case names, by comma")
     parser.add_argument("--sweep", help="SEED:COUNT, the shapes of such a sweep instead of cases")
+    parser.add_argument("--groups", default="", help="of that sweep, by comma")
     parser.add_argument("--peers", default=",".join(_BACKENDS))
     parser.add_argument("--jobs", type=int, default=6, help="modules at once (default 6)")
     parser.add_argument("--log", type=Path, help="write what was built, with seconds, as JSON")
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases: Sequence[AnyCase] = select(args.op.split(","), args.case.split(","))
     if args.sweep:
         seed, _, count = args.sweep.partition(":")
-        cases = draw_cases(int(seed), int(count or 200))
+        cases = draw_cases(int(seed), int(count or 200), [x for x in args.groups.split(",") if x])
     wanted = modules(cases, backends)
     wanted.sort(key=lambda module: module.backend != "fa3")  # the slow ones first
     start = time.perf_counter()

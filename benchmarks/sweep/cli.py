@@ -19,13 +19,17 @@ from ..results import FILE_NAME
 from ..timing import random_order
 from ..worker import PROGRESS_NAME
 from .draw import draw_cases
+from .groups import GROUPS
 from .plans import compile_ahead
 from .profiles import FILE_NAME as PROFILES_NAME
 from .summary import summarise_sweep, table
 
 SUMMARY_NAME = "sweep.json"
 TABLE_NAME = "sweep.txt"
-_PEERS = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_cudnn")
+_PEERS = (
+    *("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_cudnn"),
+    *("fa4", "flashmla"),
+)
 _PROFILE_SECONDS = 90.0
 _PREHEAT_SECONDS = 0.05  # a case; the one before has just kept the GPU busy
 
@@ -83,6 +87,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200, help="shapes (default 200)")
     parser.add_argument("--skip", type=int, default=0, help="leave the first shapes out")
     parser.add_argument(
+        "--groups", type=names_of("group", list(GROUPS)), default=[],
+        help=f"draw from these alone, in turn: {','.join(GROUPS)}",
+    )  # fmt: skip
+    parser.add_argument(
         "--seconds", type=float, default=400.0, help="budget; later shapes are skipped"
     )
     parser.add_argument(
@@ -100,7 +108,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--profiles", type=int, default=10, help="of the worst shapes (default 10; 0: none)"
     )
-    parser.add_argument("--rounds", type=int, default=4, help="rounds a shape (default 4)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds a shape (default 5)")
     parser.add_argument("--out", type=Path, help=f"folder of {SUMMARY_NAME} and {TABLE_NAME}")
     parser.add_argument("--commit", default=os.environ.get("CUPYATTN_BENCH_COMMIT"))
     parser.add_argument("--list", action="store_true", help="print the drawn shapes and stop")
@@ -115,7 +123,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.out = Path(f"sweep-{args.seed}")
     if args.deadline is None:
         args.deadline = time.time() + args.seconds
-    args.cases = draw_cases(args.seed, args.skip + args.count)[args.skip :]
+    args.cases = draw_cases(args.seed, args.skip + args.count, args.groups)[args.skip :]
     args.build, args.preheat = not args.no_build, _PREHEAT_SECONDS
     args.order = partial(_order, args.seed)
     return args

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..batch.case import BatchCase
+from .groups import GROUPS
 from .models import MODELS, TENSOR_PARALLEL, Model
 
 _PAGE_SIZES = (1, 16, 16, 16, 32, 64, 128)
@@ -15,27 +16,47 @@ _MOST_KEYS = 131072  # of one request
 _MAX_KV_BYTES = 3 << 30  # of a case: the pool is random numbers, made anew for each case
 _MAX_FLOPS = 6e12  # of a case: some 10 ms
 _CHECKED = 12  # requests of a case
-_WEIGHTS = {"decode": 8, "verify": 3, "prompt": 6, "append": 2, "mixed": 3}
+_WEIGHTS = {"decode": 8, "verify": 3, "prompt": 6, "append": 2, "mixed": 3} | {
+    name: 1 for name in GROUPS
+}
 _SAME_LENGTH = 0.35  # of batches
 
 Draw = Callable[[random.Random, Model], BatchCase]
 
 
-def draw_cases(seed: int, count: int) -> list[BatchCase]:
-    """The first `count` cases of a seed. A longer draw begins with a shorter one."""
-    return [draw_case(seed, number) for number in range(count)]
+def draw_cases(seed: int, count: int, groups: Sequence[str] = ()) -> list[BatchCase]:
+    """The first `count` cases of a seed, of all schedules or of these in turn. A longer draw
+    begins with a shorter one."""
+    return [
+        draw_case(seed, number, groups[number % len(groups)] if groups else None)
+        for number in range(count)
+    ]
 
 
-def draw_case(seed: int, number: int) -> BatchCase:
-    """One case: a model's shard, a schedule and its lengths. The name says what they are."""
+def draw_case(seed: int, number: int, schedule: str | None = None) -> BatchCase:
+    """One case: a model's shard, a schedule, the drawn one or this, and its lengths. The name says
+    what they are."""
     generator = random.Random(f"{seed}/{number}")
-    schedule = generator.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
-    model, parallel = _shard(generator, schedule)
-    case = _fit(_SCHEDULES[schedule](generator, model))
+    drawn = generator.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+    schedule = schedule or drawn
+    if schedule in GROUPS:
+        case = _fit(GROUPS[schedule].draw(generator))
+        label = _lengths_label(case)
+    else:
+        model, parallel = _shard(generator, schedule)
+        case = _fit(_SCHEDULES[schedule](generator, model))
+        label = f"{model.name}_tp{parallel}"
     window = f"_w{case.window_left + 1}" if case.window_left >= 0 else ""
     heads = f"{case.num_qo_heads}h{case.num_kv_heads}"
-    label = f"{schedule}_{model.name}_tp{parallel}_{heads}_d{case.head_dim_qk}{window}"
-    return replace(case, name=f"s{seed}_{number:03d}_{label}_b{case.batch}")
+    named = f"{schedule}_{label}_{heads}_d{case.head_dim_qk}{window}_b{case.batch}"
+    return replace(case, name=f"s{seed}_{number:03d}_{named}")
+
+
+def _lengths_label(case: BatchCase) -> str:
+    """Rows and keys of the longest request, and the page size; "to" where lengths differ."""
+    q_len, kv_len = max(case.q_lens), max(case.kv_lens)
+    keys = f"{'' if len(set(case.kv_lens)) == 1 else 'to'}{kv_len}"
+    return f"q{q_len}_k{keys}" + (f"_p{case.page_size}" if case.page_size else "")
 
 
 def schedule_of(case: BatchCase) -> str:
@@ -44,7 +65,9 @@ def schedule_of(case: BatchCase) -> str:
 
 
 def model_of(case: BatchCase) -> str:
-    """The model in the name of a drawn case."""
+    """The model in the name of a drawn case; groups have none, and stand for one."""
+    if schedule_of(case) in GROUPS:
+        return schedule_of(case)
     return "_".join(case.name.split("_")[3:]).partition("_tp")[0]
 
 

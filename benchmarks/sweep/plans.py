@@ -8,9 +8,18 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from cupyattn.bench.tiles.plans import plan_of as plan_of
+from cupyattn.bench.tiles.plans import Planned
+from cupyattn.bench.tiles.plans import plan_of as batch_plan
 
 from ..batch.case import BatchCase
+
+_PLANLESS = ("varlen", "kvcache")
+
+
+def plan_of(case: BatchCase) -> Planned | None:
+    """The plan of a case; None of those of several kinds of requests, of latent attention, and
+    where no plan is made."""
+    return None if case.op in _PLANLESS or case.api == "mla" else batch_plan(case)
 
 
 def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:

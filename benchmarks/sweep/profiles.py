@@ -82,7 +82,7 @@ def profile_shape(entry: dict[str, Any], seed: int, clock: Clock) -> dict[str, A
     """The kernels of ours and of the best peer of one of the worst shapes."""
     from ..batch.inputs import make_batch_inputs
 
-    case = draw_case(seed, int(entry["case"].split("_")[1]))
+    case = draw_case(seed, int(entry["case"].split("_")[1]), entry["schedule"])
     inputs = make_batch_inputs(case)
     result: dict[str, Any] = {}
     for label in ("ours", entry["best_peer"]):

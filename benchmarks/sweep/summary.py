@@ -8,6 +8,8 @@ from typing import Any
 
 from ..batch.case import BatchCase
 from .draw import model_of, schedule_of
+from .groups import judge
+from .groups import lines_of as lines_of_groups
 from .predict import as_on, predict
 from .profiles import lines_of
 
@@ -39,6 +41,7 @@ def summarise_sweep(cases: Iterable[BatchCase], results: dict[str, Any]) -> dict
         "wrong": wrong,
         "not_repeatable": sorted(x["case"] for x in ours if x.get("repeatable") is False),
         "all": figures(entry["ratio"] for entry in rated),
+        "groups": judge(entries, results.get("ceilings", {}).get("gbps", math.inf)),
         "by_schedule": _by(rated, lambda entry: entry["schedule"]),
         "by_model": _by(rated, lambda entry: entry["model"]),
         "by_kv_heads": _by(rated, lambda entry: str(entry["num_kv_heads"])),
@@ -107,6 +110,8 @@ def table(summary: dict[str, Any]) -> str:
         _heading("group"),
         _line("all", summary["all"]),
     ]
+    if summary["groups"]:
+        lines += ["", *lines_of_groups(summary["groups"])]
     for name in ("by_schedule", "by_kv_heads", "by_batch", "by_model"):
         lines += ["", _heading(name.replace("_", " "))]
         lines += [_line(group, result) for group, result in summary[name].items()]
@@ -149,6 +154,7 @@ def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
         "query_rows": case.q_offsets[-1],
         "keys": f"{min(kv_lens)}..{max(kv_lens)}",
         "ratio": result["best_peer_over_ours"],
+        "bytes": result["bytes"],
         "ours_us": result["ours_us"],
         "best_peer": result["best_peer"],
         "best_peer_us": result["best_peer_us"],

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..core.cupy_module import cupy_module
+from .between import Between
 from .event_clock import FLUSH_BYTES, EventClock
 from .timing import PREHEAT_SECONDS, ContextLost, describe
 
@@ -22,12 +23,22 @@ class Clock(EventClock):
         self._null = self._cupy.cuda.Stream.null
         super().__init__(self._null)
         self._scratch = self._cupy.cuda.alloc(FLUSH_BYTES)
+        self._between = Between()
 
     def _event(self) -> Any:
         return self._cupy.cuda.Event()
 
     def _flush(self) -> None:
         self._scratch.memset_async(0, FLUSH_BYTES, self._null)
+
+    def _run_other_code(self) -> None:
+        self._between.run_code(self._null)
+
+    def _hold(self, us: float) -> None:
+        self._between.hold(us, self._null)
+
+    def _has_passed(self, event: Any) -> bool:
+        return bool(event.done)
 
     def _us_between(self, begin: Any, end: Any) -> float:
         return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e3

@@ -1,8 +1,11 @@
-"""How time is taken: cold L2, CUDA events around one call, implementations interleaved, medians.
+"""How time is taken: cold L2, other code before each sample, CUDA events around one call,
+implementations interleaved, medians.
 
-The order of visits in a round is A B C, C B A, so a drift of clocks or temperature falls on all
-alike. In random order nobody always follows the same neighbour. Nothing here knows attention or a
-device: what needs a GPU is a `Stopwatch`, so the loop is tested without one.
+A visit is one call. In a model other kernels lie between two calls of one: what follows itself, its
+instructions still in the caches, is not what is asked for. The order of visits in a round is A B C,
+C B A, so a drift of clocks or temperature falls on all alike. In random order nobody always follows
+the same neighbour. Nothing here knows attention or a device: what needs a GPU is a `Stopwatch`, so
+the loop is tested without one.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from typing import Any, Protocol
 import numpy as np
 
 PREHEAT_SECONDS = 0.2
-_VISIT_US = 2000.0
-_MAX_CALLS_A_VISIT = 5
 
 
 class ContextLost(Exception):
@@ -73,13 +74,12 @@ def measure(
     keeps its error and drops out; ContextLost is the only exception that leaves.
     """
     timings = [Timing() for _ in calls]
-    repeats = [1] * len(calls)
-    for i, visit in _visits(calls, timings, watch, repeats, range(len(calls))):
-        repeats[i] = calls_a_visit(min(watch.read(visit)))
+    for _ in _visits(calls, timings, watch, range(len(calls))):
+        pass  # the first call of each sets it up
     for done in range(rounds):
         if done and now() > deadline:
             break
-        for i, visit in _visits(calls, timings, watch, repeats, order(len(calls))):
+        for i, visit in _visits(calls, timings, watch, order(len(calls))):
             timings[i].samples += watch.read(visit)
     return timings
 
@@ -88,24 +88,18 @@ def _visits(
     calls: Sequence[Callable[[], Any]],
     timings: list[Timing],
     watch: Stopwatch,
-    repeats: list[int],
     order: Sequence[int],
 ) -> Iterator[tuple[int, Any]]:
     visits = []
     for i in order:
         if timings[i].error is None:
             try:
-                visits.append((i, watch.visit(calls[i], repeats[i])))
+                visits.append((i, watch.visit(calls[i], 1)))
             except Exception as error:
                 timings[i].error = describe(error)
                 watch.check_alive()
     watch.wait()
     yield from visits
-
-
-def calls_a_visit(us: float) -> int:
-    """Short calls are repeated within a visit, so that they get more samples in the same time."""
-    return max(1, min(_MAX_CALLS_A_VISIT, int(_VISIT_US / max(us, 1e-3))))
 
 
 def describe(error: BaseException) -> str:

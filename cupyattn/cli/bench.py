@@ -16,6 +16,7 @@ from ..array import Device
 from ..bench import machine, peers, report, trial
 from ..bench.cases import CASES, Case
 from ..bench.clock import Clock
+from ..bench.event_clock import BETWEEN
 from ..bench.inputs import Arrays
 from ..bench.run import OURS, Settings, rows
 from ..bench.timing import ContextLost
@@ -72,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
         remedy = f".\n{_REMEDY}" if isinstance(error, DeviceError) else ""
         print(f"cupyattn bench: {error}{remedy}", file=sys.stderr)
         return 2
-    record = report.Record(args.out, {**machine.header(_INDEX), "seed": settings.seed})
+    record = report.Record(
+        args.out, {**machine.header(_INDEX), "seed": settings.seed, "between": BETWEEN}
+    )
     record.data["copy_gbps"] = clock.copy_gbps()
     print(report.heading(record.data), flush=True)
     try:

@@ -26,7 +26,7 @@ from .rows import Row
 
 Instance = tuple[str, jit.Config]
 
-_ROUNDS = 3
+_ROUNDS = 5
 _MAX_ERROR = 0.02  # between the outputs of two candidates, of their norm: rounding alone is less
 _COMPARED_ROWS = 256
 
@@ -162,6 +162,7 @@ def _rows_of_case(
             us=timing.percentile(50),
             told=told,
             is_chosen=is_chosen,
+            between="code",
         )
         rows.append(row)
     return rows

@@ -40,6 +40,8 @@ class Row:
     us           the median of the samples
     told         what the card's data said before, in microseconds; None where nothing
     is_chosen    whether a plan took it then
+    between      what lay between the samples beside a flush of L2: "code", other kernels'; empty in
+                 rows that were measured before it did
     """
 
     card: str
@@ -50,6 +52,7 @@ class Row:
     us: float
     told: float | None
     is_chosen: bool
+    between: str = ""
 
 
 def write(rows: Iterable[Row], path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,15 @@ import pytest
 from benchmarks import cli, peers
 from benchmarks.batch.case import BatchCase
 from benchmarks.batch.oracle import checked_requests
+from benchmarks.peers import flashmla as flashmla_library
 from benchmarks.peers import prebuild
 from benchmarks.results import FILE_NAME, Results
 from benchmarks.sweep import cli as sweep
 from benchmarks.sweep import profiles
 from benchmarks.sweep.draw import _MAX_FLOPS, _MAX_KV_BYTES, draw_case, draw_cases, schedule_of
+from benchmarks.sweep.groups import GROUPS, judge
 from benchmarks.sweep.models import MODELS, Model
-from benchmarks.sweep.plans import instances
+from benchmarks.sweep.plans import instances, plan_of
 from benchmarks.sweep.predict import as_on, predict
 from benchmarks.sweep.summary import figures, prediction_errors, summarise_sweep, table
 from benchmarks.timing import random_order
@@ -42,10 +46,11 @@ def test_drawn_cases_are_valid_and_bounded() -> None:
         assert case.num_qo_heads % case.num_kv_heads == 0
         assert all(0 < q <= kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True)) or (
             not case.causal and case.op == "ragged"
-        )
+        ), case.name
         assert case.api != "decode" or set(case.q_lens) == {1}
         assert case.api != "verify" or (len({*case.q_lens}) == 1 and 2 <= case.q_lens[0] <= 8)
         assert case.api not in ("ragged", "mixed") or not case.sinks
+        assert case.op not in ("kvcache", "flash_mla") or len({*case.q_lens}) == 1
         width = case.num_kv_heads * (case.head_dim_qk + case.head_dim_vo)
         kv_bytes = case.kv_offsets[-1] * width * case.groups[0].kv_itemsize
         assert case.batch == 1 or kv_bytes <= _MAX_KV_BYTES
@@ -54,8 +59,8 @@ def test_drawn_cases_are_valid_and_bounded() -> None:
         if case.op == "mixed":
             assert case.q_lens == sorted(case.q_lens, key=lambda q_len: q_len == 1)
     drawn = Counter(map(schedule_of, cases))
-    assert set(drawn) == {"decode", "verify", "prompt", "append", "mixed"}
-    assert min(drawn.values()) > 10
+    assert set(drawn) == {"decode", "verify", "prompt", "append", "mixed", *GROUPS}
+    assert min(drawn.values()) > 4
     assert {case.kv_dtype for case in cases} == {"bfloat16", "float16", "float8_e4m3fn"}
     assert {1, 16, 32, 64, 128} <= {case.page_size for case in cases}
     assert any(case.sinks for case in cases) and any(case.logits_soft_cap for case in cases)
@@ -114,6 +119,157 @@ def test_oracle_knows_sinks_and_float16() -> None:
         np.testing.assert_allclose(item.answer, wanted[rows], rtol=1e-9)
 
 
+def test_groups_are_drawn_in_turn_and_alike() -> None:
+    """A name gives its case again, whatever groups it was drawn among."""
+    names = list(GROUPS)
+    cases = draw_cases(46, 12 * len(names), names)
+    assert [schedule_of(case) for case in cases] == names * 12
+    assert cases[8] == draw_case(46, 8, schedule_of(cases[8])) != draw_case(46, 8, "latent")
+    assert draw_cases(46, 3, ["latent"])[1] == draw_case(46, 1, "latent")
+    for case in cases:
+        assert case.head_dim_qk in {"latent": (576,), "flashmla": (576,)}.get(
+            schedule_of(case), (64, 72, 80, 96, 128, 192)
+        )
+    drawn = {name: [x for x in cases if schedule_of(x) == name] for name in names}
+    for case in drawn["prompts"]:
+        ((_, rows, keys),) = case.requests
+        assert 128 <= rows == keys <= 4096 and case.num_qo_heads <= 32
+    assert {case.head_dim_qk for case in drawn["encoders"]} == {64, 72, 80}
+    assert not any(case.causal for case in drawn["encoders"])
+    assert any(x.kv_lens[0] == 1500 != x.q_lens[0] for x in draw_cases(0, 40, ["encoders"]))
+    assert {case.num_qo_heads for case in drawn["latent"]} == {64, 128}
+    assert {case.page_size for case in drawn["latent"]} == {16, 64}
+    assert {max(case.q_lens) > 8 for case in drawn["kvcache"]} == {True, False}
+    for case in drawn["longdecode"]:
+        assert case.num_kv_heads == 1 or case.batch == 1
+        assert 150e6 < case.bytes < 800e6
+
+
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_ours_serves_each_group_rightly(group: str) -> None:
+    """The calls of each group, on a small shape of it, here served on the CPU."""
+    pytest.importorskip("torch")
+    from benchmarks import oracle
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.batch.oracle import expect_batch
+
+    case = draw_case(3, 5, group)
+    q_len = min(case.q_lens[0], 5)
+    kv_lens = (q_len + 4, q_len + 65) if case.is_paged else (q_len, q_len)
+    requests = tuple((1, q_len, kv_len) for kv_len in kv_lens)
+    heads = 8 if case.num_kv_heads == 1 else case.num_kv_heads
+    case = replace(case, requests=requests, num_qo_heads=heads)
+    inputs = make_batch_inputs(case, "cpu")
+    (offered,) = peers.candidates("ours", case, inputs)
+    if offered.buffer is not None:
+        offered.buffer.fill_(float("nan"))
+    assert oracle.judge(expect_batch(case, inputs), offered.output(offered.call())).ok
+
+
+def test_groups_are_judged_by_ratios_and_by_shares_of_a_copy(tmp_path: Any) -> None:
+    cases = draw_cases(7, 6, ["kvcache", "longdecode"])
+    results = Results(tmp_path / FILE_NAME)
+    results.data["ceilings"] = {"tflops": 800.0, "gbps": 1000.0}
+    for case, ratio in zip(cases, (1.2, 0.9, 0.96, 0.8, 1.1, 0.95), strict=True):
+        us = case.bytes / 1e6 / ratio if schedule_of(case) == "longdecode" else 10.0
+        ours = {"peer": "ours", "variant": "x", "us": us, "status": "timed", "repeatable": True}
+        peer = {"peer": "fa3", "variant": "fwd", "us": 10.0 * ratio, "status": "timed"}
+        rows = [{"case": case.name, "op": case.op} | row for row in (ours, peer)]
+        results.add_case(case, rows)
+    results.save()
+    options = ["--seed", "7", "--count", "6", "--groups", "kvcache,longdecode"]
+    found = sweep.write(sweep.parse([*options, "--out", str(tmp_path)]))
+    verify, decode = (found["groups"][name] for name in ("kvcache", "longdecode"))
+    assert list(found["groups"]) == ["kvcache", "longdecode"]
+    assert verify["count"] == decode["count"] == 3
+    # The mean is what is wanted, and one shape is not.
+    assert verify["geometric_mean"] > GROUPS["kvcache"].mean and not verify["met"]
+    assert verify["least"] == pytest.approx(0.96) and verify["worst"] == cases[2].name
+    assert decode["met"] and decode["least"] == pytest.approx(0.8)
+    assert decode["geometric_mean"] == pytest.approx((0.9 * 0.8 * 0.95) ** (1 / 3))
+    text = (tmp_path / sweep.TABLE_NAME).read_text()
+    assert "1.05, 0.97  NOT MET" in text and "0.88  met" in text
+    assert f"worst: {cases[2].name} (fa3:fwd)" in text
+    assert judge([], 1000.0) == {}
+
+
+def test_peers_that_are_not_here_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.candidate import Unsupported
+
+    monkeypatch.delenv("CUPYATTN_BENCH_FLASHMLA", raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    prompts, latent = (replace(draw_case(3, 0, x), requests=((2, 4, 4),)) for x in (
+        "prompts", "flashmla",
+    ))  # fmt: skip
+    flashmla_library.library.cache_clear()
+    for name, case, message in (
+        ("fa4", prompts, "flash-attn-4"),
+        ("flashmla", latent, "CUPYATTN_BENCH_FLASHMLA"),
+        ("flashmla", replace(latent, page_size=16), "pages of 64"),
+    ):
+        with pytest.raises(Unsupported, match=message):
+            peers.candidates(name, case, make_batch_inputs(case, "cpu"))
+
+
+def test_flashmla_is_given_its_schedule_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks import oracle
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.batch.oracle import expect_batch
+    from cupyattn.flash_mla import flash_mla_with_kvcache
+
+    asked: list[Any] = []
+
+    class Ops:
+        """FlashMLA's ops, as cupyattn serves them on a CPU."""
+
+        @staticmethod
+        def get_mla_decoding_metadata(*args: Any) -> Any:
+            asked.append(args[1:])
+            return "metadata", "splits"
+
+        @staticmethod
+        def fwd_kvcache_mla(
+            q: Any, cache: Any, dim: int, lengths: Any, table: Any, scale: float, causal: bool,
+            metadata: str, splits: str, is_fp8: bool, indices: None,
+        ) -> Any:  # fmt: skip
+            assert (metadata, splits, is_fp8, indices) == ("metadata", "splits", False, None)
+            return flash_mla_with_kvcache(
+                q, cache, table, lengths, dim, softmax_scale=scale, causal=causal
+            )
+
+    monkeypatch.setattr(flashmla_library, "library", lambda: Ops)
+    case = replace(draw_case(3, 0, "flashmla"), requests=((1, 2, 9), (2, 2, 70)), num_qo_heads=16)
+    inputs = make_batch_inputs(case, "cpu")
+    (offered,) = peers.candidates("flashmla", case, inputs)
+    expected = expect_batch(case, inputs)
+    assert all(oracle.judge(expected, offered.output(offered.call())).ok for _ in range(2))
+    assert asked == [(32, 1, None, False, None)] and torch.is_tensor(inputs.q)
+
+
+def test_fa4_is_called_dense_where_lengths_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchmarks import oracle
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.batch.oracle import expect_batch
+    from cupyattn import flash_attn
+
+    served = SimpleNamespace(
+        flash_attn_func=flash_attn.flash_attn_func,
+        flash_attn_varlen_func=flash_attn.flash_attn_varlen_func,
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", served)
+    case = draw_case(3, 0, "varlen")
+    for requests, variant in ((((3, 5, 5),), "dense"), (((1, 5, 5), (2, 3, 3)), "varlen")):
+        case = replace(case, requests=requests)
+        inputs = make_batch_inputs(case, "cpu")
+        (offered,) = peers.candidates("fa4", case, inputs)
+        assert offered.label == f"fa4:{variant}"
+        assert oracle.judge(expect_batch(case, inputs), offered.output(offered.call())).ok
+
+
 def test_figures_of_known_ratios() -> None:
     found = figures([0.5, 1.0, 2.0])
     assert found["geometric_mean"] == pytest.approx(1.0) and found["least"] == 0.5
@@ -155,7 +311,10 @@ def test_summary_of_a_run(tmp_path: Any) -> None:
     for group in ("by_schedule", "by_model", "by_kv_heads", "by_batch"):
         assert sum(x["count"] for x in found[group].values()) == 12
     by_kernels = found["prediction_by_kernels"]
-    assert sum(x["count"] for x in by_kernels.values()) == found["prediction"]["count"] == 13
+    planned = [case for case in cases[:14] if case.name != cases[2].name and plan_of(case)]
+    assert 8 < len(planned) < 13
+    assert sum(x["count"] for x in by_kernels.values()) == found["prediction"]["count"]
+    assert found["prediction"]["count"] == len(planned)
     assert all(found["bias"] > 0 for found in by_kernels.values())
     text = (tmp_path / sweep.TABLE_NAME).read_text()
     assert "told / taken" in text
@@ -243,7 +402,8 @@ def test_predictions_are_those_of_the_card_that_was_timed() -> None:
 
 def test_every_drawn_case_has_a_plan_and_kernels() -> None:
     cases = draw_cases(1, 12)
-    assert all(predict(case) for case in cases)
+    is_unplanned = [case.op in ("varlen", "kvcache") or case.api == "mla" for case in cases]
+    assert [predict(case) is None for case in cases] == is_unplanned and not all(is_unplanned)
     found = instances(cases)
     assert len(found) == len(set(found)) and "decode_sm80" in {name for name, _ in found}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -15,11 +16,12 @@ import pytest
 from helpers.fake_clock import FakeClock
 
 from cupyattn import array, cli
-from cupyattn.bench import clock, machine, peers, report, trial, wrappers
+from cupyattn.bench import between, clock, machine, peers, report, trial, wrappers
 from cupyattn.bench import run as running
 from cupyattn.bench.candidate import Candidate, Unsupported
 from cupyattn.bench.cases import CASES, Case
 from cupyattn.bench.check import expect, relative_error
+from cupyattn.bench.event_clock import BETWEEN
 from cupyattn.bench.inputs import NAN_BITS, Arrays, as_bits, make_inputs
 from cupyattn.bench.run import Settings
 from cupyattn.bench.timing import ContextLost
@@ -223,7 +225,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 class Driver:
     """CuPy's part of the clock: events take the time of a counter, which each launch moves on."""
 
-    def __init__(self, us_of_a_copy: float = 500.0, us_of_a_flush: float = 90.0) -> None:
+    def __init__(self, us_of_a_copy: float = 500.0) -> None:
         self.log: list[str] = []
         self.now, self.is_lost = 0.0, False
         driver = self
@@ -233,10 +235,21 @@ class Driver:
                 self.at = driver.now
                 driver.log.append("event")
 
+            @property
+            def done(self) -> bool:
+                return bool(driver.is_late and driver.is_late.pop())
+
+        class Module:
+            def __init__(self, code: str) -> None:
+                assert all(f"({name}, " in code for name in driver.kernels)
+
+            def get_function(self, name: str) -> Any:
+                return lambda grid, block, args: driver.launch(name, grid, args)
+
         class Memory:
             def memset_async(self, value: int, size: int, stream: Any) -> None:
                 driver.log.append(f"flush {size >> 20}")
-                driver.now += us_of_a_flush
+                driver.now += 90.0
 
             def copy_from_device_async(self, source: Any, size: int, stream: Any) -> None:
                 driver.now += us_of_a_copy
@@ -246,30 +259,49 @@ class Driver:
             if driver.is_lost:
                 raise RuntimeError("cudaErrorIllegalAddress: an illegal\nmemory access")
 
+        self.kernels = [f"code_{n}" for n in range(between.NUM_KERNELS)]
+        self.is_late: list[bool] = []  # whether the GPU has passed an event, the last one first
+        self.RawModule = Module
         self.cuda = SimpleNamespace(
             Event=Event,
-            Stream=SimpleNamespace(null=None),
+            Stream=SimpleNamespace(null=contextlib.nullcontext()),
             alloc=lambda size: Memory(),
             get_elapsed_time=lambda begin, end: (end.at - begin.at) / 1e3,
-            runtime=SimpleNamespace(deviceSynchronize=synchronize),
+            runtime=SimpleNamespace(
+                deviceSynchronize=synchronize,
+                getDevice=lambda: 0,
+                getDeviceProperties=lambda index: {"multiProcessorCount": 132},
+            ),
         )
 
+    def launch(self, name: str, grid: tuple[int], args: tuple[Any, ...]) -> None:
+        if name == "hold":
+            assert grid == (1,)
+            self.log.append(f"hold {int(args[0]) // 1000}")
+        else:
+            assert grid == (132,)
+            self.log.append(name)
+        self.now += 5.0
 
-def test_the_clock_flushes_before_each_call_and_times_the_call_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = Driver()
-    monkeypatch.setattr(clock, "cupy_module", lambda: driver)
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    result = Driver()
+    for module in (clock, between):
+        monkeypatch.setattr(module, "cupy_module", lambda: result)
+    return result
+
+
+def test_other_code_lies_between_two_calls_and_only_the_call_is_timed(driver: Driver) -> None:
     watch = clock.Clock()
 
     def call() -> None:
         driver.log.append("call")
         driver.now += 40.0
 
-    watch.visit(call, 0)  # counts the flushes: three of 90 us hide 250 us of the host
-    driver.log.clear()
     visit = watch.visit(call, 2)
-    assert driver.log == [*["flush 256"] * 3, "event", "call", "event"] * 2
+    before = ["flush 256", *driver.kernels, "hold 100"]
+    assert driver.log == [*before, "event", "call", "event"] * 2
     watch.wait()
     assert watch.read(visit) == pytest.approx([40.0, 40.0])
     # 1 GiB is read and written in 500 µs.
@@ -280,17 +312,28 @@ def test_the_clock_flushes_before_each_call_and_times_the_call_alone(
             ask()
 
 
-@pytest.mark.parametrize(("us", "count"), [(65.0, 4), (250.0, 1), (900.0, 1)])
-def test_flushes_hide_the_host_on_every_gpu(
-    us: float, count: int, monkeypatch: pytest.MonkeyPatch
+def test_a_call_that_the_gpu_waited_for_is_taken_again_behind_a_longer_hold(
+    driver: Driver,
 ) -> None:
-    driver = Driver(us_of_a_flush=us)
-    monkeypatch.setattr(clock, "cupy_module", lambda: driver)
     watch = clock.Clock()
-    watch.visit(lambda: None, 0)
-    driver.log.clear()
-    watch.visit(lambda: driver.log.append("call"), 1)
-    assert driver.log[: count + 1] == [*["flush 256"] * count, "event"]
+    times = iter([900.0, 700.0, 40.0])
+
+    def call() -> None:
+        driver.now += next(times)
+
+    driver.is_late = [False, True, True]
+    assert watch.read(watch.visit(call, 1)) == pytest.approx([40.0])
+    assert [x for x in driver.log if x.startswith("hold")] == ["hold 100", "hold 200", "hold 400"]
+    # A call that waits for the GPU itself is always late: it is not asked for ever.
+    driver.is_late, driver.log = [True] * 9, []
+    watch.visit(lambda: None, 1)
+    assert driver.log.count("flush 256") == 5 and "hold 1600" in driver.log
+
+
+def test_other_code_is_straight_and_as_large_as_is_said() -> None:
+    text = between.source()
+    assert "for (" not in text and between.CODE_BYTES == pytest.approx(230e3, rel=0.05)
+    assert BETWEEN["other_code_bytes"] == between.CODE_BYTES and BETWEEN["calls_a_visit"] == 1
 
 
 class Gpu(FakeClock):
@@ -317,6 +360,7 @@ def test_the_command_writes_what_can_be_pasted(
     data = json.loads((tmp_path / "new" / report.JSON_NAME).read_text())
     assert [row["case"] for row in data["rows"]] == ["small", "latent"]
     assert {"date", "cupyattn", "commit", "device", "versions", "nvrtc", "copy_gbps"} <= set(data)
+    assert data["between"] == BETWEEN
     assert data["seed"] == 3
     out = capsys.readouterr().out
     assert "4,000 GB/s" in out and "small" in out and "latent" in out
