@@ -21,9 +21,6 @@ from cupyattn.distributed.gather import HeadGather
 
 from . import ranks
 
-# Ranks are threads that run emulated kernels at the same time, in which the emulator has crashed.
-pytestmark = pytest.mark.slow
-
 
 def check_small(**facts: Any) -> None:
     with ranks.plugged_in(**facts) as found:

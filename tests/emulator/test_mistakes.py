@@ -73,8 +73,11 @@ SEEN_WHEN_PLAIN = {
 }
 
 
-def run(name: str, mode: str = "checked", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    kernel = library.load(build.build(build.Source.of_file(SOURCE), mode), "mistakes")
+def run(
+    name: str, mode: str = "checked", seed: int = 0, kernel: library.Library | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    if kernel is None:
+        kernel = library.load(build.build(build.Source.of_file(SOURCE), mode), "mistakes")
     values = np.arange(256, dtype=np.float32)
     # Between arrays of the call there is memory that is not the call's.
     memory = np.full(1024, np.nan, np.float32)

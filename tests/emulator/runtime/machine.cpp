@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -147,6 +148,17 @@ void wake(Warp& warp, uint32_t lanes) {
   }
 }
 
+void give_way() {
+  Thread& self = *machine.current;
+  for (int i = 1; i < machine.num_threads; ++i) {
+    Thread& other = machine.threads[(self.index + i) % machine.num_threads];
+    if (other.state != State::ready) continue;
+    enter(other);
+    switch_fiber(self.fiber, other.fiber, false);
+    return;
+  }
+}
+
 void make_stacks(int count) {
   const size_t old = machine.threads.size();
   if (old >= static_cast<size_t>(count)) return;
@@ -158,6 +170,10 @@ void make_stacks(int count) {
     thread.fiber.stack =
         static_cast<char*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (thread.fiber.stack == MAP_FAILED) {
+      perror("the stack of an emulated thread");
+      abort();
+    }
     // The lowest page catches a stack that is too short.
     mprotect(thread.fiber.stack, 4096, PROT_NONE);
   }
@@ -389,6 +405,7 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(
     return 1;
   }
   find_segments();
+  begin_global_memory();
   make_stacks(machine.num_threads);
   machine.warps.resize(machine.num_warps);
   const uint32_t cluster = static_cast<uint32_t>(request->cluster), width = gridDim.x / cluster;

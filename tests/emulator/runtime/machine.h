@@ -118,6 +118,8 @@ uint64_t code_offset(const void* code);
 // Gives way to other threads until somebody wakes this one.
 void stop(State state, Where where, void* code);
 void wake(Warp& warp, uint32_t lanes);
+// Lets the other threads that can run go on first.
+void give_way();
 void make_stacks(int count);
 void release_stacks();
 void begin_block(uint3 index);
@@ -144,6 +146,8 @@ void find_segments();
 void begin_shared_memory();
 // Between launches a library holds little: a test process has hundreds of them.
 void end_shared_memory();
+// A launch has ranges of its own.
+void begin_global_memory();
 void check_global(const void* pointer, size_t num_bytes, bool is_write, void* code);
 // An access by the present thread; by the whole warp, if `is_warps`.
 void read_shared(uint32_t offset, int num_bytes, bool is_warps, void* code);

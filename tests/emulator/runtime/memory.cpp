@@ -19,6 +19,12 @@ alignas(1024) thread_local unsigned char shared_bytes[emulator::kMaxSharedBytes]
 
 extern "C" void emulator_call_kernel(const void* params);
 
+// Where the system's linker finds thread-local storage: a library's, and a place in it.
+struct ThreadLocalPlace {
+  unsigned long module, offset;
+};
+extern "C" void* __tls_get_addr(ThreadLocalPlace* place);
+
 namespace emulator {
 
 SharedWindow shared_window;
@@ -42,6 +48,7 @@ struct Segment {
 };
 std::vector<Segment> segments;
 uintptr_t module_base = 0;
+ThreadLocalPlace window_place{};
 
 int find_module(dl_phdr_info* info, size_t, void*) {
   const uintptr_t inside = reinterpret_cast<uintptr_t>(&emulator_call_kernel);
@@ -61,7 +68,7 @@ int find_module(dl_phdr_info* info, size_t, void*) {
       const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
       segments.push_back({begin, begin + header.p_memsz});
     } else if (header.p_type == PT_TLS) {
-      shared_window.begin = static_cast<unsigned char*>(info->dlpi_tls_data);
+      window_place.module = info->dlpi_tls_modid;
       shared_window.bytes = header.p_memsz;
     }
   }
@@ -105,6 +112,9 @@ void find_segments() {
   known = shared_bytes;
   segments.clear();
   dl_iterate_phdr(find_module, nullptr);
+  // Not what `dlpi_tls_data` says: glibc (2.36) has null there, for one library in sixteen, while
+  // another thread loads a library.
+  shared_window.begin = static_cast<unsigned char*>(__tls_get_addr(&window_place));
 }
 
 uint32_t write_time(uint32_t record) { return record >> kWriteClockShift; }
@@ -268,17 +278,24 @@ void land_shared_copy(uint32_t offset, int num_bytes, void* code) {
   }
 }
 
+namespace {
+
+const Range* last_range = nullptr;  // that an access of this launch was in
+
+}  // namespace
+
+void begin_global_memory() { last_range = nullptr; }
+
 void check_global(const void* pointer, size_t num_bytes, bool is_write, void* code) {
-  static const Range* last = nullptr;
   const uint64_t begin = reinterpret_cast<uint64_t>(pointer), end = begin + num_bytes;
   const Range* ranges = machine.request.ranges;
   const Range* range_end = ranges + machine.request.num_ranges;
-  const Range* found = last;
-  if (found < ranges || found >= range_end || begin < found->begin || begin >= found->end) {
+  const Range* found = last_range;
+  if (found == nullptr || begin < found->begin || begin >= found->end) {
     found = std::upper_bound(ranges, range_end, begin,
                              [](uint64_t address, const Range& r) { return address < r.begin; });
     if (found != ranges) --found;
-    last = found;
+    last_range = found;
   }
   const char* verb = is_write ? "writes" : "reads";
   if (found >= range_end || begin < found->begin || end > found->end) {
@@ -417,6 +434,9 @@ void store_whole(void* pointer, Words4 value) {
 
 Words4 load_whole(const void* pointer) {
   check_whole(pointer, false, EMULATOR_CALLER);
+  // Who waits for words of another rank looks again and again: others of its block do the same
+  // meanwhile, and so do other ranks.
+  give_way();
   sched_yield();
   uint64_t halves[2];
   halves[1] = __atomic_load_n(static_cast<const uint64_t*>(pointer) + 1, __ATOMIC_ACQUIRE);
