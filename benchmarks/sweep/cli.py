@@ -19,8 +19,8 @@ from ..results import FILE_NAME
 from ..timing import random_order
 from ..worker import PROGRESS_NAME
 from .draw import draw_cases
-from .groups import GROUPS
-from .plans import compile_ahead
+from .groups import GROUPS, MAX_CODE_BYTES, PROMPT_OF_1K
+from .plans import code_bytes, compile_ahead
 from .profiles import FILE_NAME as PROFILES_NAME
 from .summary import summarise_sweep, table
 
@@ -54,12 +54,20 @@ def main(given: Sequence[str]) -> int:
     status = supervise(args, given)
     if not (args.out / FILE_NAME).exists():
         return status or 1
+    if args.groups:
+        args.code_bytes = _code_bytes()
     summary = write(args)
     if args.profiles and summary["worst"]:
         _profile(args)
         summary = write(args)
     print(table(summary), end="")
     return status
+
+
+def _code_bytes() -> int:
+    from cupyattn.core.device import device_props
+
+    return code_bytes(PROMPT_OF_1K, device_props(0).arch)
 
 
 def _profile(args: argparse.Namespace) -> None:
@@ -87,8 +95,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200, help="shapes (default 200)")
     parser.add_argument("--skip", type=int, default=0, help="leave the first shapes out")
     parser.add_argument(
-        "--groups", type=names_of("group", list(GROUPS)), default=[],
-        help=f"draw from these alone, in turn: {','.join(GROUPS)}",
+        "--groups", type=names_of("group", [*GROUPS, "all"]), default=[],
+        help=f"draw from these alone, in turn: {','.join(GROUPS)}; or all",
     )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=400.0, help="budget; later shapes are skipped"
@@ -119,12 +127,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--count and --rounds: wanted 1 or more; --skip: wanted 0 or more")
     if "ours" not in args.peers:
         args.peers.insert(0, "ours")
+    if "all" in args.groups:
+        args.groups = list(GROUPS)
     if args.out is None:
         args.out = Path(f"sweep-{args.seed}")
     if args.deadline is None:
         args.deadline = time.time() + args.seconds
     args.cases = draw_cases(args.seed, args.skip + args.count, args.groups)[args.skip :]
     args.build, args.preheat = not args.no_build, _PREHEAT_SECONDS
+    args.code_bytes = None
     args.order = partial(_order, args.seed)
     return args
 
@@ -141,6 +152,9 @@ def write(args: argparse.Namespace) -> dict[str, Any]:
         "header": results.get("header"),
         **summarise_sweep(args.cases, results),
     }
+    if args.code_bytes is not None:
+        met = args.code_bytes <= MAX_CODE_BYTES
+        summary["code"] = {"bytes": args.code_bytes, "wanted": MAX_CODE_BYTES, "met": met}
     if (args.out / PROFILES_NAME).exists():
         summary["profiles"] = json.loads((args.out / PROFILES_NAME).read_text())
     (args.out / SUMMARY_NAME).write_text(json.dumps(summary, indent=1))

@@ -181,6 +181,11 @@ GROUPS: dict[str, Group] = {
 }
 
 
+# The prompt whose code is weighed, and the most bytes of it that are wanted.
+PROMPT_OF_1K = BatchCase("1k", "ragged", "ragged", ((1, 1024, 1024),), 0, causal=True)
+MAX_CODE_BYTES = 60 << 10
+
+
 # --- what is wanted ---
 
 

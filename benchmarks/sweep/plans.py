@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import struct
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,7 @@ from cupyattn.bench.tiles.plans import plan_of as batch_plan
 from ..batch.case import BatchCase
 
 _PLANLESS = ("varlen", "kvcache")
+_EXECUTABLE = 4  # SHF_EXECINSTR of a section
 
 
 def plan_of(case: BatchCase) -> Planned | None:
@@ -39,6 +41,27 @@ def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:
                 merges = merge_splits.configs(launcher.problem, kernel.kinds[0])
                 result |= dict.fromkeys(("merge_splits", config) for config in merges)
     return list(result)
+
+
+def code_bytes(case: BatchCase, arch: str) -> int:
+    """Bytes of the instructions of the attention kernels that our run of a case launches, merges of
+    splits aside. They are compiled, if the cache has them not."""
+    from cupyattn import jit
+
+    kernels = [kernel for kernel in instances([case]) if kernel[0] != "merge_splits"]
+    builds = [jit.build(name, config, arch) for name, config in kernels]
+    return sum(text_bytes(build.path.read_bytes()) for build in builds)
+
+
+def text_bytes(cubin: bytes) -> int:
+    """Bytes of the sections of a 64-bit ELF file that hold instructions."""
+    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    total = 0
+    for place in range(offset, offset + size * count, size):
+        flags, _, _, num_bytes = struct.unpack_from("<QQQQ", cubin, place + 8)
+        total += num_bytes if flags & _EXECUTABLE else 0
+    return total
 
 
 def compile_ahead(cases: Iterable[BatchCase], jobs: int) -> float:

@@ -112,6 +112,10 @@ def table(summary: dict[str, Any]) -> str:
     ]
     if summary["groups"]:
         lines += ["", *lines_of_groups(summary["groups"])]
+    if "code" in summary:
+        kb, wanted = (summary["code"][name] / 1024 for name in ("bytes", "wanted"))
+        met = "met" if summary["code"]["met"] else "NOT MET"
+        lines.append(f"code of a prompt of 1,024 tokens: {kb:.1f} KiB   {wanted:.0f}  {met}")
     for name in ("by_schedule", "by_kv_heads", "by_batch", "by_model"):
         lines += ["", _heading(name.replace("_", " "))]
         lines += [_line(group, result) for group, result in summary[name].items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +25,7 @@ from benchmarks.sweep import profiles
 from benchmarks.sweep.draw import _MAX_FLOPS, _MAX_KV_BYTES, draw_case, draw_cases, schedule_of
 from benchmarks.sweep.groups import GROUPS, judge
 from benchmarks.sweep.models import MODELS, Model
-from benchmarks.sweep.plans import instances, plan_of
+from benchmarks.sweep.plans import instances, plan_of, text_bytes
 from benchmarks.sweep.predict import as_on, predict
 from benchmarks.sweep.summary import figures, prediction_errors, summarise_sweep, table
 from benchmarks.timing import random_order
@@ -191,6 +192,24 @@ def test_groups_are_judged_by_ratios_and_by_shares_of_a_copy(tmp_path: Any) -> N
     assert "1.05, 0.97  NOT MET" in text and "0.88  met" in text
     assert f"worst: {cases[2].name} (fa3:fwd)" in text
     assert judge([], 1000.0) == {}
+
+
+def test_code_is_the_bytes_of_sections_that_hold_instructions(tmp_path: Any) -> None:
+    def section(flags: int, size: int) -> bytes:
+        return struct.pack("<IIQQQQIIQQ", 0, 1, flags, 0, 0, size, 0, 0, 0, 0)
+
+    sections = [section(6, 4096), section(2, 999), section(6, 128), section(0, 7)]
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, 64)
+    struct.pack_into("<HH", header, 0x3A, 64, len(sections))
+    assert text_bytes(bytes(header) + b"".join(sections)) == 4224
+
+    args = sweep.parse(["--groups", "all", "--out", str(tmp_path)])
+    assert args.groups == list(GROUPS) and schedule_of(args.cases[9]) == list(GROUPS)[9 % 7]
+    _results(args.cases[:4], tmp_path)
+    args.code_bytes = 100 << 10
+    assert sweep.write(args)["code"] == {"bytes": 102400, "wanted": 61440, "met": False}
+    assert "100.0 KiB   60  NOT MET" in (tmp_path / sweep.TABLE_NAME).read_text()
 
 
 def test_peers_that_are_not_here_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
