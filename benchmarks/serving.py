@@ -19,8 +19,8 @@ import argparse
 import enum
 import importlib.util
 import json
+import math
 import os
-import random
 import statistics
 import sys
 import time
@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from . import timing
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 CONTEXT = 32768
@@ -266,22 +268,16 @@ def graphed(call: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def cold(calls: dict[str, Callable[[], Any]], rounds: int = 25) -> dict[str, float]:
-    """Median µs of each call, visited in random order, each behind a fill that empties the L2."""
-    import torch
-
-    fill = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name in random.sample([*calls], len(calls)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            fill.zero_()
-            begin.record()
-            calls[name]()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3)
-    return {name: statistics.median(x) for name, x in times.items()}
+def cold(calls: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
+    """Median µs of each call on the device, visited in random order, as benchmarks time it: a cold
+    L2, and other code before each."""
+    clock = timing.Clock()
+    order = timing.random_order(0)
+    found = timing.measure([*calls.values()], clock, rounds, math.inf, order=order)
+    for name, samples in zip(calls, found, strict=True):
+        if samples.error:
+            raise RuntimeError(f"{name}: {samples.error}")
+    return {name: samples.percentile(50) for name, samples in zip(calls, found, strict=True)}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     CUPYATTN_BENCH_FA3=fa3.so python -m benchmarks.serving_calls --out results/serving
 
 Each row has a time of ours and of what it is held to, and their ratio (`than` / `ours`: above 1 is
-faster). Device times are those of graphs, cold L2, visited in random order; host times are those of
+faster). Device times are those of graphs, as all benchmarks time them; host times are those of
 asynchronous calls. A case that fails says why and leaves the others alone.
 """
 

@@ -69,6 +69,7 @@ class Clock(EventClock):
         self._torch = torch
         self._scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self._between = Between()
+        self._streams: dict[int, Any] = {}  # CuPy's of torch's handles
 
     def _event(self) -> Any:
         return self._torch.cuda.Event(enable_timing=True)
@@ -84,8 +85,11 @@ class Clock(EventClock):
 
     def _current(self) -> Any:
         """Torch's current stream as one of CuPy's."""
-        cuda = cupy_module().cuda
-        return cuda.ExternalStream(self._torch.cuda.current_stream().cuda_stream)
+        handle = self._torch.cuda.current_stream().cuda_stream
+        if handle not in self._streams:
+            cuda = cupy_module().cuda
+            self._streams[handle] = cuda.ExternalStream(handle) if handle else cuda.Stream.null
+        return self._streams[handle]
 
     def _has_passed(self, event: Any) -> bool:
         return bool(event.query())

@@ -26,6 +26,8 @@ class BatchCase:
     `is_portable`: ours runs only in a process with CUPYATTN_PORTABLE=1.
     `pool`: each request's keys are a list of slots drawn from a pool of so many (sparse latent
     attention, pages of 1); 0: each has keys of its own.
+    `has_nan`: slots of a pool that no key owns hold NaN, not large numbers. FlashAttention-3 and
+    others multiply them by weights of 0, so that an answer would be none.
 
     For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
     called with, and whether it gets `out=`; `arrays` says what plan() gets its tables as, "numpy",
@@ -52,6 +54,7 @@ class BatchCase:
     checked: int | None = None
     shared: int = 0
     pool: int = 0
+    has_nan: bool = True
     is_portable: bool = False
     against: str = ""
     against_goal: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 from ..inputs import Inputs, causal_mask, pack_little
 from .case import BatchCase
 from .tables import PageTables, page_tables
+
+_LARGE = 1e4  # what a slot of nobody holds that may not be NaN
 
 
 @dataclass
@@ -58,7 +61,8 @@ class BatchInputs:
 
 
 def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
-    """Random normal q, k, v, the same in every run; slots of a pool that no key owns hold NaN."""
+    """Random normal q, k, v, the same in every run; slots of a pool that no key owns hold NaN or
+    large numbers."""
     import torch
 
     seed = zlib.crc32(case.name.encode())
@@ -76,7 +80,7 @@ def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
         if tables is None:
             return normal(case.kv_offsets[-1], case.num_kv_heads, dim).to(kv_dtype)
         pool = normal(tables.num_pages, case.page_size, case.num_kv_heads, dim)
-        _poison(pool, tables)
+        _poison(pool, tables, math.nan if case.has_nan else _LARGE)
         return pool.to(kv_dtype)
 
     q = normal(case.q_offsets[-1], case.num_qo_heads, case.head_dim_qk)
@@ -128,13 +132,13 @@ def _words(tree: Any) -> Any:
     return (tree * bits).sum(1).to(torch.int32)
 
 
-def _poison(pool: Any, tables: PageTables) -> None:
-    """NaN in pages of nobody, and in the slots of a last page beyond its length."""
+def _poison(pool: Any, tables: PageTables, value: float) -> None:
+    """The value in pages of nobody, and in the slots of a last page beyond its length."""
     import torch
 
-    pool[torch.from_numpy(tables.unowned).to(pool.device)] = float("nan")
+    pool[torch.from_numpy(tables.unowned).to(pool.device)] = value
     for b in np.flatnonzero(tables.last_page_len < tables.page_size):
-        pool[int(tables.pages(b)[-1]), int(tables.last_page_len[b]) :] = float("nan")
+        pool[int(tables.pages(b)[-1]), int(tables.last_page_len[b]) :] = value
 
 
 def _take(pool: Any, pages: Any) -> Any:

@@ -138,7 +138,7 @@ def clock() -> Clock:
 def times(
     calls: dict[str, Callable[[], Any]], watch: Clock | None = None, rounds: int = 8
 ) -> dict[str, float]:
-    """Median µs of each call: cold L2, other code before it, random order, CUDA events around it."""
+    """Median µs of each call: cold L2, other code before it, events around it, random order."""
     for call in calls.values():
         call()  # compiles
     order = random_order(0)

@@ -80,7 +80,7 @@ def _heads(model: Model) -> dict[str, Any]:
 
 
 def _case(op: str, api: str, requests: Requests, page_size: int, **more: Any) -> BatchCase:
-    options = {"causal": True, "checked": _CHECKED} | more
+    options = {"causal": True, "checked": _CHECKED, "has_nan": False} | more
     return BatchCase("drawn", op, api, requests, page_size, **options)
 
 

@@ -165,6 +165,10 @@ def test_ours_serves_each_group_rightly(group: str) -> None:
     if offered.buffer is not None:
         offered.buffer.fill_(float("nan"))
     assert oracle.judge(expect_batch(case, inputs), offered.output(offered.call())).ok
+    if inputs.tables is not None:
+        # Peers that multiply what nobody owns by 0 have an answer too.
+        unowned = inputs.k[inputs.tables.unowned.tolist()]
+        assert ((unowned.float() - 1e4).abs() < 100).all()
 
 
 def test_groups_are_judged_by_ratios_and_by_shares_of_a_copy(tmp_path: Any) -> None:
