@@ -234,7 +234,10 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
         [
             *(
                 (name, (64, 64))
-                for name in ("q192_oneshot", "q64_oneshot", "lean80", "lean64", "lean_persistent")
+                for name in (
+                    *("q256_persistent", "q192_oneshot", "q64_oneshot"),
+                    *("lean80", "lean64", "lean_persistent"),
+                )
             ),
             *(("q128_oneshot", (96, 96)), ("lean32", (96, 96))),
             *((name, (192, 128)) for name in ("q64_persistent", "q64_oneshot", "lean64")),

@@ -15,8 +15,19 @@ from .case import TileCase
 _MAX_FLOPS = 2.5e11  # of a batch: some 0.4 ms
 _MAX_KV_BYTES = 1 << 29
 _HEADS = ((32, 8), (32, 32), (16, 16), (64, 8), (8, 1), (16, 2), (28, 4), (12, 12), (40, 8), (5, 5))
-_SHAPES = {"prompt": 2, "short": 2, "append": 2, "decode": 5, "verify": 3, "mixed": 4}
-_RAGGED_SHAPES = "prompt", "short"
+_SHAPES = {
+    "prompt": 2,
+    "short": 2,
+    "encoder": 1,
+    "cross": 1,
+    "append": 2,
+    "decode": 5,
+    "verify": 3,
+    "mixed": 4,
+}
+_RAGGED_SHAPES = "prompt", "short", "encoder", "cross"
+# Each row of these sees all keys.
+_WHOLE_SHAPES = "encoder", "cross"
 
 
 class Problem(NamedTuple):
@@ -81,11 +92,13 @@ def draw_case(seed: int, number: int) -> TileCase:
     generator = random.Random(f"tiles {seed}/{number}")
     weights = [problem.weight for problem in PROBLEMS]
     problem = generator.choices(PROBLEMS, weights)[0]
-    shapes = [*(_RAGGED_SHAPES if problem.api == "ragged" else _SHAPES)]
+    is_ragged = problem.api == "ragged"
+    shapes = [x for x in _SHAPES if (x in _RAGGED_SHAPES if is_ragged else x not in _WHOLE_SHAPES)]
     shape = generator.choices(shapes, [_SHAPES[x] for x in shapes])[0]
     q_heads, kv_heads = generator.choice(_HEADS)
     requests = _SHAPE_DRAWS[shape](generator)
     head_dim_qk, head_dim_vo = problem.dims
+    causal = shape not in _RAGGED_SHAPES or generator.random() < 0.7
     case = TileCase(
         f"t{seed}_{number:04d}_{shape}",
         problem.api,
@@ -95,7 +108,7 @@ def draw_case(seed: int, number: int) -> TileCase:
         kv_heads,
         head_dim_qk,
         head_dim_vo,
-        not problem.has_mask and (shape not in _RAGGED_SHAPES or generator.random() < 0.7),
+        causal and not problem.has_mask and shape not in _WHOLE_SHAPES,
         pos_encoding_mode=problem.pos_encoding_mode,
         logits_soft_cap=problem.soft_cap,
         kv_dtype=problem.kv_dtype,
@@ -117,6 +130,18 @@ def _short(generator: random.Random) -> Lengths:
     count, rows = _log_uniform(generator, 4, 128), _log_uniform(generator, 24, 1024)
     minimum = generator.choice((rows, rows, rows - rows // 8))
     return [(n, n) for n in (generator.randint(minimum, rows) for _ in range(count))]
+
+
+def _encoder(generator: random.Random) -> Lengths:
+    """Pictures and texts of a few hundred tokens, all as long."""
+    count, rows = _log_uniform(generator, 2, 96), _log_uniform(generator, 96, 1024)
+    return [(rows, rows)] * count
+
+
+def _cross(generator: random.Random) -> Lengths:
+    """Rows of one sequence over the keys of another."""
+    count, rows = _log_uniform(generator, 1, 24), _log_uniform(generator, 64, 4096)
+    return [(rows, _log_uniform(generator, 64, 2048))] * count
 
 
 def _append(generator: random.Random) -> Lengths:
@@ -146,6 +171,8 @@ def _mixed(generator: random.Random) -> Lengths:
 _SHAPE_DRAWS = {
     "prompt": _prompt,
     "short": _short,
+    "encoder": _encoder,
+    "cross": _cross,
     "append": _append,
     "decode": _decode,
     "verify": _verify,

@@ -127,6 +127,8 @@ _PLAIN_160 = _THREE._replace(tile_kv=64, stages=3, query_slots=1)
 # brings where 128 would wait.
 _PLAIN = {(64, 80): _SLIM, (80, 96): _PLAIN_96, (128, 160): _PLAIN_160}
 
+# Four warpgroups read the keys of a short request once for 256 rows. More keys would spill.
+_FOUR = _Shape(4, 64, 6, registers=(24, 112), overlaps=False)
 _Q64 = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _Q64_PERSISTENT = _Q64._replace(query_slots=2, persistent=True)
 _LEAN32 = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
@@ -145,6 +147,7 @@ def _oneshot(shape: _Shape) -> _Shape:
 # plan picks one a launch, by name (_name). Persistent ones are for items that are many and short.
 _ALTERNATIVES: dict[tuple[str, int, int], tuple[_Shape, ...]] = {
     ("ragged", 64, 64): (
+        _FOUR,
         _oneshot(_THREE),
         _Q64._replace(tile_kv=128),
         _LEAN_PERSISTENT._replace(tile_kv=80),
@@ -290,6 +293,9 @@ def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | 
     if name == "lean_persistent" and (problem.key_share or not problem.dtype_o.is_float16):
         # As under a cap at head dim 64.
         return "it would spill with float32 outputs, or where ranks share keys"
+    own_dims = problem.head_dim_qk, problem.head_dim_vo
+    if name == "q256_persistent" and (problem.output_gate or own_dims != dims):
+        return "it would spill with gates of the output, or other head dims"
     # Capped tiles of 192 columns were not timed, and lean ones would spill.
     would_spill = name == "lean_persistent" and dims[0] == 64
     would_spill |= problem.key_share and name.startswith("lean")

@@ -11,6 +11,7 @@ MAX_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 PERSISTENT = "persistent"
 LARGE_TILES = (
     PERSISTENT,
+    "q256_persistent",
     "q192_persistent",
     "q128_persistent",
     "q64_persistent",

@@ -98,17 +98,23 @@ struct LeanSm90Copier {
       // The block takes no further item before it needs one. The number of the next, and then its
       // entry of the list, are on their way while the last tiles are copied.
       const int num_tiles = 2 * ptx::warp_uniform(present.tiles.end - present.tiles.begin);
-      int tile = copy_tiles(present, 0, num_tiles - kClaimTiles);
-      const int next = scheduler.take_next(num_items, lane);
-      tile = copy_tiles(present, tile, tile + 2);
-      const int index = scheduler.index_of(next);
+      const int claimed_at = max_of(num_tiles - kClaimTiles, 0);
+      const int listed_at = min_of(claimed_at + 2, num_tiles);
+      int next = 0, index = num_items;
       typename PrefillSm90Scheduler<Traits>::ListPlace at{};
       WorkItem listed{};
-      if (index < num_items) {
-        at = scheduler.list_place(index);
-        listed = BlockWork::load(block.params, at.place);
+#pragma unroll 1
+      for (int tile = 0; tile <= num_tiles; ++tile) {
+        if (tile == claimed_at) next = scheduler.take_next(num_items, lane);
+        if (tile == listed_at) {
+          index = scheduler.index_of(next);
+          if (index < num_items) {
+            at = scheduler.list_place(index);
+            listed = BlockWork::load(block.params, at.place);
+          }
+        }
+        if (copy_tile(present, tile) && tile == 0) scheduler.copy_queries(q, present, lane);
       }
-      copy_tiles(present, tile, num_tiles);
       item = index < num_items ? scheduler.facts_of(at, listed) : ItemFacts{};
       if (item.has_keys()) scheduler.prefetch_queries(item, lane);
     }

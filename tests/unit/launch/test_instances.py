@@ -386,7 +386,7 @@ def test_what_is_compiled_ahead_is_launched_by_ordinary_calls(loads: Loads, on_g
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 def test_standard_is_small(arch: str) -> None:
     found = instances(LEVELS["standard"], arch)
-    assert len(found) == len(set(found)) <= 590
+    assert len(found) == len(set(found)) <= 600
 
 
 def test_options_without_kernels_of_their_own_are_the_same() -> None:
