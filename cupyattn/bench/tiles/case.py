@@ -11,7 +11,7 @@ class TileCase:
     """One batch of bfloat16 queries.
 
     api       "paged" or "ragged": where its keys are
-    requests  (how many, query rows, keys) of groups of equal ones; if causal, keys are at least the rows
+    requests  (how many, query rows, keys) of groups of equal ones; causal: keys >= rows
     """
 
     name: str
