@@ -3,13 +3,18 @@ reads too early, or writes too late, does so once in a while."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.on_gpu import workspace
-from helpers.prefill_sm90_calls import CASES, Call
+from helpers.prefill_sm90_calls import CASES, SHORT, Call, Case
 from helpers.share import some
 
+from cupyattn.bench.tiles.plans import planned
+from cupyattn.choose import candidates
 from cupyattn.core.device import device_props
 from cupyattn.launch.driver import enqueue
+from cupyattn.launch.tiles import prefill_sm90
 
 pytestmark = pytest.mark.gpu
 
@@ -43,3 +48,29 @@ def test_a_thousand_runs_are_the_same_bits(name: str, monkeypatch: pytest.Monkey
             bits = torch.int16 if x.element_size() == 2 else torch.int32
             wrong += (x.view(bits) != wanted.view(bits)).any()
     assert int(wrong) == 0
+
+
+# Causal prompts, encoders, and rows of one sequence over the keys of another; the second of more
+# items than blocks that run at a time.
+TILED = {
+    "prompts": Case(SHORT, SHORT, options={"causal": True}),
+    "encoders": Case((197,) * 40, (197,) * 40, num_kv_heads=8),
+    "cross": Case((224,) * 6, (900,) * 6, num_kv_heads=8),
+    "few keys": Case((700, 64), (77, 33)),
+}
+
+
+@pytest.mark.parametrize("case", TILED.values(), ids=TILED)
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [(name, dims) for name, keys, *dims in prefill_sm90._NAMED if keys == "ragged"],
+)
+def test_every_tile_by_force(name: str, dims: list[int], case: Case) -> None:
+    if device_props(0).arch != "sm_90a":
+        pytest.skip("a kernel of sm_90a")
+    with candidates.only(name):
+        call = Call(replace(case, dim=dims[0], dim_vo=dims[1]), torch, workspace(torch))
+        call.start()
+        built = planned(call.wrapper)
+    assert built is not None and built.schedule.candidate == name
+    call.check(*call.answers())
