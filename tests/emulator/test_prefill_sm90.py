@@ -235,12 +235,15 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
             *(
                 (name, (64, 64))
                 for name in (
-                    *("q256_persistent", "q192_oneshot", "q64_oneshot"),
+                    *("q256_persistent", "q64_persistent", "q192_oneshot", "q64_oneshot"),
                     *("lean80", "lean64", "lean_persistent"),
                 )
             ),
             *(("q128_oneshot", (96, 96)), ("lean32", (96, 96))),
-            *((name, (192, 128)) for name in ("q64_persistent", "q64_oneshot", "lean64")),
+            *(
+                (name, (192, 128))
+                for name in ("q192_persistent", "q64_persistent", "q64_oneshot", "lean64")
+            ),
             *(("q64_oneshot", (256, 256)), ("lean64", (256, 256))),
             *((name, (72, 72)) for name in ("q128_oneshot", "q64_oneshot", "lean32", "lean64")),
             *(

@@ -148,6 +148,7 @@ def _oneshot(shape: _Shape) -> _Shape:
 _ALTERNATIVES: dict[tuple[str, int, int], tuple[_Shape, ...]] = {
     ("ragged", 64, 64): (
         _FOUR,
+        _Q64_PERSISTENT._replace(tile_kv=128),
         _oneshot(_THREE),
         _Q64._replace(tile_kv=128),
         _LEAN_PERSISTENT._replace(tile_kv=80),
@@ -181,6 +182,7 @@ _ALTERNATIVES: dict[tuple[str, int, int], tuple[_Shape, ...]] = {
     ),
     ("ragged", 160, 160): (_oneshot(_PLAIN_160), _oneshot(_TALL), _Q64._replace(tile_kv=48)),
     ("ragged", 192, 128): (
+        _PLAIN_160,
         _Q64_PERSISTENT._replace(query_slots=1, items=3, box_rows=16),
         _Q64,
         _LEAN64._replace(stages=2),

@@ -102,7 +102,7 @@ def test_old_rows_have_todays_names(tmp_path: Path) -> None:
     rows.write([Row("a card", 1980.0, "c0ffee", case, x, 12.5, None, True) for x in then], path)
     found = plans.plan_of(case)
     assert found is not None and not case.logits_soft_cap
-    later = {"q256_persistent"}
+    later = {"q256_persistent", "q64_persistent"}
     today = {x.name for x in found.launcher.candidates(found.requests)} - later
     assert {row.candidate for row in rows.read(path)} == today
 

@@ -80,7 +80,8 @@ def test_a_card_of_old_names_is_read_by_todays(folder: Path) -> None:
     for index, row in enumerate(data["tiles"]):
         if (row["tile"], row["keys"], row["dims"]) == is_lean64:
             row["tile"] = "lean"
-        row["tile"] = old.get(row["tile"], row["tile"])
+        is_later = row["tile"] == "q192_persistent" and max(row["dims"]) > 80
+        row["tile"] = row["tile"] if is_later else old.get(row["tile"], row["tile"])
         data["tiles"][index] = {fields.get(name, name): value for name, value in row.items()}
     tuned.write(PROPS.name, json.dumps(data))
     with warnings.catch_warnings():
