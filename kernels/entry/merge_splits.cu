@@ -30,10 +30,6 @@ __device__ __forceinline__ cupyattn::BlockWork of_grid(const cupyattn::Attention
 // split, where entries of `merges` are negative.
 __device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& params, int index) {
   using namespace cupyattn;
-  // The work list is older than the launch that leaves the states. For wide rows, which have the
-  // registers, it is looked up beside that launch. All blocks wait, because this launch must not be
-  // over before that one.
-  if (!kIsWide) ptx::grid_dependency_wait();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
@@ -42,11 +38,14 @@ __device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& pa
   const int first_column = index % kParts * (Config::kHeadDimVO / kParts);
   const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
   const int item = params.work != nullptr ? params.merges[tile] : 0;
-  if (item < 0) return false;
   const int tile_rows = Config::kWholeTokens ? whole_token_rows(params, kTileQ) : kTileQ;
+  // The work list is older than the launch that leaves the states, and is looked up beside it.
   const BlockWork work = params.work != nullptr
-                             ? BlockWork::of_item(params, item, kv_head, tile_rows)
+                             ? BlockWork::of_item(params, max_of(item, 0), kv_head, tile_rows)
                              : of_grid(params, tile, kv_head, tile_rows);
+  // All blocks wait, because this launch must not be over before that one.
+  if (!kIsWide) ptx::grid_dependency_wait();
+  if (item < 0) return false;
   // The last block of a tile has merged few splits, if blocks count.
   const bool is_merged =
       work.tile.num_splits <= Config::kFusedSplits && params.counters != nullptr;

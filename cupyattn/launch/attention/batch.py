@@ -20,6 +20,7 @@ from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule.balance import Work
 from ...schedule.batch import (
+    WORK_FIELDS,
     BatchPlan,
     BatchRequests,
     Splitting,
@@ -56,7 +57,7 @@ from ..tiles.config import TileConfig
 from ..tiles.row_classes import DECODE, LARGE, MAX_ROWS, SMALL, VERIFY, row_class_of
 from . import log_choices, rotate_batch
 from .bind_batch import Binder
-from .equal_requests import EqualRequests, key_of_equal, uniform_of
+from .equal_requests import EqualRequests, key_of_equal, without_list
 from .kernels import (
     MAX_PARTS,
     UNKNOWN_LENGTH,
@@ -79,6 +80,7 @@ from .layout import (
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _MIN_GAIN = 5.0
+_NUM_SPLITS = WORK_FIELDS.index("num_splits")
 _NO_MERGES = np.zeros(0, np.int32)
 
 
@@ -221,10 +223,18 @@ class BatchLauncher(Binder):
                 works.append(work)
             slots = 0
         schedule = self._of_requests(works, requests)
-        if len(works) == 1 and not works[0].reserved.split_tiles:
-            schedule.uniform = uniform_of(requests, schedule)
+        if len(works) == 1:
+            schedule = without_list(requests, schedule, self._parts_of_only_tile(works[0]))
         schedule.candidate = candidate.name
         return schedule
+
+    def _parts_of_only_tile(self, work: KernelWork) -> int:
+        """In how many parts a portable kernel has the keys of its only tile of rows; 0: it has
+        more tiles, or reads a list for other reasons."""
+        kernel, items = self._kernels.get(work.row_class), work.items
+        if len(kernel.kinds) > 1 or kernel.kinds[0].is_sm90 or self.problem.is_wide:
+            return 0
+        return len(items) if len(items) == items[0, _NUM_SPLITS] else 0
 
     def _schedule_for_graphs(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity

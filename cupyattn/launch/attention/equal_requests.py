@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ...schedule.batch import WORK_FIELDS, BatchRequests, Splitting
 from ...schedule.masking import Masking
+from ..driver.enqueue import MAX_GRID_YZ
 from ..tiles.row_classes import DECODE, MAX_ROWS
 from .layout import ITEM_BYTES, BatchSchedule, Capacity, Uniform
 
@@ -52,15 +55,27 @@ def key_of_equal(
     return uniform, kv_len.size, tiles, is_first, splitting, capacity
 
 
-def uniform_of(requests: BatchRequests, schedule: BatchSchedule) -> Uniform | None:
-    """See BatchSchedule. What a list would say of one request is in the Params struct too."""
+def without_list(requests: BatchRequests, schedule: BatchSchedule, num_parts: int) -> BatchSchedule:
+    """The schedule of one launch for one request, where the grid says what a list of items would: a
+    block waits for its item, and only then for its pages. The same schedule where a list says more.
+
+    num_parts: of the keys of the only tile of rows of a portable kernel; 0: there are more tiles.
+    """
     (part,), count = schedule.parts, requests.qo_len.size
-    if count != 1 or part.tiles is None or requests.mask_start is not None:
-        return None
-    if requests.q_start[0] or requests.kv_start[0] or requests.key_offset is not None:
-        return None
-    ((launch, _),) = part.launches
-    return Uniform(int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items)
+    if count != 1 or requests.mask_start is not None or requests.key_offset is not None:
+        return schedule
+    if requests.q_start[0] or requests.kv_start[0]:
+        return schedule
+    qo_len, kv_len = int(requests.qo_len[0]), int(requests.kv_len[0])
+    ((launch, first),) = part.launches
+    if part.tiles is not None:
+        if part.merge is None:
+            schedule.uniform = Uniform(qo_len, kv_len, launch.num_items)
+    elif 0 < num_parts < MAX_GRID_YZ:
+        launch = launch._replace(grid=(launch.grid[0], 1, num_parts))
+        schedule.parts = (replace(part, launches=((launch, first),)),)
+        schedule.uniform = Uniform(qo_len, kv_len, 1, num_parts)
+    return schedule
 
 
 class EqualRequests:

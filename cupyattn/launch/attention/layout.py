@@ -122,8 +122,9 @@ class BatchSchedule:
     longest          the most keys that several tiles of rows read, by which heads take turns; 0:
                      no tiles share keys
     uniform          where the kernel reads no work list, because the grid says who does what: for
-                     prefill_sm90 one request whose keys are not split, for lists of keys any
-                     number of equal lengths. None: any other
+                     prefill_sm90 one request whose keys are not split, for portable kernels one of
+                     a single tile of rows, for lists of keys any number of equal lengths. None: any
+                     other
     requests         that were planned; None where a device counts them
     candidate        the name of what serves them (candidates.py)
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that

@@ -25,6 +25,8 @@ struct DecodeSm80 {
   static constexpr int kHeadDimVO = Config::kHeadDimVO, kMmaQ = Config::kMmaQ;
   static constexpr int kVectors = kHeadDimVO / 4;  // of a row of O
   static constexpr int kThreads = Traits::kThreads;
+  static constexpr int kMergedWarps = kWarps % 2 == 0 ? 2 : 1;  // at a time
+  static constexpr int kMergeVectors = ceil_div(kHeadDimVO, 4 * kWarpSize);  // of a lane
   static constexpr bool kPaged = Config::kPaged, kOwnValuePages = Config::kOwnValuePages;
 
   struct Stage {
@@ -56,8 +58,18 @@ struct DecodeSm80 {
     uint32_t flag;
   };
 
+  // What a warp's merge of splits copies in a step, two of which have its share of the dead ring:
+  // states of 16 bytes for each lane and vector.
+  static constexpr int kDeadBytes =
+      max_of(static_cast<int>(sizeof(SharedMemory::ring)), static_cast<int>(sizeof(WarpStates)));
+  static constexpr int kMergeShare = kDeadBytes / (2 * kWarps);
+  static constexpr int kMostMerged = kMergeShare / (512 * kMergeVectors);
+  static constexpr int kMergedStates = kMostMerged >= 16 ? 16 : kMostMerged >= 8 ? 8 : 4;
+  static constexpr int kMergeBytes = kMergedStates * kMergeVectors * 512;
+
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles/select.py) must agree");
+  static_assert(kMergeBytes <= kMergeShare, "splits merge in the ring");
   static_assert(kStages >= 2, "one stage is loaded while another is used");
   static_assert(!kPaged || kKeys <= kWarpSize, "a lane looks up one key's page");
   static_assert(kKeys % 16 == 0 && kKeys <= 64, "a warp takes 16, 32, 48 or 64 keys at a time");
@@ -109,8 +121,8 @@ struct DecodeSm80 {
     return ptx::shared_address(keys);
   }
 
-  // Starts the copies of all stages but one; Q arrives with the first. Returns this lane's page of
-  // the next tile.
+  // Starts the copies of Q, while pages are looked up, and then of all stages but one: Q is
+  // prepared while the first keys arrive. Returns this lane's page of the next tile.
   template <typename FindPage, typename LoadStage>
   __device__ __forceinline__ int fill_pipeline(const TileSpan& tiles, const FindPage& find_page,
                                                const LoadStage& load_stage) {
@@ -119,7 +131,8 @@ struct DecodeSm80 {
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
     }
-    if constexpr (kPaged) load_q();
+    load_q();
+    ptx::cp_async_commit();
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
       const int load_tile = tiles.begin + stage;
@@ -128,8 +141,6 @@ struct DecodeSm80 {
         // The next tile's offsets overwrite these.
         if constexpr (kPaged) ptx::warp_sync();
       }
-      // Q is looked up while pages are, or while the first keys arrive.
-      if (!kPaged && stage == 0) load_q();
       ptx::cp_async_commit();
     }
     return pages[kPaged ? kStages - 1 : 0];
@@ -230,7 +241,7 @@ struct DecodeSm80 {
     };
 
     int next_page = fill_pipeline(tiles, find_page, load_stage);
-    ptx::cp_async_wait_group<kStages - 2>();
+    ptx::cp_async_wait_group<kStages - 1>();  // mutate: q-awaited-too-late
     ptx::block_sync();
     Traits::prepare_q(shared, work.num_rows, thread, warp, lane);
     const uint32_t q_lane = lane_address<QTile>(ptx::shared_address(shared.q), lane);
@@ -310,6 +321,7 @@ struct DecodeSm80 {
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        if (16 * m + 8 * h >= work.num_rows) continue;
         const int row = 16 * m + 8 * h + (lane >> 2);
         const float sum = quad_sum(softmax.row_sum[m][h]);
         if ((lane & 3) == 0) {
@@ -322,23 +334,26 @@ struct DecodeSm80 {
       }
     }
     ptx::block_sync();  // mutate: warp-states-read-early
-    if (ptx::cluster_size() > 1) return finish_cluster(states);
-
-    for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
-      const int row = index / kVectors, column = 4 * (index % kVectors);
-      float4 sum;
-      const RowState state = merge_warps(states, row, column, sum);
-      write_columns(row, column, state, sum);
+    const int size = ptx::cluster_size(), rank = ptx::cluster_rank();
+    if (size > 1) {
+      finish_cluster(states, size, rank);
+    } else {
+      for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
+        const int row = index / kVectors, column = 4 * (index % kVectors);
+        float4 sum;
+        const RowState state = merge_warps(states, row, column, sum);
+        write_columns(row, column, state, sum);
+      }
     }
+    // Of splits, the last block merges the rows that it has written a state of.
     if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
-      for (int row = warp; row < work.num_rows; row += kWarps) merge_splits(row);
+      merge_splits(rank, size);
     }
   }
 
   // What finish() does where blocks form a cluster: each block merges its warps' states, and then
   // all blocks' states of its share of the rows.
-  __device__ __forceinline__ void finish_cluster(WarpStates& states) {
-    const int size = ptx::cluster_size(), rank = ptx::cluster_rank();
+  __device__ __forceinline__ void finish_cluster(WarpStates& states, int size, int rank) {
     // --- the block's state of a row takes the place of the first warp's ---
     for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
       const int row = index / kVectors, column = 4 * (index % kVectors);
@@ -353,18 +368,11 @@ struct DecodeSm80 {
     for (int index = thread; rank + size * (index / kVectors) < work.num_rows; index += kThreads) {
       const int row = rank + size * (index / kVectors), column = 4 * (index % kVectors);
       float4 sum;
-      const RowState state = size <= 4 ? merge_blocks<4>(states, row, column, size, sum)
-                                       : merge_blocks<8>(states, row, column, size, sum);
+      const RowState state = merge_blocks<4>(states, row, column, size, sum);
       write_columns(row, column, state, sum);
     }
+    // No block ends, or merges splits in their place, while another reads its states.
     ptx::cluster_arrive();
-    // --- of splits, the last block of this rank merges the same rows ---
-    if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
-      for (int row = rank + size * warp; row < work.num_rows; row += size * kWarps) {
-        merge_splits(row);
-      }
-    }
-    // No block ends while another reads its states.
     ptx::cluster_wait();  // mutate: block-ends-early
   }
 
@@ -373,25 +381,100 @@ struct DecodeSm80 {
     return params.counters + work.counter(params) * ptx::cluster_size() + ptx::cluster_rank();
   }
 
-  __device__ __forceinline__ void merge_splits(int row) {
-    merge_row<Config, kHeadDimVO, kTileQ, true>(
-        params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head, lane);
+  // Merges the states of rows `first`, first + step and on, a row a warp, and writes the result.
+  // The time of a merge is round trips to L2, and code that comes from memory, for it runs once. So
+  // short loops copy states into the ring, which is dead: those of the next step while this one's
+  // are added. A lane weighs one state of a step, and copies what it adds itself.
+  __device__ __forceinline__ void merge_splits(int first, int step) {
+    unsigned char* const own =
+        reinterpret_cast<unsigned char*>(&shared.states) + warp * (2 * kMergeBytes) + 16 * lane;
+    int next_row = first + step * warp, next_split = 0;
+    // Starts the next step's copies to one half of the ring; returns the LSE of this lane's state.
+    const auto start_step = [&](int half) {
+      float lse = -ptx::infinity();
+      if (next_row < work.num_rows) {
+        const int count = min_of(work.num_splits - next_split, kMergedStates);
+        const int64_t row = (work.state(params) + next_split) * kTileQ + next_row;
+        const int own_state = min_of(lane, count - 1);
+        // mutate: fused-state-of-another-row
+        const float found = ptx::load_l2(params.partial_lse + row + own_state * kTileQ);
+        if (lane < count) lse = found;
+        const float* o = params.partial_o + row * kHeadDimVO + 4 * lane;
+        uint32_t to = ptx::shared_address(own) + half * kMergeBytes;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+#pragma unroll
+          for (int v = 0; v < kMergeVectors; ++v) {
+            const bool exists = kHeadDimVO % 128 == 0 || 4 * (lane + kWarpSize * v) < kHeadDimVO;
+            ptx::cp_async_16(to + 512 * v, exists ? o + 128 * v : params.partial_o, exists);
+          }
+          o += kTileQ * kHeadDimVO;
+          to += 512 * kMergeVectors;
+        }
+      }
+      ptx::cp_async_commit();
+      next_split += kMergedStates;
+      if (next_split >= work.num_splits) {
+        next_split = 0;
+        next_row += step * kWarps;
+      }
+      return lse;
+    };
+
+    RowMerge<kMergeVectors> merged;
+    int split = 0, half = 0;
+    float lse = start_step(0);
+#pragma unroll 1
+    for (int row = first + step * warp; row < work.num_rows;) {
+      const float next_lse = start_step(half ^ 1);
+      merged.rescale(fmaxf(merged.state.max, warp_max(lse)));
+      // An empty state weighs nothing, even if all states are empty.
+      const float weight =
+          lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - merged.state.max);
+      merged.state.sum += warp_sum(weight);
+      ptx::cp_async_wait_group<1>();  // mutate: fused-states-read-early
+      const int count = min_of(work.num_splits - split, kMergedStates);
+      const unsigned char* from = own + half * kMergeBytes;
+#pragma unroll 2
+      for (int i = 0; i < count; ++i) {
+        const float w = ptx::shuffle(weight, i);
+#pragma unroll
+        for (int v = 0; v < kMergeVectors; ++v) {
+          add_scaled(merged.sum[v], *reinterpret_cast<const float4*>(from + 512 * v), w);
+        }
+        from += 512 * kMergeVectors;
+      }
+      split += kMergedStates;
+      if (split >= work.num_splits) {
+        write_merged<Config, kHeadDimVO>(merged, params, request.q_start + shared.rows[row].token,
+                                         shared.rows[row].head, work.kv_head, lane, 0);
+        merged = RowMerge<kMergeVectors>{};
+        split = 0;
+        row += step * kWarps;
+      }
+      lse = next_lse;
+      half ^= 1;
+    }
   }
 
   // Four columns of the block's state of a row: numerators over the maximum, which with the sum is
   // the answer.
   __device__ __forceinline__ RowState merge_warps(const WarpStates& states, int row, int column,
                                                   float4& sum) const {
-    float2 of_warp[kWarps];
-    float4 part[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      of_warp[w] = make_float2(states.row_max[w][row], states.row_sum[w][row]);
-      part[w] = *reinterpret_cast<const float4*>(&states.o[w][row][column]);
-    }
     RowState state{-ptx::infinity(), 0.0f};
     sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    add_parts(state, sum, of_warp, part);
+    // A loop of the warps in pairs: this runs once, so its instructions come from memory.
+#pragma unroll 1
+    for (int w = 0; w < kWarps; w += kMergedWarps) {
+      float2 of_warp[kMergedWarps];
+      float4 part[kMergedWarps];
+#pragma unroll
+      for (int i = 0; i < kMergedWarps; ++i) {
+        of_warp[i] = make_float2(states.row_max[w + i][row], states.row_sum[w + i][row]);
+        part[i] = *reinterpret_cast<const float4*>(&states.o[w + i][row][column]);
+      }
+      add_parts(state, sum, of_warp, part);
+    }
     return state;
   }
 

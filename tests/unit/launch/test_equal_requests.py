@@ -123,3 +123,33 @@ def test_they_are_planned_once(name: str, capacity: Capacity | None) -> None:
                 launcher.schedule(_requests(rng, 8, 1, kv_len), capacity=capacity)
     assert reused.call_count == 3 - planned.call_count
     assert planned.call_count == (3 if name == "latent of many heads" else 1)
+
+
+@pytest.mark.parametrize("kv_len", [100, 4096, 70000])
+def test_one_tile_of_rows_needs_no_list(kv_len: int) -> None:
+    """Blocks would wait for the list before they look up a page."""
+
+    def schedule(count: int, qo_len: int, kv_start: int, name: str = "causal") -> BatchSchedule:
+        one = np.ones(count, np.int64)
+        starts = kv_start + 5000 * np.arange(count)
+        requests = BatchRequests(
+            qo_len * one, kv_len * one, qo_len * np.arange(count), starts, uniform=qo_len
+        )
+        return BatchLauncher(SPECS[name], SPECS[name].problem(), 0).schedule(requests)
+
+    with plugged_in("h100"):
+        for name in ("causal", "ragged", "odd groups"):
+            listed = schedule(1, 1, 7, name)
+            free = schedule(1, 1, 0, name)
+            ((before, _),), ((launch, _),) = listed.parts[0].launches, free.parts[0].launches
+            assert listed.uniform is None and free.uniform is not None
+            num_parts = before.grid[1]
+            assert free.uniform[:] == (1, kv_len, 1, num_parts)
+            assert launch == before._replace(grid=(before.grid[0], 1, num_parts))
+            assert free.workspace_bytes == listed.workspace_bytes
+        assert schedule(2, 1, 0).uniform is None
+        # Heads of more than 256 columns keep their list.
+        assert schedule(1, 1, 0, "wide").uniform is None
+    with plugged_in("rtx3090"):
+        assert schedule(1, 75, 0).uniform is None  # 300 rows are three tiles
+        assert schedule(1, 16, 0).uniform is not None
