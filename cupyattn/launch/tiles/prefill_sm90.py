@@ -128,7 +128,7 @@ _PLAIN_160 = _THREE._replace(tile_kv=64, stages=3, query_slots=1)
 _PLAIN = {(64, 80): _SLIM, (80, 96): _PLAIN_96, (128, 160): _PLAIN_160}
 
 # Four warpgroups read the keys of a short request once for 256 rows. More keys would spill.
-_FOUR = _Shape(4, 64, 6, registers=(24, 112), overlaps=False)
+_FOUR = _Shape(4, 48, 6, registers=(32, 112), overlaps=False)
 _Q64 = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _Q64_PERSISTENT = _Q64._replace(query_slots=2, persistent=True)
 _LEAN32 = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
