@@ -39,6 +39,9 @@ MARGIN = {DECODE: 0.9, VERIFY: 0.85}
 # might be sooner by less than this is taken no more often rightly than wrongly (by rows of an
 # H100), and to look at it takes longer than all else that a plan does.
 _NEAR = 1.1
+# Microseconds of a launch from which on a list pays for its plan: tiles of a request follow each
+# other in it, and find their keys in L2.
+_LONG = 140.0
 _by_bound = itemgetter(0)
 
 
@@ -239,6 +242,40 @@ def _soonest(batch: Batch, forms: list[_Form]) -> Candidate:
             result, limit = candidate, margin * candidate.time
     assert result is not None, "no requests"
     return result
+
+
+def best_unplanned(
+    offer: Offer, batch: Batch, plan_us: float, may_split: bool
+) -> tuple[str, TileShape, bool] | None:
+    """The tiles of prefill_sm90 that are done soonest where blocks find their items, and whether
+    keys are split, as one wave of blocks of one item each may. None where what is best of all is
+    done sooner by more than so many microseconds, for what takes so long that a plan pays, and for
+    decode."""
+    if batch.parts[0][0] == DECODE:
+        return None
+    found: tuple[float, str, TileShape, bool] | None = None
+    for name, shape in offer.timed_shapes().items():
+        if _forced not in ("", name) or (shape.max_keys and batch.longest > shape.max_keys):
+            continue
+        assert shape.times is not None
+        work, heads = batch.works.of(shape), batch.num_kv_heads
+        is_one_wave = work.num_tiles * heads <= shape.num_slots and not shape.is_persistent
+        for splits in (False, True) if is_one_wave and may_split else (False,):
+            split = best_split(work, heads, shape.slots, shape.times, splits)
+            if (found is None or split.time < found[0]) and (split.chunk > 0) == splits:
+                found = split.time, name, shape, splits
+    if found is None:
+        return None
+    time, name, shape, is_split = found
+    if not _forced:
+        if time > _LONG:
+            return None
+        chosen = best(offer, batch)
+        is_tile = chosen.name in offer.timed_shapes()
+        margin = 1.0 if is_tile else MARGIN.get(batch.parts[0][0], 1.0)
+        if margin * time > chosen.time + plan_us:
+            return None
+    return name, shape, is_split
 
 
 def best_of(batch: Batch, shapes: Mapping[str, TileShape]) -> Candidate:

@@ -249,6 +249,7 @@ class LengthForm(NamedTuple):
             kv_room=kv_room,
             request_tokens=self.request_tokens,
             counts_later=self.counts_later,
+            has_first_keys=self.has_kv_begin,
         )
 
 

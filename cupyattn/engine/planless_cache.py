@@ -204,7 +204,8 @@ def prepared_for(cached: Found[Checked]) -> Prepared | None:
     elif checked.return_lse:
         lse_strides = tuple(math.prod(lse_shape[axis + 1 :]) for axis in range(len(lse_shape)))
     try:
-        plan = plan_of(first.launcher, derivation.form.lengths(extents))
+        lengths, may_find = derivation.form.lengths(extents), first.may_find
+        plan = plan_of(first.launcher, lengths, may_find=may_find)
     except CupyAttnError:  # which the full checks raise
         return None
     prepared = of_lengths(

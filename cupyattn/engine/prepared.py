@@ -13,13 +13,13 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import are_rows_aligned
 from ..core import dtypes
-from ..launch.attention import pad_lse, plan_batch
+from ..launch.attention import find_items, pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
 from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
-from ..launch.driver import params
+from ..launch.driver import params, scratch
 from . import output_gate, row_mask
 from .arrays import ROLES, Arrays
 from .check_planless import Call, Extents
@@ -74,7 +74,8 @@ class Prepared:
     shared     (place, address, owner) of arrays that all such calls read where their callers give
                none
     before     what is launched ahead, whose space is the last of the workspace; or None
-    bound      what a workspace and a page table at these addresses make of the launches
+    may_find   blocks may find their items, because nothing else needs a planner
+    bound      what a workspace, a page table and words at these addresses make of the launches
     """
 
     launcher: BatchLauncher
@@ -102,12 +103,13 @@ class Prepared:
     second: Second | None = None
     shared: tuple[tuple[int, int, object], ...] = ()
     before: Before | None = None
-    bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
+    may_find: bool = False
+    bound: dict[tuple[int, int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
+    def launch(self, addresses: Sequence[int], stream: int, allocate: scratch.Allocate) -> None:
         """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none.
 
-        addresses: in the order of ROLES, v's at its first page.
+        addresses: in the order of ROLES, v's at its first page. allocate: memory for zeros.
         """
         # fmt: off
         (
@@ -116,11 +118,15 @@ class Prepared:
             _, _, _, _, _, _, _, _, _, _, _,
         ) = addresses
         # fmt: on
-        bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
+        plan, device = self.plan, self.launcher.device_index
+        words, _zeros = workspace, None
+        if plan is not None and plan.num_counters:
+            words, _zeros = scratch.counters(plan.num_counters, device, stream, allocate)
+        key = workspace, block_tables, words
+        bound = self.bound.get(key) or self._bind(workspace, block_tables, words)
         planned, attention = bound
         if not kv_lens:
             kv_lens = kv_offsets  # lengths are the steps of offsets
-        plan, device = self.plan, attention.device_index
         of_q = of_k = of_v = 0
         optional = params.NO_OPTIONAL
         rows = lse if self.padding is None else workspace + self.lse_rows
@@ -141,11 +147,14 @@ class Prepared:
             optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes, self.steps, read)
         elif rows or sinks or mask or slopes or read:
             optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0, slopes, self.steps, read)
-        if plan is not None:
+        lengths = params.NO_LENGTHS
+        if plan is not None and plan.planner is None:
+            lengths = find_items.pack_lengths(plan, qo_lens, kv_lens, qo_offsets, kv_offsets)
+        elif plan is not None:
             indices = qo_lens, kv_lens, qo_offsets, kv_offsets, of_q, of_k, of_v, kv_begin
             plan_batch.launch(plan, planned, indices, device, stream)
         if self.second is None:
-            attention.launch(q, k, v, out, optional, stream)
+            attention.launch(q, k, v, out, optional, stream, b"", lengths)
         else:
             list_lens = kv_lens if plan is None else 0
             second = self.second.pack(q, q_rope, k, k_rope, max_logits, list_lens)
@@ -154,10 +163,10 @@ class Prepared:
             offsets = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
             pad_lse.launch(self.padding, planned, offsets, rows, lse, device, stream)
 
-    def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
+    def _bind(self, workspace: int, block_tables: int, words: int) -> tuple[bytes, BoundRun]:
         attention = self.launcher.bind(
             self.schedule,
-            workspace,
+            words,
             workspace + self.partials,
             self.strides,
             self.num_keys,
@@ -172,8 +181,10 @@ class Prepared:
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
-        planned = b"" if self.plan is None else plan_batch.bind(self.plan, workspace)
-        bound = self.bound[workspace, block_tables] = planned, attention
+        planned = b""
+        if self.plan is not None and self.plan.planner is not None:
+            planned = plan_batch.bind(self.plan, workspace)
+        bound = self.bound[workspace, block_tables, words] = planned, attention
         return bound
 
 
@@ -187,10 +198,10 @@ class InParts(Prepared):
 
     parts: tuple[tuple[tuple[int, ...], Prepared], ...] = ()
 
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
+    def launch(self, addresses: Sequence[int], stream: int, allocate: scratch.Allocate) -> None:
         for shifts, part in self.parts:
             of_part = [x and x + shift for x, shift in zip(addresses, shifts, strict=True)]
-            part.launch(of_part, stream)
+            part.launch(of_part, stream, allocate)
 
 
 _FACTS = tuple(f.name for f in fields(Prepared) if f.name != "bound")
@@ -233,12 +244,16 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
     size, num_rows = _requests_of_a_part(call, launcher), vq.shape[0]
     plan, schedule = None, _schedule_lists(call, launcher, max_bytes)
     shape, lse_strides, pads_lse = _lse_form(call)
+    # Only the planner repeats a scale for each head, and tells what pads an LSE where rows are.
+    has_scales = is_scaled or scales.views[2] is not None
+    is_padded = pads_lse and lse_strides is not None
+    may_find = not has_scales and not is_padded and call.queries is None
     if schedule is None:
         _give_lens(call)
         lengths = call.lengths._replace(list_gap=call.gaps[2])
         if size < count:
             lengths, shape, num_rows = _part(call, size)
-        plan = plan_of(launcher, lengths, max_bytes)
+        plan = plan_of(launcher, lengths, max_bytes, may_find)
         schedule = plan.schedule
     # --- 2. What launches read besides ---
     prepared = Prepared(
@@ -253,7 +268,7 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
         num_keys=keys.size,
         sm_scale=scales.logits,
         output_scale=scales.output,
-        has_scales=is_scaled or scales.views[2] is not None,
+        has_scales=has_scales,
         lse_shape=shape,
         lse_scale=math.log(2.0) if call.options.natural_lse and not pads_lse else 1.0,
         lse_form=call.options.lse_form,
@@ -264,6 +279,7 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
         slopes=_slope_extents(call),
         gate_strides=() if gate is None else gate.strides,
         second=_second(call, has_plan=plan is not None),
+        may_find=may_find,
     )
     # --- 3. For so many rows, or part by part ---
     prepared = of_lengths(prepared, plan, num_rows, keys.size, shape, lse_strides, pads_lse)
@@ -393,7 +409,7 @@ def _in_parts(
         lengths, lse_shape, num_rows = _part(call, min(size, count - begin))
         part = first
         if lengths.num_requests < size:
-            plan = plan_of(first.launcher, lengths, max_bytes)
+            plan = plan_of(first.launcher, lengths, max_bytes, first.may_find)
             part = replace(first, mask=_mask_bits(call, num_rows))
             part = of_lengths(
                 part, plan, num_rows, first.num_keys, lse_shape, lse_strides, pads_lse
@@ -438,9 +454,14 @@ def _steps(call: Call) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(
-    launcher: BatchLauncher, lengths: Lengths, max_bytes: int = ANY_BATCH_BYTES
+    launcher: BatchLauncher,
+    lengths: Lengths,
+    max_bytes: int = ANY_BATCH_BYTES,
+    may_find: bool = True,
 ) -> DevicePlan:
-    return plan_batch.prepare(launcher, lengths, max_bytes)
+    """may_find: blocks may find their items, as nothing else needs a planner."""
+    found = find_items.prepare(launcher, lengths) if may_find else None
+    return found or plan_batch.prepare(launcher, lengths, max_bytes)
 
 
 def of_lengths(

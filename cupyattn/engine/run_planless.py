@@ -142,7 +142,7 @@ def run_cached(
         addresses[index] = addresses[index] or address
     owner: object = None
     stream = call.current_stream()
-    if not addresses[_WORKSPACE]:
+    if not addresses[_WORKSPACE] and prepared.num_bytes:
         addresses[_WORKSPACE], owner = scratch.workspace(
             prepared.num_bytes, prepared.launcher.device_index, stream, checked.allocate
         )
@@ -151,7 +151,7 @@ def run_cached(
     elif prepared.before is not None:
         space = addresses[_WORKSPACE] + prepared.num_bytes - prepared.before.num_bytes
         prepared.before.launch(addresses, space, stream)
-    prepared.launch(addresses, stream)
+    prepared.launch(addresses, stream, checked.allocate)
     del owner  # memory for one call may go once everything is enqueued
     return (out, lse) if checked.return_lse else out
 
@@ -189,10 +189,11 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
     vq = call.q
     stream = array.current_stream(vq)
     owner: object = None
-    if vworkspace is None:
-        workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
-    else:
+    allocate, workspace = scratch.allocator(vq), 0
+    if vworkspace is not None:
         workspace = vworkspace.ptr
+    elif prepared.num_bytes:
+        workspace, owner = allocate(prepared.num_bytes)
     views = _views(call)
     used = [v for v in (*views, vworkspace) if v is not None and v is not vq]
     array.acquire(vq, *used)
@@ -202,7 +203,7 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         mask = workspace + prepared.mask.address
         row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
     addresses = addresses._replace(workspace=workspace, mask=mask)
-    prepared.launch(addresses + (0,) * len(NO_MORE), stream)
+    prepared.launch(addresses + (0,) * len(NO_MORE), stream, allocate)
     array.release(vq, vq, *used)
     del owner  # memory for one call may go once everything is enqueued
 

@@ -17,6 +17,7 @@ from ..core.problem import KEY_SCALES, AttentionProblem, OutputGate
 from ..errors import ArgumentError
 from .attention import (
     append_new_kv,
+    find_items,
     merge_levels,
     merge_splits,
     pad_lse,
@@ -38,6 +39,7 @@ from .ops import (
     store_kv,
 )
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
+from .tiles.config import FOUND_ITEMS, FOUND_PARTS
 from .tiles.decode_sm80 import one_an_sm_rows
 from .tiles.mixed_sm80 import mixed_config
 from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class_of
@@ -246,6 +248,11 @@ def _of_rows(
     yield tiles.name, tiles.config
     # Many splits, or those of many rows, are merged by a launch, whoever could do it.
     yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
+    if is_batch and find_items.may_find(problem):
+        for what in (FOUND_ITEMS, FOUND_PARTS):
+            found = tiles.finding(what)
+            if found.finds_items:
+                yield found.name, found.config
     one_an_sm = one_an_sm_rows(problem, row_class)
     if one_an_sm is not None and overlaps_launches(arch):
         yield from _of_rows(problem, one_an_sm, is_batch, arch, page_size)

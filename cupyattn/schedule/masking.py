@@ -31,6 +31,11 @@ class Masking:
     has_mask: bool = False
     share: KeyShare | None = None
 
+    @property
+    def hides_future(self) -> bool:
+        """Whether later rows see more keys."""
+        return self.window_right >= 0
+
     def keys_among(self, tokens: Any) -> Any:
         """The most keys that lie on so many tokens (a number, or an array), one after another."""
         if self.share is None:

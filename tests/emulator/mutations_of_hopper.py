@@ -212,4 +212,25 @@ HOPPER = (
     Mutation(
         "large-logits-said-small", "constants.limit", "8.0f * constants.limit", "hopper capped"
     ),
+    # Items that blocks find, of prefill_sm90 and decode.
+    Mutation(
+        "found-key-offsets-as-lengths", "lengths.kv_lens_are_steps", "false", "hopper found items"
+    ),
+    Mutation("found-level-too-high", "+= step", "+= step + (step == 1)", "hopper found items"),
+    Mutation("found-request-of-another-rank", "(own - 1)", "own", "hopper found items"),
+    Mutation(
+        "found-tiles-past-the-last",
+        "static_cast<uint32_t>(from_end) >= num_tiles",
+        "false",
+        "hopper found absurd offsets",
+    ),
+    Mutation("found-split-of-another-request", "end <= place", "end < place", "hopper found parts"),
+    Mutation(
+        "found-splits-are-the-first",
+        "tiles_left * num_splits - from_end",
+        "0",
+        "hopper found parts",
+    ),
+    Mutation("found-parts-outgrow-their-wave", "<= slots", "<= 2 * slots", "hopper found parts"),
+    Mutation("found-tiles-are-merged-whole", "> 1", "> 0", "hopper found parts"),
 )

@@ -21,6 +21,7 @@ from helpers.share import slow_unless
 import cupyattn
 from cupyattn.core import env
 from cupyattn.jit import kernels_dir
+from cupyattn.launch.attention import find_items
 
 from . import (
     build,
@@ -31,6 +32,7 @@ from . import (
     test_cascade,
     test_exchange,
     test_flash_attn,
+    test_found_items,
     test_key_share,
     test_logits,
     test_merge,
@@ -284,7 +286,28 @@ def _bad_latent_values(**facts: object) -> None:
 def _hopper_plans(**facts: object) -> None:
     entry = "trtllm_batch_context_with_kv_cache"
     case = replace(test_planless.BASE, entry=entry, form="steps", qo_len=(90, 0, 3))
-    test_planless.run(case, **facts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find_items, "prepare", lambda *_: None)
+        test_planless.run(case, **facts)
+
+
+def _found(**facts: object) -> None:
+    test_found_items.check(test_found_items.RAGGED, test_found_items.RAGGED, "q64_oneshot", **facts)
+
+
+def _found_by_offsets(**facts: object) -> None:
+    many = test_found_items.MANY
+    test_found_items.check(many, many, "q64_oneshot", spare=9, **facts)
+
+
+def _found_parts(**facts: object) -> None:
+    test_found_items.check_appends(1, test_found_items.LENGTHS, **facts)
+    test_found_items.check_appends(40, test_found_items.APPENDED, num_sms=64, **facts)
+
+
+def _found_absurd(**facts: object) -> None:
+    for seed in range(8):
+        test_found_items.check_absurd(seed, "q64_oneshot", **facts)
 
 
 _SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))
@@ -338,6 +361,10 @@ def _gates(name: str) -> Callable:
 
 CATCHERS: dict[str, Callable[..., None]] = {
     "exchange": test_exchange.check_small,
+    "hopper found items": _found,
+    "hopper found by offsets": _found_by_offsets,
+    "hopper found parts": _found_parts,
+    "hopper found absurd offsets": _found_absurd,
     "halves of a window": test_exchange.check_halves,
     "late heads": test_exchange.check_heads,
     "late peer": test_exchange.check_late,

@@ -10,7 +10,7 @@ import pytest
 from helpers.planless_calls import ENTRIES, PROBLEMS, Call, Case, Problem, random_case
 from helpers.share import one_of
 
-from cupyattn.launch.attention import plan_batch
+from cupyattn.launch.attention import find_items, plan_batch
 
 from . import gpu
 from .run import emulate
@@ -99,6 +99,7 @@ def test_masks_in_parts(form: str, is_bool: bool, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_each_entry_point_in_parts(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_batch, "max_requests", lambda device: 2)
+    monkeypatch.setattr(find_items, "prepare", lambda *_: None)
     form = "steps" if "context" in entry else "uniform"
     case = replace(BASE, entry=entry, form=form, qo_len=(1,) * 5, kv_len=(600, 0, 33, 7, 90))
     if entry.startswith("cudnn"):
@@ -110,6 +111,10 @@ def test_each_entry_point_in_parts(entry: str, monkeypatch: pytest.MonkeyPatch) 
     assert names.count("plan_batch") == 6
 
 
-def test_a_decode_is_two_launches() -> None:
-    names = [launch.name for launch in run(BASE).launches]
-    assert names == ["plan_batch", "decode_sm80"] * 2
+def test_a_decode_is_one_launch() -> None:
+    assert [launch.name for launch in run(BASE).launches] == ["decode_sm80"] * 2
+
+
+def test_a_decode_of_many_is_two_launches() -> None:
+    case = replace(BASE, qo_len=(1,) * 40, kv_len=(70,) * 40)
+    assert [launch.name for launch in run(case).launches] == ["plan_batch", "decode_sm80"] * 2

@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,13 +36,15 @@ from cupyattn.launch.tiles.row_classes import LARGE, PERSISTENT
 
 from .patching import replace, replace_all
 
+_BEHIND = 128  # bytes behind the struct of attention kernels that tests look at
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """One launch. `kernel` is the TileConfig of an attention kernel, the name of any other."""
+    """One launch. `kernel` is the TileConfig of an attention kernel, the name of any other. behind:
+    what lies behind the struct of attention kernels."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -51,6 +53,7 @@ class Launched:
     stream: int
     params: bytes
     device: int
+    behind: bytes = field(default=b"", compare=False)
 
 
 class Gpu:
@@ -98,8 +101,29 @@ class Gpu:
                 stream,
                 ctypes.string_at(address, params.ATTENTION.size),
                 self.current,
+                ctypes.string_at(address + params.ATTENTION.size, _BEHIND),
             )
         )
+
+    def lengths(self) -> tuple[int, int, int, int]:
+        """Where what was launched reads qo_lens, kv_lens, qo_offsets and kv_offsets: the planner,
+        or blocks that find their items."""
+        for launch in self.launches:
+            if launch.kernel == "plan_batch":
+                return struct.unpack_from("<4Q", launch.params)
+        told = params.DEVICE_LENGTHS.unpack_from(self.attentions()[-1].behind)
+        qo_offsets, qo_lens, kv_offsets, kv_lens = told
+        return qo_lens, kv_lens, qo_offsets, kv_offsets
+
+    def num_requests(self) -> tuple[int, int]:
+        """How many requests and rows they were told of."""
+        for launch in self.launches:
+            if launch.kernel == "plan_batch":
+                count, _, rows = struct.unpack_from("<3i", launch.params, 96 + 80)
+                return count, rows
+        behind = self.attentions()[-1].behind
+        count, _, rows, *_ = params.FINDER.unpack_from(behind, params.DEVICE_LENGTHS.size)
+        return count, rows
 
     @contextlib.contextmanager
     def _device(self, index: int) -> Iterator[None]:
@@ -117,13 +141,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     fake = Gpu()
 
     def load_kernel(
-        problem: Any, rows: str, device_index: int, is_batch: bool = False, page_size: int = 0
+        problem: Any,
+        rows: str,
+        device_index: int,
+        is_batch: bool = False,
+        page_size: int = 0,
+        finds: str = "",
     ) -> SimpleNamespace:
         # The portable tile for many rows stands for the one of prefill_sm90.
         row_class = LARGE if rows == PERSISTENT else rows
         asked = problem, row_class, Target(HOPPER, MAX_SHARED, is_batch=is_batch)
         portable = decode_sm80, prefill_sm80, wide_sm80
         tiles = next(x for x in portable if x.refusal(*asked) is None).tiles(*asked)
+        tiles = tiles.finding(finds)
         return SimpleNamespace(
             function=tiles,
             tiles=tiles,

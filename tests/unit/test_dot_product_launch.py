@@ -39,7 +39,7 @@ LENS, OFFSETS = ints(32, 7, 0), ints(0, 4, 8, 12)
 TABLE = ints(*range(6)).reshape(B, 2)
 # By what they are: shapes of q and of k, options, and the launches.
 FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], list[str]]] = {
-    "dense": ((B, T, H, D), (B, S, HK, D), {"is_causal": True}, ["plan_batch", "decode_sm80"]),
+    "dense": ((B, T, H, D), (B, S, HK, D), {"is_causal": True}, ["decode_sm80"]),
     # Small tiles of prefill, for which this GPU has the portable kernel.
     "one": ((1, T, H, D), (1, S, HK, D), {"is_causal": True}, ["prefill_sm80"]),
     "one without a batch": ((T, H, D), (S, HK, D), {}, ["prefill_sm80"]),
@@ -49,7 +49,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], list[st
         (B, 1, H, D),
         (B, S, HK, D),
         {"key_value_seq_lengths": LENS},
-        ["plan_batch", "decode_sm80"],
+        ["decode_sm80"],
     ),
     "lengths of both": (
         (B, T, H, D),
@@ -61,7 +61,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], list[st
         (B, T, H, D),
         (B, S, HK, D),
         {"is_causal": True, "causal_alignment": "first"},
-        ["plan_batch", "decode_sm80"],
+        ["decode_sm80"],
     ),
     "first at first, more rows": (
         (1, S, H, D),
@@ -89,13 +89,13 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], list[st
         (B, 1, H, D),
         (20, PAGE, HK, D),
         {"block_table": TABLE, "kv_lens": LENS},
-        ["plan_batch", "decode_sm80"],
+        ["decode_sm80"],
     ),
     "ragged": (
         (12, H, D),
         (96, HK, D),
         {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": ints(0, 32, 64, 96), "max_seqlen_q": 4},
-        ["plan_batch", "decode_sm80"],
+        ["decode_sm80"],
     ),
 }
 

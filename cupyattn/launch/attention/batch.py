@@ -53,7 +53,7 @@ from ...schedule.mixed import (
 from ...schedule.tile_shape import TileShape
 from ...schedule.validate import validate_plan
 from ..driver.enqueue import MAX_GRID_YZ, cuda
-from ..tiles.config import TileConfig
+from ..tiles.config import FOUND_PARTS, TileConfig
 from ..tiles.row_classes import DECODE, LARGE, MAX_ROWS, SMALL, VERIFY, row_class_of
 from . import log_choices, rotate_batch
 from .bind_batch import Binder
@@ -101,6 +101,7 @@ class BatchLauncher(Binder):
         self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask, share)
         self._kernels = Kernels(problem, num_kv_heads, group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, num_kv_heads, group_size, device_index)
+        self._finding: dict[str, Layout] = {}
         self._equal: dict[tuple[object, ...], BatchSchedule | EqualRequests] = {}
         self._log = log_choices.log_of(spec, problem)
 
@@ -337,13 +338,16 @@ class BatchLauncher(Binder):
 
     def choose(self, keys: Keys, max_qo_len: int, splitting: Splitting) -> tuple[str, TileShape]:
         """The kernel of a plan of such requests, and what the plan must know of its tiles."""
-        max_rows = max_qo_len * self.group_size
-        row_class = row_class_of(max_rows)
+        row_class = row_class_of(max_qo_len * self.group_size)
         if splitting.is_given:
             return row_class, self._kernels.get(row_class).shapes[0]
+        return self._choose_of(self._kernels, keys, max_qo_len)
+
+    def _choose_of(self, kernels: Kernels, keys: Keys, max_qo_len: int) -> tuple[str, TileShape]:
+        max_rows = max_qo_len * self.group_size
         if self.masking.window_left >= 0:
             keys = keys.within(int(self.masking.keys_among(self.masking.window_left + max_qo_len)))
-        return self._kernels.choose(row_class, keys, max_rows)
+        return kernels.choose(row_class_of(max_rows), keys, max_rows)
 
     def reserve(
         self,
@@ -366,6 +370,71 @@ class BatchLauncher(Binder):
             part = replace(part, launches=early)
         if self._log is not None:
             self._log.any_lengths(row_class, self.kernel(row_class).loaded.tiles.name)
+        schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
+        return schedule, words_bytes
+
+    def finding(self, what: str) -> Layout:
+        """Schedules of kernels whose blocks find their items, or parts of them (TileConfig)."""
+        if what not in self._finding:
+            heads, group_size, device = self.num_kv_heads, self.group_size, self.device_index
+            page_size = self.spec.page_size
+            kernels = Kernels(self.problem, heads, group_size, page_size, device, finds=what)
+            self._finding[what] = Layout(kernels, self.problem, heads, group_size, device)
+        return self._finding[what]
+
+    def choose_unplanned(
+        self, requests: BatchRequests, plan_us: float, may_split: bool
+    ) -> tuple[str, TileShape, bool] | None:
+        """The tiles of prefill_sm90 that serve such requests soonest, and whether keys are split;
+        None where another plan, which takes so many microseconds to make, is still done sooner."""
+        works = self._works(requests)
+        batch = Batch(
+            [(row_class_of(works.max_rows), works)],
+            works,
+            num_kv_heads=self.num_kv_heads,
+            group_size=self.group_size,
+            max_qo_len=requests.qo_range()[1],
+            key_bytes=self._kernels.key_bytes,
+            decode_load=None,
+            prompts=None,
+        )
+        kernels = self.finding(FOUND_PARTS).kernels
+        return candidates.best_unplanned(kernels, batch, plan_us, may_split)
+
+    def choose_found(self, keys: Keys, max_qo_len: int) -> tuple[str, TileShape]:
+        """As `choose`, of kernels whose blocks find parts of items."""
+        return self._choose_of(self.finding(FOUND_PARTS).kernels, keys, max_qo_len)
+
+    def reserve_found(
+        self,
+        what: str,
+        row_class: str,
+        num_items: int,
+        longest: int,
+        *,
+        parts_of: int = 0,
+        shape: TileShape | None = None,
+    ) -> tuple[BatchSchedule, int]:
+        """The schedule of up to so many items that blocks find themselves, and how many bytes of
+        words it has: where a launch merges, blocks list their items for that, else there are
+        nothing but counters. parts_of: so many tiles, of which all may be parts. shape: of decode.
+        """
+        layout = self.finding(what)
+        tiles = layout.kernels.get(row_class).kinds[0]
+        reserved = Reserved(num_items, cluster=1 if shape is None else shape.cluster)
+        is_fused = shape is not None and shape.is_fused
+        if parts_of:
+            reserved = reserved._replace(
+                state_rows=num_items * tiles.tile_q,
+                counters=num_items if is_fused else 0,
+                split_tiles=0 if is_fused else parts_of,
+                merges=0 if is_fused else parts_of,
+            )
+        part, words_bytes, workspace_bytes = layout.part(row_class, reserved, 0, 0)
+        if part.merge is None:
+            part, words_bytes = replace(part, items=0, merges=0, counters=0), 0
+        if self._log is not None:
+            self._log.any_lengths(row_class, tiles.name)
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
 

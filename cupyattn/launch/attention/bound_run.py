@@ -42,10 +42,19 @@ class BoundRun(NamedTuple):
     behind: bytes = b""
 
     def launch(
-        self, q: int, k: int, v: int, o: int, optional: bytes, stream: int, latent: bytes = b""
+        self,
+        q: int,
+        k: int,
+        v: int,
+        o: int,
+        optional: bytes,
+        stream: int,
+        latent: bytes = b"",
+        lengths: bytes = params.NO_LENGTHS,
     ) -> None:
-        """Enqueue one run on arrays at these addresses; `optional` is params.OPTIONAL, packed, and
-        `latent` params.LATENT for latent attention."""
+        """Enqueue one run on arrays at these addresses; `optional` is params.OPTIONAL, packed,
+        `latent` params.LATENT for latent attention, and `lengths` what follows where blocks
+        find their items."""
         arguments = params.this_thread.launch_buffer
         latent = latent or self.behind
         if latent:
@@ -59,4 +68,8 @@ class BoundRun(NamedTuple):
             params.RUN.pack_into(arguments.buffer, arguments.offset, q, k, v, o, optional, planned)
             if maps is not None:
                 maps.pack(arguments, q, keys, v, o)
+            if lengths:
+                begin = arguments.offset + params.ATTENTION.size
+                begin += 0 if maps is None else params.PREFILL_SM90.size
+                arguments.buffer[begin : begin + len(lengths)] = lengths
             enqueue(launch, arguments, self.device_index, stream)

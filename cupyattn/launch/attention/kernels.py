@@ -93,10 +93,12 @@ class Kernels:
         page_size: int,
         device_index: int,
         is_batch: bool = True,
+        finds: str = "",
     ) -> None:
+        """finds: what blocks find themselves (TileConfig.finding)."""
         self._problem = problem
         self._group_size, self._num_kv_heads = group_size, num_kv_heads
-        self._page_size, self._is_batch = page_size, is_batch
+        self._page_size, self._is_batch, self._finds = page_size, is_batch, finds
         self._device_index = device_index
         self._props = device_props(device_index)
         self._card = card_of(self._props)
@@ -126,7 +128,12 @@ class Kernels:
         result = None
         if isinstance(row_class, str):
             single = load_kernel(
-                self._problem, row_class, self._device_index, self._is_batch, self._page_size
+                self._problem,
+                row_class,
+                self._device_index,
+                self._is_batch,
+                self._page_size,
+                self._finds,
             )
             result = self._kernel_of(single, (single.tiles,), self._times(single.tiles, row_class))
         else:

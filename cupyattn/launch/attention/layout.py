@@ -154,7 +154,7 @@ class Layout:
         group_size: int,
         device_index: int,
     ) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._problem = problem
         self._num_kv_heads = num_kv_heads
         self._group_size = group_size
@@ -211,7 +211,7 @@ class Layout:
     def _make_part(
         self, row_class: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
     ) -> tuple[LaunchPart, int, int]:
-        kernel, heads = self._kernels.get(row_class), self._num_kv_heads
+        kernel, heads = self.kernels.get(row_class), self._num_kv_heads
         loaded = kernel.loaded
         tiles = loaded.tiles
         persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None

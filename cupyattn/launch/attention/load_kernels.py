@@ -81,13 +81,15 @@ def load_kernel(
     device_index: int,
     is_batch: bool = False,
     page_size: int = 0,
+    finds: str = "",
 ) -> LoadedKernel[TileConfig]:
-    """The kernel for a problem and a row class on a device, compiled on first use."""
+    """The kernel for a problem and a row class on a device, compiled on first use. finds: see
+    TileConfig.finding."""
     props = device_props(device_index)
     tiles = tile_config(
         problem, row_class, props.max_smem_per_block, is_batch, props.arch, page_size
     )
-    return LoadedKernel(tiles, device_index)
+    return LoadedKernel(tiles.finding(finds), device_index)
 
 
 @lru_cache(maxsize=1024)

@@ -89,6 +89,7 @@ class Lengths(NamedTuple):
                    request of the caller, and have one length
     list_gap       entries by which the lists of two such requests are further apart than kv_step
     counts_later   a token sees one key less for each token of its request behind it
+    has_first_keys kv_begin is given
     """
 
     num_requests: int
@@ -105,6 +106,7 @@ class Lengths(NamedTuple):
     request_tokens: int = 1
     list_gap: int = 0
     counts_later: bool = False
+    has_first_keys: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -112,14 +114,16 @@ class DevicePlan:
     """All that launches of one geometry and batch size share; nobody changes it. Positions are
     bytes.
 
-    planner    the launch that writes the work list
+    planner    the launch that writes the work list; None where blocks find their items themselves
+               (find_items.py)
     schedule   the launches behind it; its words are on the device only
     scales     where scales of the device are repeated for each head, in the workspace
     partials   where partial states begin
     num_bytes  of the workspace
+    num_counters  of zeros that launches find and leave, where there is no planner
     """
 
-    planner: Launch
+    planner: Launch | None
     schedule: BatchSchedule
     items: int
     merges: int
@@ -128,6 +132,7 @@ class DevicePlan:
     partials: int
     num_bytes: int
     constants: bytes
+    num_counters: int = 0
 
 
 class _Kind(NamedTuple):
@@ -197,14 +202,14 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     keys = Keys.equal(lengths.num_requests, lengths.likely_kv_len)
     rows, shape = launcher.choose(keys, lengths.max_qo_len, Splitting())
     share = launcher.masking.share
-    left, right = _windows(launcher, lengths)
+    left, right = windows(launcher, lengths)
     sees_all = left < 0 and (right < 0 or lengths.qo_len == 1)
     config = SHARED if share is not None else _config(lengths, sees_all)
     function, maximum, tiles = _kind(launcher, rows, config)
     _require_at_most(maximum, lengths.num_requests)
     shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
     is_fused = tiles.fused_merge and shape.is_fused
-    capacity = _capacity(launcher, lengths, shape, waves, last_block_merges=not is_fused)
+    capacity = capacity_of(launcher, lengths, shape, waves, last_block_merges=not is_fused)
     limits = capacity.limits()
     # Blocks that take their SMs before the plan is there were slower where each SM has several.
     is_one_wave = capacity.num_tiles <= capacity.items_per_wave
@@ -268,7 +273,7 @@ def _require_at_most(maximum: int, num_requests: int) -> None:
         )
 
 
-def _windows(launcher: BatchLauncher, lengths: Lengths) -> tuple[int, int]:
+def windows(launcher: BatchLauncher, lengths: Lengths) -> tuple[int, int]:
     """Those to the left and to the right. One that no request outgrows is none."""
     left, right = launcher.masking.window_left, launcher.masking.window_right
     if launcher.masking.share is not None:
@@ -288,7 +293,7 @@ def _config(lengths: Lengths, sees_all: bool) -> jit.Config:
     return PLAIN if sees_all and is_plain else UNIFORM
 
 
-def _capacity(
+def capacity_of(
     launcher: BatchLauncher,
     lengths: Lengths,
     shape: TileShape,
@@ -334,6 +339,7 @@ def launch(
     addresses: of qo_lens, kv_lens, qo_offsets and kv_offsets, of the scales of q, k and v, and of
     kv_begin; 0 for none
     """
+    assert plan.planner is not None
     arguments = params.this_thread.launch_buffer
     PARAMS.pack_into(arguments.buffer, arguments.offset, *addresses, planned)
     enqueue(plan.planner, arguments, device, stream)

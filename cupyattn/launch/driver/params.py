@@ -66,8 +66,18 @@ LATENT = struct.Struct(
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps;
-# query_box_step, output_box_step, many_blocks; maps of q, k, v, o, and of the last panels of k, v.
+# query_box_step, output_box_step, many_blocks; maps of q, k, v, o, and of the last panels of k, v;
+# DEVICE_LENGTHS follow where blocks find their items.
 PREFILL_SM90 = struct.Struct(f"<14i Q 2i I {-(ATTENTION.size + 76) % 64}x 768s")
+
+# kernels/cupyattn/params/device_lengths.cuh, behind all else that a kernel is told: the addresses
+# of qo_offsets, qo_lens, kv_offsets, kv_lens; num_requests, qo_len, num_rows, kv_step, max_kv_len,
+# kv_room, kv_lens_are_steps, tile_shift, tile_magic, is_causal, tiles_a_key, level_step.
+DEVICE_LENGTHS, FINDER = struct.Struct("<4Q"), struct.Struct("<8i I i f i")
+# FoundSplits: tile_kv, tile_kv_shift, tile_kv_magic; items_per_wave, may_split, lists;
+# least_part_cost, block, merge, state, part, least_share, a_wave.
+SPLIT_FINDER = struct.Struct("<2i I 3i 7f 12x")
+NO_LENGTHS = b""
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
 ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")
@@ -76,7 +86,7 @@ ROTATE_KEYS = struct.Struct(f"<Q {ROTATION.size}s")
 # kernels/cupyattn/params/packbits.cuh
 PACKBITS = struct.Struct("<4Q 4q 2i")
 
-_MAX_PARAMS_BYTES = 1856
+_MAX_PARAMS_BYTES = 2048
 # Tensor maps lie on multiples of this within a struct, and the struct likewise.
 _ALIGN = 64
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ class Target(NamedTuple):
 
 
 HOPPER = "sm_90a"
+# What blocks find by lengths in device memory: whole tiles, or parts of the keys of each too.
+FOUND_ITEMS, FOUND_PARTS = "items", "parts"
 
 
 def refusal_of_hopper(target: Target) -> str | None:
@@ -57,6 +59,22 @@ class TileConfig:
     threads: int
     shared_bytes: int
     wants_rotated_keys: bool = False
+
+    def finding(self, what: str) -> TileConfig:
+        """The same where blocks find their items, or parts of them (FOUND), of kernels that do."""
+        found: dict[str, bool] = {}
+        if self.name == "decode_sm80" and what == FOUND_PARTS:
+            found = {"kFindsItems": True}
+        elif self.is_sm90 and what:
+            # Parts fill one wave of blocks, which then take no further items.
+            if what == FOUND_ITEMS or not self.is_persistent:
+                found = {"kFindsItems": True, "kFindsParts": what == FOUND_PARTS}
+        return replace(self, config=jit.Config({**self.config, **found})) if found else self
+
+    @property
+    def finds_items(self) -> bool:
+        """Whether blocks find their items by lengths in device memory."""
+        return self.config.get("kFindsItems") is True
 
     @cached_property
     def is_sm90(self) -> bool:

@@ -1,7 +1,7 @@
 // The argument of prefill_sm90: the one of all attention kernels, and what only this one needs.
 #pragma once
 
-#include "cupyattn/params/attention.cuh"
+#include "cupyattn/params/device_lengths.cuh"
 
 namespace cupyattn {
 
@@ -43,9 +43,10 @@ struct PrefillSm90Params {
   TensorMap o;
   // k and v in boxes of the columns that the last panel has, if those are not all
   TensorMap k_tail, v_tail;
+  FoundItems found;  // where blocks find their items
 };
 
-static_assert(sizeof(PrefillSm90Params) == 1088 + 768,
+static_assert(sizeof(PrefillSm90Params) == 1088 + 768 + 192,
               "PrefillSm90Params and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -4,6 +4,7 @@
 // most SMs idle, the blocks of a cluster share the keys of one block and merge likewise.
 #pragma once
 
+#include "cupyattn/plan/split_finder.cuh"
 #include "cupyattn/ptx/cluster.cuh"
 #include "cupyattn/sm80/traits.cuh"
 
@@ -92,6 +93,23 @@ struct DecodeSm80 {
         lane(threadIdx.x % kWarpSize),
         request(block.request),
         work(block.tile) {}
+
+  static __device__ __forceinline__ BlockWork work_of(const FoundAttentionParams& all_params) {
+    const AttentionParams& params = all_params.attention;
+    const int kv_head = ptx::cluster_index();
+    if constexpr (FindsItems<Config>::kValue) {
+      const ItemFinder items{all_params.found.lengths, params.group_size, kTileQ,
+                             static_cast<int>(threadIdx.x % kWarpSize)};
+      const SplitFinder finder{all_params.found.splits, items};
+      const int place = params.first_q_tile + static_cast<int>(blockIdx.y);
+      const WorkItem item = finder.find(params, place);
+      const bool is_first = kv_head == 0 && ptx::cluster_rank() == 0 && threadIdx.x < kWarpSize;
+      if (is_first) finder.list(params, place, item);
+      return BlockWork::of_listed(params, item, kv_head, kTileQ);
+    } else {
+      return BlockWork::of(params, kTileQ, kv_head);
+    }
+  }
 
   // Describes the rows, then starts the copy of Q.
   __device__ __forceinline__ void load_q() {

@@ -110,7 +110,7 @@ struct LeanSm90Copier {
           index = scheduler.index_of(next);
           if (index < num_items) {
             at = scheduler.list_place(index);
-            listed = BlockWork::load(block.params, at.place);
+            listed = scheduler.load(at.place, at.kv_head);
           }
         }
         if (copy_tile(present, tile) && tile == 0) scheduler.copy_queries(q, present, lane);

@@ -47,9 +47,15 @@ class Loads:
             return kernel
 
         def load_kernel(
-            problem: Any, rows: str, index: int, is_batch: bool = False, page_size: int = 0
+            problem: Any,
+            rows: str,
+            index: int,
+            is_batch: bool = False,
+            page_size: int = 0,
+            finds: str = "",
         ) -> Any:
-            return loaded(tile_config(problem, rows, self.memory, is_batch, arch, page_size))
+            tiles = tile_config(problem, rows, self.memory, is_batch, arch, page_size)
+            return loaded(tiles.finding(finds))
 
         def load_mixed(problem: Any, large: str, small: str, index: int) -> Any:
             return loaded(mixed_config(problem, large, small, self.memory, arch))
@@ -379,14 +385,14 @@ def test_what_is_compiled_ahead_is_launched_by_ordinary_calls(loads: Loads, on_g
             rest -= found
     # Few rounds do not meet every combination of dtypes, head dims, options and lengths, of which
     # Hopper has more.
-    most = {"sm_80": 0.16, "sm_90a": 0.32}[loads.arch]
+    most = {"sm_80": 0.21, "sm_90a": 0.47}[loads.arch]
     assert len(rest) < most * len(standard), rest
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 def test_standard_is_small(arch: str) -> None:
     found = instances(LEVELS["standard"], arch)
-    assert len(found) == len(set(found)) <= 600
+    assert len(found) == len(set(found)) <= (820 if arch == "sm_90a" else 640)
 
 
 def test_options_without_kernels_of_their_own_are_the_same() -> None:

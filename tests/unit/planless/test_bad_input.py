@@ -193,7 +193,7 @@ ROWS = [
     decode("strided sinks", "sinks: is not contiguous", sinks=of("float32", 2 * HQ)[::2]),
     decode("a size", "workspace_buffer: got int", workspace_buffer=128 << 20),
     decode("small space", "workspace_buffer: this call needs | and it has 64", WorkspaceError,
-           workspace_buffer=of("uint8", 64)),
+           workspace_buffer=of("uint8", 64), block_tables=of("int32", 3, 640), max_seq_len=9999),
     decode("space within q", "workspace_buffer: overlaps query",
            workspace_buffer=lambda a: a["query"]),
     decode("strided space", "not contiguous", WorkspaceError,

@@ -14,7 +14,7 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, un
 import cupyattn
 from cupyattn.engine import run_planless as call
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
-from cupyattn.launch.attention import plan_batch
+from cupyattn.launch.attention import find_items, plan_batch
 from cupyattn.launch.driver import scratch
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule import Masking
@@ -28,6 +28,12 @@ Make = Callable[..., Any]
 
 def no_checks(*_: object) -> None:
     raise AssertionError("the call was not cached")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks do not find their items."""
+    monkeypatch.setattr(find_items, "prepare", lambda *_: None)
 
 
 class Calls:
@@ -169,7 +175,7 @@ def test_calls_of_equal_signature_are_cached(
         pytest.skip("CuPy has no fp8 of its own")
     calls = Calls(make, entry, **changes)
     calls(calls.arguments())
-    later = [calls.arguments() for _ in range(3)]
+    later, each = [calls.arguments() for _ in range(3)], len(gpu.launches)
     gpu.launches.clear()
     monkeypatch.setattr(call, "check", no_checks)
     for arguments in later:
@@ -178,7 +184,7 @@ def test_calls_of_equal_signature_are_cached(
     monkeypatch.undo()
     # undo() has also put back what makes the GPU.
     del answer
-    assert len(cached) == 3 * (3 if entry.endswith("prefill_with_kv_cache") else 2)
+    assert len(cached) == 3 * each
     assert len({*cached}) == len(cached)
 
 
@@ -366,6 +372,29 @@ def test_cached_calls_make_outputs(gpu: Gpu, make: Make) -> None:
         assert (got["o"], got["lse"]) == (pointer(out), pointer(lse))
 
 
+def test_blocks_are_told_where_lengths_are(gpu: Gpu, make: Make) -> None:
+    """Their counters are nobody's workspace, and zero before and after each launch."""
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", max_seq_len=144)
+    for _ in range(2):
+        gpu.launches.clear()
+        arguments = calls.arguments()
+        calls(arguments)
+        (attention,) = gpu.launches
+        assert gpu.lengths() == (0, pointer(arguments["seq_lens"]), 0, 0)
+        assert gpu.num_requests() == (B, B)
+        got = unpack(attention.params)
+        assert got["counters"] == fake_gpu.COUNTERS
+        assert got["partial_o"] == pointer(calls.space) < got["partial_lse"]
+        assert got["kv_indices"] == pointer(arguments["block_tables"])
+        assert attention.kernel.finds_items
+    # More than a warp looks at are planned.
+    gpu.launches.clear()
+    calls(calls.arguments(33, 9, 33))
+    assert [x.kernel for x in gpu.launches[:-1]] == ["plan_batch"]
+    assert not gpu.launches[-1].kernel.finds_items
+
+
+@pytest.mark.usefixtures("planned")
 def test_what_the_kernels_are_told(gpu: Gpu, make: Make) -> None:
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache", window_left=40)
     arguments = calls.arguments()
@@ -396,6 +425,7 @@ def test_what_is_made_for_one_call_is_not_cached(gpu: Gpu, monkeypatch: pytest.M
     assert not len(call.CALLS)
 
 
+@pytest.mark.usefixtures("planned")
 def test_lengths_may_be_steps_of_offsets(gpu: Gpu, make: Make) -> None:
     """The planner takes the differences: nothing else is launched, and calls are cached."""
     ragged = {"k_cache": make(90, HKV, D), "v_cache": make(90, HKV, D), "block_tables": None}
@@ -464,6 +494,7 @@ BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_call_is_refused_after_good_ones(gpu: Gpu, make: Make, message: str) -> None:
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
@@ -488,6 +519,7 @@ def test_a_workspace_that_holds_other_arrays(gpu: Gpu, make: Make) -> None:
             calls(arguments | {name: inside})
 
 
+@pytest.mark.usefixtures("planned")
 def test_a_workspace_that_is_too_small(gpu: Gpu, make: Make) -> None:
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache", max_seq_len=144)
     calls.space = make(4096, dtype="uint8")
@@ -499,6 +531,7 @@ def test_a_workspace_that_is_too_small(gpu: Gpu, make: Make) -> None:
     assert len(gpu.launches) == 2
 
 
+@pytest.mark.usefixtures("planned")
 def test_no_workspace_is_memory_of_the_thread_on_its_stream(
     gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from cupyattn.serving.store import Store
 torch = pytest.importorskip("torch")
 BS, H, HK, D, COLUMNS, DRAFTS, TOPK = 4, 8, 2, 64, 128, 4, 2
 ATTENTION = ["plan_batch", "decode_sm80"]
+FOUND = ["decode_sm80"]  # whose blocks find their items
 STEP = "serving_metadata"
 
 
@@ -83,29 +84,29 @@ TREES = {"topk": TOPK, "num_draft_tokens": DRAFTS, "num_draft_steps": 3}
 LAYER, WINDOW, CHUNK = LayerSpec(), LayerSpec(window_size=(31, 0)), LayerSpec(attention_chunk=16)
 # By what they are: configuration, mode, rows of q, layer, launches of the layer.
 CASES: dict[str, tuple[dict[str, Any], ForwardMode, int, LayerSpec, list[str]]] = {
-    "decode": ({}, ForwardMode.DECODE, BS, LAYER, ATTENTION),
-    "decode, slots": ({"page_size": 1}, ForwardMode.DECODE, BS, LAYER, ATTENTION),
-    "decode, window": ({}, ForwardMode.DECODE, BS, WINDOW, ATTENTION),
-    "decode, chunks": ({"attention_chunk_size": 16}, ForwardMode.DECODE, BS, CHUNK, ATTENTION),
+    "decode": ({}, ForwardMode.DECODE, BS, LAYER, FOUND),
+    "decode, slots": ({"page_size": 1}, ForwardMode.DECODE, BS, LAYER, FOUND),
+    "decode, window": ({}, ForwardMode.DECODE, BS, WINDOW, FOUND),
+    "decode, chunks": ({"attention_chunk_size": 16}, ForwardMode.DECODE, BS, CHUNK, FOUND),
     "chain": (
-        {"num_draft_tokens": DRAFTS}, ForwardMode.TARGET_VERIFY, BS * DRAFTS, LAYER, ATTENTION,
+        {"num_draft_tokens": DRAFTS}, ForwardMode.TARGET_VERIFY, BS * DRAFTS, LAYER, FOUND,
     ),
     "tree": (TREES, ForwardMode.TARGET_VERIFY, BS * DRAFTS, LAYER, ATTENTION),
     "tree, two passes": (
         {**TREES, "tree_form": "expand"}, ForwardMode.TARGET_VERIFY, BS * DRAFTS, LAYER,
-        [*ATTENTION, *ATTENTION, "merge_states"],
+        [*FOUND, *FOUND, "merge_states"],
     ),
     "tree, window": (
         {**TREES, "sliding_window_size": 31}, ForwardMode.TARGET_VERIFY, BS * DRAFTS, WINDOW,
-        ATTENTION,
+        FOUND,
     ),
     "beams": (
         TREES, ForwardMode.DRAFT_DECODE, BS * TOPK, LAYER,
-        [*ATTENTION, *ATTENTION, "merge_states"],
+        [*FOUND, *FOUND, "merge_states"],
     ),
     "beams, chunks": (
         {**TREES, "attention_chunk_size": 16}, ForwardMode.DRAFT_DECODE, BS * TOPK, CHUNK,
-        ATTENTION,
+        FOUND,
     ),
     "extend": (
         {}, ForwardMode.EXTEND, 5 * BS, LAYER, ["plan_batch", "prefill_sm80", "merge_splits"],
@@ -195,13 +196,13 @@ def test_plans_are_bounded_by_a_request_not_the_pool(
 ) -> None:
     """Else a large pool of slots would keep plans from splitting keys."""
     found: list[Any] = []
-    real = prepared.plan_batch.prepare
+    real = prepared.find_items.prepare
 
-    def plan(launcher: Any, lengths: Any, max_bytes: int) -> Any:
+    def plan(launcher: Any, lengths: Any) -> Any:
         found.append(lengths)
-        return real(launcher, lengths, max_bytes)
+        return real(launcher, lengths)
 
-    monkeypatch.setattr(prepared.plan_batch, "prepare", plan)
+    monkeypatch.setattr(prepared.find_items, "prepare", plan)
     for changes, layer, longest in (
         ({}, LAYER, COLUMNS),
         ({"attention_chunk_size": 16}, CHUNK, 16),

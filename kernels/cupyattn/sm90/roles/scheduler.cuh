@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cupyattn/ptx/tensor_copy.cuh"
+#include "cupyattn/plan/split_finder.cuh"
 #include "cupyattn/sm90/roles/traits.cuh"
 
 namespace cupyattn {
@@ -16,6 +17,7 @@ struct PrefillSm90Scheduler {
   static constexpr int kTileKV = Traits::kTileKV, kItems = Traits::kItems, kSlots = Traits::kSlots;
   static constexpr bool kPaged = Traits::kPaged, kMasked = Traits::kMasked;
   using Mask = typename Traits::Mask;
+  static constexpr bool kFindsItems = FindsItems<Traits>::kValue;
   static constexpr bool kStagesOutput = Traits::kStagesOutput;
   static constexpr int kOutputPanels = ceil_div(Traits::kHeadDimVO, QTile::kPanelColumns);
 
@@ -28,7 +30,7 @@ struct PrefillSm90Scheduler {
   // divided here: all copies wait for this.
   __device__ __forceinline__ void find_only_item() const {
     const ListPlace at{static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x)};
-    const ItemFacts item = facts_of(at, BlockWork::load(params, at.place));
+    const ItemFacts item = facts_of(at, load(at.place, at.kv_head));
     if (threadIdx.x % kWarpSize == 0) static_cast<ItemFacts&>(shared.items[0]) = item;
   }
   // Copies the rows of Q of the only item, and stores its O.
@@ -152,7 +154,26 @@ struct PrefillSm90Scheduler {
   // last, so that blocks end together.
   __device__ __forceinline__ ItemFacts item_of(int index) const {
     const ListPlace at = list_place(index);
-    return facts_of(at, BlockWork::load(params, at.place));
+    return facts_of(at, load(at.place, at.kv_head));
+  }
+  // The item at a place: of the work list, or what lengths in memory make of it. All lanes call this.
+  __device__ __forceinline__ WorkItem load(int place, int kv_head) const {
+    if constexpr (kFindsItems) {
+      const FoundItems& found = all_params.found;
+      const ItemFinder finder{found.lengths, params.group_size,
+                              whole_token_rows(params, Traits::kTileQ),
+                              static_cast<int>(threadIdx.x % kWarpSize)};
+      if constexpr (Traits::kFindsParts) {
+        const SplitFinder split_finder{found.splits, finder};
+        const WorkItem item = split_finder.find(params, place);
+        if (kv_head == 0) split_finder.list(params, place, item);
+        return item;
+      } else {
+        return finder.find(place);
+      }
+    } else {
+      return BlockWork::load(params, place);
+    }
   }
   struct ListPlace {
     int place, kv_head;
@@ -175,9 +196,10 @@ struct PrefillSm90Scheduler {
 
   __device__ __forceinline__ ItemFacts facts_of(const ListPlace& at, const WorkItem& listed) const {
     ItemFacts item{};
-    item.work = BlockWork::of_index(params, at.place, listed, at.kv_head,
-                                    // mutate: tiles-of-broken-tokens
-                                    whole_token_rows(params, Traits::kTileQ));
+    // mutate: tiles-of-broken-tokens
+    const int tile_rows = whole_token_rows(params, Traits::kTileQ);
+    item.work = kFindsItems ? BlockWork::of_listed(params, listed, at.kv_head, tile_rows)
+                            : BlockWork::of_index(params, at.place, listed, at.kv_head, tile_rows);
     item.place = at.place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
