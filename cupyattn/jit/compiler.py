@@ -86,8 +86,8 @@ def require_arch(arch: str) -> None:
         )
 
 
-def compile_cubin(program: Program, arch: str) -> Compiled:
-    """Compile `program` for `arch`.
+def compile_cubin(program: Program, arch: str, more: tuple[str, ...] = ()) -> Compiled:
+    """Compile `program` for `arch`, with `more` options.
 
     Raises NvrtcFailure with the log if the program is refused, and what `require_arch` raises.
     """
@@ -98,7 +98,9 @@ def compile_cubin(program: Program, arch: str) -> Compiled:
     handle = nvrtc.createProgram(program.text, shown, (), ())
     start = time.perf_counter()
     try:
-        nvrtc.compileProgram(handle, (*options(arch), *_without_its_cache(), f"-I{program.root}"))
+        nvrtc.compileProgram(
+            handle, (*options(arch), *_without_its_cache(), *more, f"-I{program.root}")
+        )
         # CuPy drops the last byte of the image, and tools that read the ELF then call it invalid.
         cubin = nvrtc.getCUBIN(handle) + b"\0"
         return Compiled(cubin, nvrtc.getProgramLog(handle), time.perf_counter() - start)

@@ -43,7 +43,7 @@ HOPPER = (
     Mutation(
         "fast-warps-do-not-wait",
         "take_output();",
-        "if (!is_fast) take_output();",
+        "if (!tile.is_fast) take_output();",
         "hopper parted warps",
     ),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),
@@ -109,11 +109,23 @@ HOPPER = (
     Mutation("tail-items-from-first", "num_swizzled", "0", "hopper swizzle"),
     Mutation(
         "nonfinite-keys-not-added",
-        "add_nonfinite_keys(shared.items[stage]);",
+        "add_nonfinite_keys(shared.items[place]);",
         "",
         "hopper bad values",
     ),
     Mutation("first-values-added", "adds_output = false;", "", "hopper wide pages"),
+    Mutation(
+        "output-not-rescaled-at-cut",
+        "multiply_rows(o, tile.probabilities.factors);",
+        "",
+        "hopper alibi causal",
+    ),
+    Mutation(
+        "output-in-the-slot-of-the-next-item",
+        "before<Traits::kSlots>(q_slot(), is_behind)",
+        "q_slot()",
+        "hopper swizzle",
+    ),
     Mutation(
         "q-overwrites-output", "if (lane == 0) ptx::bulk_wait_read();", "", "hopper wide pages"
     ),
@@ -131,7 +143,10 @@ HOPPER = (
         "hopper small pages",
     ),
     Mutation(
-        "idle-warpgroup-skips-turns", "if (has_keys) skip_item(*item);", "", "hopper wide pages"
+        "idle-warpgroup-skips-turns",
+        "if (item_of(at).has_keys()) skip_item(item_of(at));",
+        "",
+        "hopper wide pages",
     ),
     Mutation(
         "tiles-of-broken-tokens",
@@ -188,9 +203,6 @@ HOPPER = (
         "min_of(offset & 7, 2)",
         "2 * min_of(offset & 7, 1)",
         "hopper causal",
-    ),
-    Mutation(
-        "output-not-rescaled-at-cut", "multiply_rows(o, to.factors);", "", "hopper alibi causal"
     ),
     Mutation("sums-never-fail", "fails |= tile_sum[h] > path.most_of_tile();", "", "hopper capped"),
     Mutation("sum-range-ignores-maximum", "exp2f(bits)", "exp2f(end)", "hopper capped"),

@@ -47,7 +47,7 @@ _NOTHING_STORED = 8  # SHT_NOBITS
 Instance = tuple[str, jit.Config]
 
 
-def _sections(cubin: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def sections(cubin: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and header of each section of an ELF file."""
     (begin,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
@@ -59,13 +59,13 @@ def _sections(cubin: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def section(cubin: bytes, wanted: str) -> tuple[int, int]:
     """Where a section lies in the file, and its length."""
-    return next((header[4], header[5]) for name, header in _sections(cubin) if name == wanted)
+    return next((header[4], header[5]) for name, header in sections(cubin) if name == wanted)
 
 
 def code_digest(cubin: bytes) -> str:
     """Of the machine code, its constants and its resources: no path, no time, no log."""
     parts = []
-    for label, (_, kind, flags, _, offset, length, _, info, align, _) in _sections(cubin):
+    for label, (_, kind, flags, _, offset, length, _, info, align, _) in sections(cubin):
         # The rest of a label is the kernel's name, which may change.
         if what := next((x for x in _SECTIONS if label.startswith(x)), ""):
             content = b"" if kind == _NOTHING_STORED else cubin[offset : offset + length]

@@ -135,7 +135,7 @@ _LEAN32 = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent
 _LEAN64 = _LEAN32._replace(tile_kv=64, stages=3, min_blocks=3)
 _LEAN_PERSISTENT = _LEAN32._replace(stages=5, query_slots=2, min_blocks=3, persistent=True)
 # Registers are too few for overlap, and for two blocks an SM.
-_Q64_OF_256 = _Q64._replace(registers=(96, 240), overlaps=False, min_blocks=1)
+_Q64_OF_256 = _Q64._replace(registers=(96, 248), overlaps=False, min_blocks=1)
 
 
 def _oneshot(shape: _Shape) -> _Shape:

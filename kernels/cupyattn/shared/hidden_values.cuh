@@ -218,7 +218,16 @@ __device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
     float values[2];
     load_pair(value_row + 8 * n + 2 * (lane & 3), values);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) add_nonfinite_value<kAll>(o, n, e, of_key, values[e]);
+    for (int e = 0; e < 2; ++e) {
+      const float bad = !kAll && is_finite(values[e]) ? 0.0f : values[e];
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (of_key[m][h] != 0.0f) o[m][n][2 * h + e] += of_key[m][h] * bad;
+        }
+      }
+    }
   }
 }
 

@@ -128,38 +128,46 @@ struct OnlineSoftmax {
   }
 
   // Makes the probabilities of a tile, as fragments, and moves the maximum if they ask for it.
-  // Returns whether it has moved; O must then be multiplied by `factors`. Only the first tile looks
-  // for the maxima of its logits. In other tiles the sum of the probabilities shows that a row's
-  // maximum must move, and the tile is made again from the logits.
-  template <typename T, bool kIsFirst, int kSteps, int kTilesS, typename Form>
+  // Returns whether it has moved; O must then be multiplied by `factors`. Only tiles that take maxima
+  // look for those of their logits. In other tiles the sum of the probabilities shows that a row's
+  // maximum must move, and the tile is made again from the logits, by a second copy of the code or in
+  // a loop (kInLoop), which takes fewer registers and 1 to 5 % more time.
+  template <typename T, bool kInLoop, int kSteps, int kTilesS, typename Form>
   __device__ __forceinline__ bool exponentiate_or_raise(uint32_t (&p)[kSteps][kMmaQ][4],
                                                         const float (&s)[kMmaQ][kTilesS][4],
                                                         float (&factors)[kMmaQ][2],
-                                                        const Form& form, float scale, float room) {
+                                                        const Form& form, float scale, float room,
+                                                        bool takes_maxima) {
     float tile_sum[kMmaQ][2] = {};
-    bool moves = false;
-    if constexpr (kIsFirst) {
-      raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale, room);
+    bool raises = takes_maxima;
+#pragma unroll 1
+    do {
+      if (raises) raise_where_asked(s, factors, tile_sum, form, scale, room, takes_maxima);
       exponentiate_all<T>(p, s, form, scale, tile_sum);
-    } else {
-      exponentiate_all<T>(p, s, form, scale, tile_sum);
-#pragma unroll
-      for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) moves |= asks_for_more(m, h, tile_sum[m][h], room);
-      }
-      moves = ptx::warp_any(moves);
-      if (moves) {
-        raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale, room);
+      if (raises || !warp_asks_for_more(tile_sum, room)) break;
+      raises = true;
+      if constexpr (!kInLoop) {
+        raise_where_asked(s, factors, tile_sum, form, scale, room, false);
         exponentiate_all<T>(p, s, form, scale, tile_sum);
       }
-    }
+    } while (kInLoop);
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
     }
-    return moves;
+    return raises;
+  }
+  // Whether a thread of the warp asks for a larger maximum.
+  __device__ __forceinline__ bool warp_asks_for_more(const float (&tile_sum)[kMmaQ][2],
+                                                     float room) const {
+    bool asks = false;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) asks |= asks_for_more(m, h, tile_sum[m][h], room);
+    }
+    return ptx::warp_any(asks);
   }
 
   // Makes the probabilities of a tile under the maxima of all logits so far. Returns whether a
@@ -171,7 +179,7 @@ struct OnlineSoftmax {
                                                          float (&factors)[kMmaQ][2],
                                                          const Form& form, float scale) {
     float tile_sum[kMmaQ][2];
-    raise_where_asked<true>(s, factors, tile_sum, form, scale, 0.0f);
+    raise_where_asked(s, factors, tile_sum, form, scale, 0.0f, true);
     bool moves = false;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -189,17 +197,19 @@ struct OnlineSoftmax {
   }
 
   // Raises each row by its own logits alone: its bits do not depend on the rows beside it.
-  template <bool kIsFirst, int kTilesS, typename Form>
+  // all: all rows are, and none is asked.
+  template <int kTilesS, typename Form>
   __device__ __forceinline__ void raise_where_asked(const float (&s)[kMmaQ][kTilesS][4],
                                                     float (&factors)[kMmaQ][2],
                                                     const float (&tile_sum)[kMmaQ][2],
-                                                    const Form& form, float scale, float room) {
+                                                    const Form& form, float scale, float room,
+                                                    bool all) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float largest = largest_of(s[m], h);
-        const bool row_moves = kIsFirst || quad_any(asks_for_more(m, h, tile_sum[m][h], room));
+        const bool row_moves = all || quad_any(asks_for_more(m, h, tile_sum[m][h], room));
         const float value = row_moves ? form.value(largest) : -ptx::infinity();
         factors[m][h] = raise_row(m, h, value, scale);
       }
@@ -318,14 +328,18 @@ struct OnlineSoftmax {
   // The base-2 maximum of a row, -inf if it saw no key.
   template <typename LogitsVariant>
   __device__ __forceinline__ float base2_max(int m, int h, const AttentionParams& params) const {
-    const float max = row_max[m][h] * LogitsVariant::softmax_scale(params);
+    return base2_of<LogitsVariant>(row_max[m][h], params);
+  }
+  template <typename LogitsVariant>
+  static __device__ __forceinline__ float base2_of(float row_max, const AttentionParams& params) {
+    const float max = row_max * LogitsVariant::softmax_scale(params);
     if constexpr (LogitsVariant::kHasAnyLogits) {
       // A row whose logits are finite has seen keys, however far its maximum is from 0.
       constexpr float kMost = 0x1.fffffep127f;
       // mutate: far-maximum-becomes-infinite
-      return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : fminf(fmaxf(max, -kMost), kMost);
+      return row_max == -ptx::infinity() ? row_max : fminf(fmaxf(max, -kMost), kMost);
     }
-    return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : max;
+    return row_max == -ptx::infinity() ? row_max : max;
   }
 };
 

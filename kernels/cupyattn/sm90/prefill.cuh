@@ -31,7 +31,18 @@ struct PrefillSm90 {
     ptx::block_sync();
     // warp_uniform tells the compiler that the role is the same for a whole warp.
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
-    if (warpgroup == 0) {
+    if (warpgroup > 0 && warpgroup <= Traits::kConsumers) {
+      ptx::set_max_registers_up<Traits::kConsumerRegisters>();
+      PrefillSm90Consumer<Traits>(block, warpgroup - 1).run();
+    } else if (warpgroup > 0) {
+      ptx::set_max_registers_down<Traits::kProducerRegisters>();
+      if constexpr (Traits::kHasConverterWarpgroup) {
+        PrefillSm90Converter<Traits>(block).run();
+      } else if constexpr (Traits::kHasGathererWarpgroup) {
+        const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
+        PrefillSm90Gatherer<Traits>(block, warp % 4).run();
+      }
+    } else {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
       const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
       if (warp == 1) {
@@ -45,17 +56,6 @@ struct PrefillSm90 {
       } else if constexpr (!Traits::kHasConverterWarpgroup) {
         PrefillSm90Converter<Traits>(block).run();
       }
-    } else if (warpgroup > Traits::kConsumers) {
-      ptx::set_max_registers_down<Traits::kProducerRegisters>();
-      if constexpr (Traits::kHasConverterWarpgroup) {
-        PrefillSm90Converter<Traits>(block).run();
-      } else if constexpr (Traits::kHasGathererWarpgroup) {
-        const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
-        PrefillSm90Gatherer<Traits>(block, warp % 4).run();
-      }
-    } else {
-      ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      PrefillSm90Consumer<Traits>(block, warpgroup - 1).run();
     }
   }
 

@@ -71,7 +71,7 @@ __device__ __forceinline__ void scale_rows(unsigned char* tile, int first_row, f
     if (Tile::kChunks < 8 * Tile::kPanels && chunk_of_row >= Tile::kChunks) continue;
     Vector16* rows =
         reinterpret_cast<Vector16*>(tile + panel * Tile::kPanelBytes + first_row * Tile::kRowBytes);
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < 64 * Tile::kRowBytes / 16; i += kThreads) {
       Vector16 chunk = rows[i + thread];
 #pragma unroll

@@ -2,30 +2,37 @@
 // of keys and values that other warps bring. It keeps the pipeline; the softmax is in
 // sm90/roles/softmax.cuh, the rows and O in sm90/roles/rows.cuh.
 //
-// One item. "<-" names what a phase waits for.
+// A step is a tile, or the end of an item. "<-" names what a phase waits for.
+//
+// kFirst, an item's first tile, which completes the item before.
 //   await_item            <- scheduler: the item is published
 //   await_queries         <- scheduler: Q has landed
 //   rotate_queries        RoPE: the warpgroup rotates its rows of Q in place
 //   issue_scores          S = Q K^T of the last tile <- producer: K has landed, <- the turn
 //   issue_output          O += P V, the last of the item before <- producer: V has landed
 //   pass_turn             the next warpgroup issues its products
-//   finish_rows           normalisers and LSE of the item before; then begin_item of this one
+//   begin_item
 //   await_scores          <- S; releases K, and Q after the item's only tile
-//   first_tile            softmax: maxima and probabilities
-//   await_output          <- O of the item before; releases V
+//   make                  softmax: maxima and probabilities. Without overlap it is in settle_first.
+//   take_output           <- O of the item before; releases V
+//   finish_rows           normalisers and LSE of the item before
+//   settle_first          P becomes the operand of the next product
 //   write                 stores O of the item before; releases that item
-//   commit_probabilities  P becomes the operand of the next product
-//   process_tile          for every other tile of keys, from the last to the first
 // The last O += P V of an item is left to the next item (Pending), so that nothing drains between.
 //
-// One tile.
+// kNext, every other tile of keys, from the last to the first.
 //   issue_scores          S = Q K^T <- producer: K has landed, <- the turn
 //   issue_output          O += P V of the tile before <- producer: V has landed
 //   pass_turn
 //   await_scores          <- S; releases K, and Q after the item's last tile
-//   next_tile             softmax
-//   await_output          <- O; releases V. Without overlap this phase precedes the softmax.
-//   commit_probabilities
+//   make                  softmax. Without overlap it is in settle_next.
+//   take_output           <- O; releases V
+//   settle_next           P becomes the operand of the next product
+//
+// kEnd, where no other item runs beside the end of an item: the last O += P V, finish_rows, write.
+//
+// What several steps do stands once, and what is rare stands last: a launch fetches the first 64 KB
+// of its instructions ahead, and waits for each line beyond (docs/prefill_sm90.md, "Instructions").
 #pragma once
 
 #include "cupyattn/shared/hidden_values.cuh"
@@ -47,6 +54,12 @@ struct PrefillSm90Consumer {
   static constexpr int kHeadDimQK = Traits::kHeadDimQK, kHeadDimVO = Traits::kHeadDimVO;
   static constexpr int kTileKV = Traits::kTileKV, kWarpgroup = Traits::kWarpgroup;
   static constexpr bool kOverlap = Softmax::kOverlap;
+  // Whether an item's first product runs beside the last one of the item before. Where Q has one
+  // place the next rows land later, so the item is completed first.
+  static constexpr bool kItemsFollow = Traits::kPersistent && Traits::kSlots > 1;
+  // Whether a tile that needs O corrected leaves the loop of tiles for it. Without overlap the softmax
+  // is still to come, and would have to stand twice.
+  static constexpr bool kLeavesLoop = kOverlap;
   using Stage = PipelineState<Traits::kStages>;
   using ItemStage = PipelineState<Traits::kItems>;
 
@@ -61,11 +74,10 @@ struct PrefillSm90Consumer {
   PipelineState<Traits::kSlots> next_q;
   ItemStage item_stage;
   // These and item_stage belong to the present item.
-  int q_slot = 0;
   Pending pending = Pending::kNone;
   int last_tile = 0;
   int masked_key = -1;  // the first key of the tile of `p`, or -1 if that tile needed no mask
-  bool adds_output;     // whether O holds a part of the item's sum
+  bool adds_output = false;  // whether O holds a part of the item's sum
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[Softmax::kSteps][1][4];
   Softmax softmax;
@@ -76,142 +88,235 @@ struct PrefillSm90Consumer {
         shared(block.shared),
         group(group),
         lane(threadIdx.x % kWarpSize),
-        softmax(block, group) {}
+        softmax(block, group) {
+    if constexpr (kItemsFollow) clear(p);
+  }
 
   // Serves the only item of a block: nothing of another item runs beside it.
   __device__ __forceinline__ void run_only_item() {
     if (group == Traits::kConsumers - 1) pass_turn();
     ptx::warp_sync();
-    const ItemStage stage;
-    const Item& item = block.await_item(stage);
-    if (!item.exists) return;
-    if (item.has_keys() && item.work.tile.num_rows > 64 * group) {
-      int tile = ptx::warp_uniform(item.tiles.end) - 1;
-      process_first_tile(item, tile, stage);
-      while (tile > last_tile) tile = process_tile(item, tile);
-      pending = Pending::kLastPV;
+    Place at;
+    Tile tile;
+    block.await_item(at.next);
+    if (!item_of(at).exists) return;
+    if (item_of(at).has_keys() && item_of(at).work.tile.num_rows > 64 * group) {
+      multiply_first(at, tile);
+      settle_first(at, tile);
+      while (at.tile > last_tile) {
+        multiply_next(at, tile);
+        correct_output(tile, Step::kNext);
+        settle_next(at, tile);
+      }
+      multiply_last(tile);
+      correct_output(tile, Step::kEnd);
+      release_values();
     } else {
-      if (item.has_keys()) skip_item(item);
-      begin_item(item, stage);
-      clear_output();
-      pending = Pending::kStore;
+      pass_over(at);
     }
-    complete_item();
+    softmax.rows.write(softmax.rows.finish_rows(softmax.online, 0, 0), o);
   }
 
   __device__ __forceinline__ void run() {
     if constexpr (!Traits::kPersistent) return run_only_item();
     if (group == Traits::kConsumers - 1) pass_turn();  // the first turn is the first warpgroup's
     ptx::warp_sync();
-    ItemStage next;
-    const Item* item = nullptr;
-    int tile = 0;
+    Place at;
     for (;;) {
-      while (tile > last_tile) tile = process_tile(*item, tile);
-      item = &block.await_item(next);
-      const bool has_keys = item->exists && item->has_keys();
-      const bool has_rows = item->work.tile.num_rows > 64 * group;
-      if (!has_keys || !has_rows || pending == Pending::kStore) complete_item();
-      if (!item->exists) return;
-      if (has_keys && has_rows) {
-        tile = ptx::warp_uniform(item->tiles.end) - 1;
-        process_first_tile(*item, tile, next);
-        pending = Pending::kLastPV;
-      } else {
-        if (has_keys) skip_item(*item);  // mutate: idle-warpgroup-skips-turns
-        begin_item(*item, next);
-        tile = last_tile;
-        clear_output();
-        pending = Pending::kStore;
+      Tile tile;
+      // The loop that most of a launch is. A rare event leaves it.
+      bool is_interrupted = false;
+      while (at.tile > last_tile) {
+        multiply_next(at, tile);
+        if constexpr (kLeavesLoop) {
+          is_interrupted = unlikely(tile.nonfinite_keys != 0 || tile.probabilities.raised);
+          if (is_interrupted) break;
+        } else {
+          correct_output(tile, Step::kNext);
+        }
+        settle_next(at, tile);
       }
-      next.advance();
+      Step step = Step::kNext;
+      if (!is_interrupted) {
+        at.item = &block.await_item(at.next);
+        const bool has_keys = item_of(at).exists && item_of(at).has_keys();
+        const bool has_rows = item_of(at).work.tile.num_rows > 64 * group;
+        const bool follows = kItemsFollow && has_keys && has_rows;
+        if (pending == Pending::kStore || (pending == Pending::kLastPV && !follows)) {
+          step = Step::kEnd;
+        } else if (!item_of(at).exists) {
+          return;
+        } else if (!has_keys || !has_rows) {
+          pass_over(at);
+          continue;
+        } else {
+          step = Step::kFirst;
+        }
+      }
+      if (step == Step::kFirst) {
+        multiply_first(at, tile);
+      } else if (step == Step::kEnd) {
+        multiply_last(tile);
+      }
+      correct_output(tile, step);
+      if (step == Step::kNext) {
+        settle_next(at, tile);
+        continue;
+      }
+      if (tile.has_values) release_values();
+      const bool completes = step == Step::kEnd || tile.has_values;
+      const bool is_behind = step == Step::kFirst;  // whether a first tile follows the item
+      Output output;
+      if (completes) {
+        const int place = before<Traits::kItems>(item_stage.stage, is_behind);
+        output = softmax.rows.finish_rows(tile.sums, place, 0);
+      }
+      if (step == Step::kFirst) settle_first(at, tile);
+      if (completes) {
+        output.place = before<Traits::kItems>(item_stage.stage, is_behind);
+        // mutate: output-in-the-slot-of-the-next-item
+        output.slot = before<Traits::kSlots>(q_slot(), is_behind);
+        softmax.rows.write(output, o);
+      }
+      if (step == Step::kEnd) pending = Pending::kNone;
     }
   }
 
-  // --- One item, one tile ---
+  // --- One step ---
 
-  __device__ __forceinline__ void process_first_tile(const Item& item, int tile,
-                                                     const ItemStage& next) {
+  // kNext: another tile of the item. kFirst: an item's first tile, which also completes the item
+  // before. kEnd: no tile; an item is completed when no other runs beside it.
+  enum class Step { kNext, kFirst, kEnd };
+
+  // Where a warpgroup stands.
+  struct Place {
+    const Item* item = nullptr;
+    ItemStage next;
+    int tile = 0;  // the last one that has been multiplied
+  };
+  __device__ __forceinline__ const Item& item_of(const Place& at) const {
+    return Traits::kPersistent ? *at.item : shared.items[0];
+  }
+  // What the parts of a step leave to each other.
+  struct Tile {
     float s[1][kTileKV / 8][4];
     Probabilities probabilities;
     KeyTile key_tile;
-    const int last_slot = q_slot;
+    bool is_fast;
+    uint32_t nonfinite_keys;
+    // Of the item that the step completes.
+    bool has_values;
+    typename Softmax::Online sums;
+  };
+
+  // An item that has no keys, or no rows for this warpgroup, leaves zeros.
+  __device__ __forceinline__ void pass_over(Place& at) {
+    if (item_of(at).has_keys()) skip_item(item_of(at));  // mutate: idle-warpgroup-skips-turns
+    begin_item(item_of(at), at.next);
+    softmax.begin_rows(item_of(at));
+    at.tile = last_tile;
+    clear_output();
+    pending = Pending::kStore;
+    at.next.advance();
+  }
+
+  // Behind the last product of an item beside which no other runs.
+  __device__ __forceinline__ void multiply_last(Tile& tile) {
+    tile.has_values = pending == Pending::kLastPV;
+    tile.nonfinite_keys = 0;
+    tile.sums = softmax.online;
+    if (!tile.has_values) return;
+    issue_output();
+    tile.nonfinite_keys = any_nonfinite_key();
+    take_output();
+    // O takes the place of Q, which no warp of the warpgroup reads any more.
+    if (Traits::kStagesOutput) ptx::named_barrier_sync(Traits::kDone + group, kWarpgroup);
+  }
+
+  // What O rarely needs behind a product: values that are not finite, and larger maxima.
+  __device__ __forceinline__ void correct_output(Tile& tile, Step step) {
+    if (tile.nonfinite_keys != 0) {
+      const int place = before<Traits::kItems>(item_stage.stage, step == Step::kFirst);
+      add_nonfinite_keys(shared.items[place]);  // mutate: nonfinite-keys-not-added
+      ptx::warp_sync();
+    }
+    if (kOverlap && step == Step::kNext && unlikely(tile.probabilities.raised)) {
+      multiply_rows(o, tile.probabilities.factors);
+    }
+  }
+
+  __device__ __forceinline__ void settle_first(Place& at, Tile& tile) {
+    if constexpr (!kOverlap) {
+      softmax.begin_rows(item_of(at));
+      softmax.make(tile.probabilities, tile.s, item_of(at), tile.key_tile, v, true);
+    }
+    pending = Pending::kLastPV;
+    adds_output = false;  // mutate: first-values-added
+    at.next.advance();
+    commit_probabilities(tile.probabilities);
+    at.tile = tile.key_tile.tile;
+  }
+
+  __device__ __forceinline__ void settle_next(Place& at, Tile& tile) {
+    release_values();
+    if constexpr (!kOverlap) {
+      if (!tile.is_fast || !softmax.fast_tile(tile.probabilities, tile.s)) {
+        softmax.make(tile.probabilities, tile.s, item_of(at), tile.key_tile, v, false);
+        if (unlikely(tile.probabilities.raised)) {
+          multiply_rows(o, tile.probabilities.factors);  // mutate: output-not-rescaled-at-cut
+        }
+      }
+    }
+    commit_probabilities(tile.probabilities);
+    at.tile = tile.key_tile.tile;
+  }
+
+  // Multiplies an item's first tile, and takes its maxima and probabilities if softmax runs beside
+  // products. A product is issued and waited for under one condition, since ptxas serialises others:
+  // so in the first item of a block, which has no product of values before it, keys stand for them,
+  // and O starts anew behind it.
+  __device__ __forceinline__ void multiply_first(Place& at, Tile& tile) {
+    const Item& item = item_of(at);
+    tile.has_values = pending == Pending::kLastPV;
+    tile.nonfinite_keys = 0;
     await_queries();
     if constexpr (Traits::kRope) rotate_queries(item);
     if constexpr (Traits::LogitsVariant::kScalesQueries) scale_queries();
-    issue_scores(s);
-    // A product is issued and waited for under one condition: ptxas serialises others.
-    if (Traits::kPersistent && pending == Pending::kLastPV) {
-      issue_output();
-      pass_turn();
-      const Output output = softmax.rows.finish_rows(softmax.online, item_stage.stage, last_slot);
-      begin_item(item, next);
-      key_tile = key_tile_after(tile + 1);
-      await_scores<1>(s, tile == last_tile);
-      if (kOverlap) softmax.first_tile(probabilities, s, item, key_tile, after(v));
-      await_output(output.place);
-      softmax.rows.write(output, o);
-    } else {
-      pass_turn();
-      begin_item(item, next);
-      key_tile = key_tile_after(tile + 1);
-      await_scores<0>(s, tile == last_tile);
-      if (kOverlap) softmax.first_tile(probabilities, s, item, key_tile, v);
+    issue_scores(tile.s);
+    if constexpr (kItemsFollow) issue_output(tile.has_values);
+    pass_turn();
+    begin_item(item, at.next);
+    tile.key_tile = key_tile_after(ptx::warp_uniform(item.tiles.end));
+    await_scores<kItemsFollow ? 1 : 0>(tile.s, tile.key_tile.tile == last_tile);
+    tile.sums = softmax.online;
+    if constexpr (kOverlap) {
+      const Stage values = tile.has_values ? after(v) : v;
+      softmax.begin_rows(item);
+      softmax.make(tile.probabilities, tile.s, item, tile.key_tile, values, true);
     }
-    if (!kOverlap) softmax.first_tile(probabilities, s, item, key_tile, v);
-    adds_output = false;  // mutate: first-values-added
-    commit_probabilities(probabilities);
+    if constexpr (kItemsFollow) {
+      if (tile.has_values) tile.nonfinite_keys = any_nonfinite_key();
+      take_output();
+    }
   }
 
-  // Processes the tile that comes after `tile`. Returns its number.
-  __device__ __forceinline__ int process_tile(const Item& item, int tile) {
-    float s[1][kTileKV / 8][4];
-    Probabilities probabilities;
-    issue_scores(s);
+  // Multiplies any other tile, and the values of the tile before.
+  __device__ __forceinline__ void multiply_next(Place& at, Tile& tile) {
+    issue_scores(tile.s);
     issue_output();
     pass_turn();
-    const KeyTile key_tile = key_tile_after(tile);
-    const bool is_fast = softmax.takes_fast_path(key_tile, masked_key >= 0);
-    await_scores<1>(s, key_tile.tile == last_tile);
-    const Stage values = after(v);
-    // Warps differ in which way they take, and all of a warpgroup must wait for O at one place: ahead
-    // of both ways without overlap, and behind them with it.
+    tile.key_tile = key_tile_after(at.tile);
+    tile.is_fast = softmax.takes_fast_path(tile.key_tile, masked_key >= 0);
+    await_scores<1>(tile.s, tile.key_tile.tile == last_tile);
+    // Warps differ in which way they take, and all of a warpgroup must wait for O at one place.
     if constexpr (kOverlap) {
-      const bool is_made = is_fast && softmax.fast_tile(probabilities, s);
-      if (!is_made) softmax.next_tile(probabilities, s, o, item, key_tile, values);
-      const uint32_t nonfinite_keys = is_fast ? 0 : any_nonfinite_key();
-      take_output();
-      complete_output(item_stage.stage, nonfinite_keys);
-      if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
-    } else {
-      const uint32_t nonfinite_keys = is_fast ? 0 : any_nonfinite_key();
-      take_output();  // mutate: fast-warps-do-not-wait
-      if (is_fast) {
-        release_values();
-        if (softmax.fast_tile(probabilities, s)) {
-          commit_probabilities(probabilities);
-          return key_tile.tile;
-        }
-      } else {
-        complete_output(item_stage.stage, nonfinite_keys);
+      const bool is_made = tile.is_fast && softmax.fast_tile(tile.probabilities, tile.s);
+      if (!is_made) {
+        softmax.make(tile.probabilities, tile.s, item_of(at), tile.key_tile, after(v), false);
       }
-      softmax.next_tile(probabilities, s, o, item, key_tile, values);
     }
-    commit_probabilities(probabilities);
-    return key_tile.tile;
-  }
-
-  // Completes the present item when no other item runs beside it.
-  __device__ __forceinline__ void complete_item() {
-    if (pending == Pending::kNone) return;
-    if (pending == Pending::kLastPV) {
-      issue_output();
-      await_output(item_stage.stage);
-      // O takes the place of Q, which no warp of the warpgroup reads any more.
-      if (Traits::kStagesOutput) ptx::named_barrier_sync(Traits::kDone + group, kWarpgroup);
-    }
-    softmax.rows.write(softmax.rows.finish_rows(softmax.online, item_stage.stage, q_slot), o);
-    pending = Pending::kNone;
+    tile.nonfinite_keys = tile.is_fast ? 0 : any_nonfinite_key();
+    take_output();  // mutate: fast-warps-do-not-wait
   }
 
   // Passes over an item that has no rows for this warpgroup: the others wait for its turns, and for
@@ -219,6 +324,7 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void skip_item(const Item& item) {
     await_queries();
     const int last = item.tiles.begin;
+#pragma unroll 1
     for (int tile = item.tiles.end; tile > last;) {
       await_phase(shared.full_k[k.stage], k.parity);
       tile = key_tile_after(tile).tile;
@@ -237,13 +343,16 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void begin_item(const Item& item, const ItemStage& stage) {
     item_stage = stage;
     last_tile = ptx::warp_uniform(item.tiles.begin);
-    softmax.begin_item(item);
+    softmax.begin_limits(item);
   }
 
   __device__ __forceinline__ void await_queries() {
     await_phase(shared.full_q[next_q.stage], next_q.parity);
-    q_slot = next_q.stage;
     next_q.advance();
+  }
+  // The slot of the rows of Q that are multiplied.
+  __device__ __forceinline__ int q_slot() const {
+    return (next_q.stage == 0 ? Traits::kSlots : next_q.stage) - 1;
   }
 
   // Keys arrive rotated; each warpgroup rotates its rows of Q where they have landed.
@@ -251,14 +360,14 @@ struct PrefillSm90Consumer {
     const TileWork& work = item.work.tile;
     rotate_rows<QTile, kHeadDimQK, 64, kWarpgroup>(
         // mutate: rotates-rows-of-first-group
-        shared.q[q_slot], 64 * group, shared.rope, threadIdx.x % kWarpgroup, [&](int r) {
+        shared.q[q_slot()], 64 * group, shared.rope, threadIdx.x % kWarpgroup, [&](int r) {
           const int row = work.first_row + min_of(r, work.num_rows - 1);
           return item.work.request.position(params, PackGqaRow::of(params, row).token);
         });
     publish_queries();
   }
   __device__ __forceinline__ void scale_queries() const {
-    scale_rows<QTile, kWarpgroup>(shared.q[q_slot], 64 * group, shared.logits.query_scale,
+    scale_rows<QTile, kWarpgroup>(shared.q[q_slot()], 64 * group, shared.logits.query_scale,
                                   threadIdx.x % kWarpgroup);
     publish_queries();
   }
@@ -270,7 +379,7 @@ struct PrefillSm90Consumer {
 
   // S = Q K^T of the tile whose keys land next.
   __device__ __forceinline__ void issue_scores(float (&s)[1][kTileKV / 8][4]) {
-    const uint32_t rows = ptx::shared_address(shared.q[q_slot]) + 64 * group * QTile::kRowBytes;
+    const uint32_t rows = ptx::shared_address(shared.q[q_slot()]) + 64 * group * QTile::kRowBytes;
     const uint32_t keys = ptx::shared_address(shared.k[k.stage]);
     await_phase(shared.full_k[k.stage], k.parity);
     if (Traits::kMultipliesGathered) ptx::fence_proxy_async();
@@ -282,10 +391,10 @@ struct PrefillSm90Consumer {
     ptx::wgmma_commit();
   }
 
-  // O += P V of the tile of `p`.
-  __device__ __forceinline__ void issue_output() {
-    await_phase(shared.full_v[v.stage], v.parity);  // mutate: values-not-awaited
-    const uint32_t values = ptx::shared_address(shared.v[v.stage]);
+  // O += P V of the tile of `p`; without values, of the keys that have landed.
+  __device__ __forceinline__ void issue_output(bool has_values = true) {
+    const uint32_t values = ptx::shared_address(has_values ? shared.v[v.stage] : shared.k[k.stage]);
+    if (has_values) await_phase(shared.full_v[v.stage], v.parity);  // mutate: values-not-awaited
     if (Traits::kMultipliesGathered) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_pv<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), adds_output);
@@ -314,13 +423,6 @@ struct PrefillSm90Consumer {
     release_keys(is_last);
   }
 
-  // Waits for O. Other warps have set non-finite values of a masked tile to zero; rows that see
-  // such a key get its values here. The marks are read while the product runs.
-  __device__ __forceinline__ void await_output(int stage) {
-    const uint32_t nonfinite_keys = any_nonfinite_key();
-    take_output();
-    complete_output(stage, nonfinite_keys);
-  }
   // The marks of the product's tile, of all keys together.
   __device__ __forceinline__ uint32_t any_nonfinite_key() const {
     uint32_t any = 0;
@@ -334,13 +436,6 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void take_output() {
     ptx::wgmma_wait<0>();
     take_results(o);
-  }
-  __device__ __forceinline__ void complete_output(int stage, uint32_t any_nonfinite_key) {
-    if (any_nonfinite_key != 0) {
-      add_nonfinite_keys(shared.items[stage]);  // mutate: nonfinite-keys-not-added
-      ptx::warp_sync();
-    }
-    release_values();
   }
   __device__ __forceinline__ void add_nonfinite_keys(const Item& item) {
     for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
@@ -368,6 +463,14 @@ struct PrefillSm90Consumer {
     }
   }
 
+  // What the first product of a block takes for probabilities; O starts anew behind it.
+  static __device__ __forceinline__ void clear(uint32_t (&p)[Softmax::kSteps][1][4]) {
+#pragma unroll
+    for (int i = 0; i < Softmax::kSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p[i][0][e] = 0;
+    }
+  }
   __device__ __forceinline__ void clear_output() {
 #pragma unroll
     for (int n = 0; n < kHeadDimVO / 8; ++n) {
@@ -381,6 +484,15 @@ struct PrefillSm90Consumer {
   static __device__ __forceinline__ Stage after(Stage stage) {
     stage.advance();
     return stage;
+  }
+
+  // The place of a ring before this one, if it is wanted.
+  template <int kPlaces>
+  static __device__ __forceinline__ int before(int place, bool is_wanted) {
+    if constexpr (!Traits::kPersistent) return place;
+    // Computed here and not earlier, because registers are scarce.
+    place = static_cast<int>(ptx::opaque_copy(static_cast<uint32_t>(place)));
+    return is_wanted ? (place == 0 ? kPlaces : place) - 1 : place;
   }
 
   // The tile that K holds at the present stage, which follows `tile`.
@@ -399,7 +511,7 @@ struct PrefillSm90Consumer {
   }
   __device__ __forceinline__ void release_keys(bool is_last) {
     release(shared.empty_k[k.stage]);
-    release(shared.empty_q[q_slot], is_last);
+    release(shared.empty_q[q_slot()], is_last);
     k.advance();
   }
   __device__ __forceinline__ void release_values() {

@@ -22,7 +22,6 @@ struct PrefillSm90Rows {
   // What remains to be done for an item once its softmax is finished.
   struct Output {
     int place, slot;   // of the item, and of its rows of Q
-    bool is_staged;    // whether O goes through the place of the rows of Q
     float factors[2];  // the normalisers of a thread's two rows
   };
 
@@ -78,43 +77,53 @@ struct PrefillSm90Rows {
   template <typename Softmax>
   __device__ __forceinline__ Output finish_rows(const Softmax& softmax, int place, int slot) const {
     const Item& item = shared.items[place];
-    float sums[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
     const bool leaves_state = item.work.tile.leaves_state();
-    const int kv_head = item.work.tile.kv_head;
-    const float output_scale =
-        (leaves_state ? 1.0f : output_scale_of(params, kv_head)) *
-        request_scale_of<LogitsVariant>(params, item.work.request, kv_head);
-    Output output{place, slot, item.boxed_rows > 64 * group, {}};
+    Output output{place, slot, {}};
     if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
+      const float output_scale = scale_of(item);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        const float sum = quad_sum(softmax.row_sum[0][h]);
         // A row that has seen no key has the sum 0.
-        output.factors[h] = sums[h] == 0.0f ? 0.0f : ptx::rcp_approx(sums[h]) * output_scale;
+        output.factors[h] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum) * output_scale;
       }
       return output;
     }
-#pragma unroll
+    // Rolled, because many launches have nothing of this.
+#pragma unroll 1
     for (int h = 0; h < 2; ++h) {
       const RowPlace row = row_place(item, h);
-      const float old_max = softmax.template base2_max<LogitsVariant>(0, h, params);
-      RowState state{old_max, sums[h]};
+      const float old_max = Softmax::template base2_of<LogitsVariant>(
+          h == 0 ? softmax.row_max[0][0] : softmax.row_max[0][1], params);
+      RowState state{old_max, quad_sum(h == 0 ? softmax.row_sum[0][0] : softmax.row_sum[0][1])};
       [[maybe_unused]] const RowState keys = state;
       if (!leaves_state && row.exists) state.add_sink(sink_of(params, row.head));
-      output.factors[h] = state.normaliser(old_max) * output_scale;
-      if (!row.exists || (lane & 3) != 0) continue;
-      if (leaves_state) {
-        params.partial_lse[row.state] = state.lse();
-      } else if (params.lse != nullptr) {
-        if constexpr (Traits::kLatent) {
-          store_lse(params, row.token, row.head, keys, state);
-        } else {
-          store_lse(params, row.token, row.head, state.lse());
-        }
-      }
+      const float factor = state.normaliser(old_max) * scale_of(item);
+      output.factors[0] = h == 0 ? factor : output.factors[0];
+      output.factors[1] = factor;
+      if (row.exists && (lane & 3) == 0) store_lse_of(item, row, keys, state);
     }
     return output;
+  }
+
+  __device__ __forceinline__ void store_lse_of(const Item& item, const RowPlace& row,
+                                               const RowState& keys,
+                                               const RowState& state) const {
+    if (item.work.tile.leaves_state()) {
+      params.partial_lse[row.state] = state.lse();
+    } else if (params.lse != nullptr) {
+      if constexpr (Traits::kLatent) {
+        store_lse(params, row.token, row.head, keys, state);
+      } else {
+        store_lse(params, row.token, row.head, state.lse());
+      }
+    }
+  }
+  // What all rows of an item are multiplied by besides their normalisers.
+  __device__ __forceinline__ float scale_of(const Item& item) const {
+    const int kv_head = item.work.tile.kv_head;
+    return (item.work.tile.leaves_state() ? 1.0f : output_scale_of(params, kv_head)) *
+           request_scale_of<LogitsVariant>(params, item.work.request, kv_head);
   }
 
   // Multiplies the columns of O that start with `first_column` by the gates of the output.
@@ -136,34 +145,44 @@ struct PrefillSm90Rows {
   __device__ __forceinline__ void write(const Output& output, Accumulators& o) const {
     const Item& item = shared.items[output.place];
     gate<kHeadDimVO>(item, o, 0);
-    if (output.is_staged) {
-      stage(output, o);
-    } else if (item.work.tile.leaves_state()) {
-#pragma unroll
+    // Else O leaves from the place of the rows of Q. What is rare stands last in the code.
+    if (item.boxed_rows <= 64 * group) {
+      // A thread's second row moves to the place of its first: both share the code.
+#pragma unroll 1
       for (int h = 0; h < 2; ++h) {
-        const RowPlace row = row_place(item, h);
-        float* out = params.partial_o + row.state * kHeadDimVO;
-        if (!row.exists) continue;
-        store_output_row<float, kHeadDimVO, false, true>([&](int column) { return out + column; },
-                                                         o[0], h, output.factors[h], lane);
-      }
-    } else {
+        store_row(item, h, h == 0 ? output.factors[0] : output.factors[1], o[0]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const RowPlace row = row_place(item, h);
-        DTypeO* out = static_cast<DTypeO*>(params.o) + row.token * params.o_stride_n +
-                      row.head * params.o_stride_h;
-        if constexpr (sizeof(DTypeO) == 2) {
-          store_output_vectors<DTypeO, kHeadDimVO>(out, o[0], h, output.factors[h], row.exists,
-                                                   lane);
-        } else if (row.exists) {
-          store_output_row<DTypeO, kHeadDimVO, false, true>(
-              [&](int column) { return out + column; }, o[0], h, output.factors[h], lane);
+        for (int n = 0; n < kHeadDimVO / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) o[0][n][e] = o[0][n][2 + e];
         }
       }
+    } else {
+      stage(output, o);
     }
     ptx::warp_sync();
     if (lane == 0) arrive(shared.empty_item[output.place]);
+  }
+
+  // Stores row h of a thread, whose accumulators are the first of each pair of rows.
+  __device__ __forceinline__ void store_row(const Item& item, int h, float factor,
+                                            const float (&o)[kHeadDimVO / 8][4]) const {
+    const RowPlace row = row_place(item, h);
+    if (item.work.tile.leaves_state()) {
+      float* out = params.partial_o + row.state * kHeadDimVO;
+      if (!row.exists) return;
+      store_output_row<float, kHeadDimVO, false, true>([&](int column) { return out + column; }, o,
+                                                       0, factor, lane);
+      return;
+    }
+    DTypeO* out = static_cast<DTypeO*>(params.o) + row.token * params.o_stride_n +
+                  row.head * params.o_stride_h;
+    if constexpr (sizeof(DTypeO) == 2) {
+      store_output_vectors<DTypeO, kHeadDimVO>(out, o, 0, factor, row.exists, lane);
+    } else if (row.exists) {
+      store_output_row<DTypeO, kHeadDimVO, false, true>([&](int column) { return out + column; },
+                                                        o, 0, factor, lane);
+    }
   }
 
   // Writes this warp's rows of O to the place of its rows of Q, in the layout of a box of O. The
@@ -173,8 +192,9 @@ struct PrefillSm90Rows {
       static_assert(QTile::kRowBytes == 128 && QTile::kGroupBytes == 8 * 128, "bits do not carry");
       // The address of a lane's row and chunk of the first matrices; two n-tiles further is a bit
       // of it. The copy keeps the compiler from computing all addresses at once, which would spill.
+      const int own = static_cast<int>(ptx::opaque_copy(static_cast<uint32_t>(lane)));
       const uint32_t first = ptx::opaque_copy(ptx::shared_address(shared.q[output.slot]) +
-                                              QTile::offset(warp_row() + (lane & 15), lane >> 4));
+                                              QTile::offset(warp_row() + (own & 15), own >> 4));
 #pragma unroll
       for (int n = 0; n < kHeadDimVO / 8; n += 2) {
         uint32_t words[4];

@@ -272,7 +272,7 @@ struct PrefillSm90Scheduler {
     const int end = ceil_div(work.num_rows, 64) * 64;
     // Products take two chunks at a time: the one that rows may lack is zeros.
     constexpr int kChunks = round_up(QTile::kChunks, 2);
-#pragma unroll 4
+#pragma unroll 2
     for (int index = first_row * kChunks + lane; index < end * kChunks; index += kWarpSize) {
       const int r = index / kChunks;
       const int chunk = index % kChunks;

@@ -16,6 +16,9 @@ struct PrefillSm90Softmax {
   using Mask = typename Traits::Mask;
   static constexpr bool kOverlap = Traits::kOverlap, kHasFastPath = LogitsVariant::kHasFastPath;
   static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
+  // Tiles of many columns have no registers for a second copy.
+  static constexpr bool kRaisesInLoop =
+      kOverlap && Traits::kTileQ == 128 && Traits::kHeadDimQK > 128;
   using DTypeP = typename Traits::DTypeP;
   static constexpr int kSteps = kTileKV / MmaTraits<DTypeP, typename Traits::VTile::T>::kStep;
   using Logits = float[1][kTileKV / 8][4];
@@ -34,7 +37,11 @@ struct PrefillSm90Softmax {
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   Online online;
-  int position[2];  // of the thread's rows, if `shared.rows` does not hold them
+  // The logits of 128 keys beside two more warpgroups leave no registers for the positions, nor do
+  // three more warpgroups.
+  static constexpr bool kKeepsPositions =
+      Traits::kTileQ < 192 || (Traits::kTileQ == 192 && kTileKV < 128);
+  int position[2];  // of the thread's rows, if they are kept and `shared.rows` does not hold them
   int origin, full_begin, full_end;
   // The last tile that takes the fast path; kNone after a tile of the item has failed on it.
   static constexpr int kNone = 1 << 30;
@@ -49,10 +56,23 @@ struct PrefillSm90Softmax {
         kept(LogitsVariant::keep(shared.logits)) {}
 
   __device__ __forceinline__ void begin_item(const Item& item) {
+    begin_limits(item);
+    begin_rows(item);
+  }
+  // Takes over what hides keys of an item.
+  __device__ __forceinline__ void begin_limits(const Item& item) {
     origin = ptx::warp_uniform(item.tiles.origin);
     full_begin = ptx::warp_uniform(item.range.full_begin);
     full_end = ptx::warp_uniform(item.range.full_end);
     fast_until = 0;
+    if constexpr (kKeepsPositions) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) position[h] = position_of(item, h);
+    }
+    if constexpr (LogitsVariant::kReadsRows) rows.describe(item);
+  }
+  // Begins the sums of an item's rows. Those of the item before are needed until it is finished.
+  __device__ __forceinline__ void begin_rows(const Item& item) {
     float first_max = -ptx::infinity();
     if constexpr (kHasFirstMax) {
       // Rows of a single tile take their own maximum, whose probability is 1 and not rounded.
@@ -61,20 +81,13 @@ struct PrefillSm90Softmax {
       }
     }
     online = Online(first_max);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int token = rows.token_of(item, rows.own_row(h)).token;
-      position[h] = item.work.request.template position<Mask::kKeyShare>(params, token);
-    }
-    if constexpr (LogitsVariant::kReadsRows) rows.describe(item);
   }
 
   // Makes the probabilities of an item's first tile, in which rows take their maximum. `v` is the
   // stage of its values.
   __device__ __forceinline__ void first_tile(Probabilities& to, Logits& s, const Item& item,
                                              const KeyTile& tile, const VStage& v) {
-    float no_output[1][1][4];
-    make<true>(to, s, no_output, item, tile, v);
+    make(to, s, item, tile, v, true);
   }
 
   // Makes the probabilities of any other tile. Without overlap `o` is complete and rescaled here.
@@ -82,18 +95,8 @@ struct PrefillSm90Softmax {
   __device__ __forceinline__ void next_tile(Probabilities& to, Logits& s, float (&o)[1][kTilesO][4],
                                             const Item& item, const KeyTile& tile,
                                             const VStage& v) {
-    if constexpr (LogitsVariant::kFoldsBias) {
-      // Without the copy ptxas keeps the condition's operands, and spills.
-      if (ptx::opaque_copy(static_cast<uint32_t>(tile.needs_mask)) == 0) {
-        const int first_key = first_key_of(tile);
-        const auto path =
-            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, item.work.request,
-                                     first_key, rows.lane);
-        to.masked_key = -1;
-        if (exponentiate_fast(to, s, path, room_of(first_key))) return;
-      }
-    }
-    make<false>(to, s, o, item, tile, v);
+    make(to, s, item, tile, v, false);
+    if (!kOverlap && unlikely(to.raised)) multiply_rows(o, to.factors);
   }
 
   // Whether a tile takes the fast path of a soft cap; `after_masked`: the tile before was masked.
@@ -114,6 +117,47 @@ struct PrefillSm90Softmax {
     return false;
   }
 
+  // Makes the probabilities of a tile. If it is an item's first, rows take their maxima. Else O is to
+  // be multiplied by the factors if a maximum has been raised.
+  __device__ __forceinline__ void make(Probabilities& to, Logits& s, const Item& item,
+                                       const KeyTile& tile, const VStage& v, bool is_first) {
+    const int first_key = first_key_of(tile);
+    if constexpr (LogitsVariant::kFoldsBias) {
+      // Without the copy ptxas keeps the condition's operands, and spills.
+      if (ptx::opaque_copy(static_cast<uint32_t>(is_first || tile.needs_mask)) == 0) {
+        const auto path =
+            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, item.work.request,
+                                     first_key, rows.lane);
+        to.masked_key = -1;
+        if (exponentiate_fast(to, s, path, room_of(first_key))) return;
+      }
+    }
+    const bool needs_mask = tile.needs_mask != 0;
+    to.masked_key = needs_mask ? first_key : -1;
+    const float scale = LogitsVariant::softmax_scale(params);
+    const auto form = LogitsVariant::apply(s, online.row_max, shared.rows + rows.warp_row(),
+                                           shared.logits, params, item.work.request, first_key,
+                                           rows.lane, needs_mask);
+    // Rows that begin with a maximum take another only if they must.
+    bool takes_maxima = is_first && !kHasFirstMax;
+    if (unlikely(needs_mask)) {
+      apply_mask<decltype(form)>(s, item, first_key, v);
+      // Rows that causality cut in the first tile may have seen few keys or none. They also take
+      // the maximum of the next cut tile, if O is complete.
+      if constexpr (!kOverlap && !kHasFastPath && !Traits::kMasked) {
+        takes_maxima |= first_key + kTileKV > full_end;
+      }
+    }
+    if constexpr (Traits::kTakesMaxima) {
+      to.raised =
+          online.template raise_and_exponentiate<DTypeP>(to.p, s, to.factors, form, scale);
+    } else {
+      to.raised = online.template exponentiate_or_raise<DTypeP, kRaisesInLoop>(
+          to.p, s, to.factors, form, scale, room_of(first_key), takes_maxima);
+    }
+    if constexpr (kHasFastPath) settle_fast_path(item);
+  }
+
   __device__ __forceinline__ int first_key_of(const KeyTile& tile) const {
     return origin + tile.tile * kTileKV;
   }
@@ -131,41 +175,9 @@ struct PrefillSm90Softmax {
         to.p, s, path, LogitsVariant::softmax_scale(params), room);
   }
 
-  template <bool kIsFirst, int kTilesO>
-  __device__ __forceinline__ void make(Probabilities& to, Logits& s, float (&o)[1][kTilesO][4],
-                                       const Item& item, const KeyTile& tile, const VStage& v) {
-    const int first_key = first_key_of(tile);
-    const bool needs_mask = tile.needs_mask != 0;
-    to.masked_key = needs_mask ? first_key : -1;
-    const float scale = LogitsVariant::softmax_scale(params);
-    const auto form = LogitsVariant::apply(s, online.row_max, shared.rows + rows.warp_row(),
-                                           shared.logits, params, item.work.request, first_key,
-                                           rows.lane, needs_mask);
-    if (unlikely(needs_mask)) {
-      apply_mask<decltype(form)>(s, item, first_key, v);
-      // Rows that causality cut in the first tile may have seen few keys or none. They also take
-      // the maximum of the next cut tile, if O is complete.
-      if constexpr (!kIsFirst && !kOverlap && !kHasFastPath && !Traits::kMasked) {
-        if (first_key + kTileKV > full_end) {
-          const float no_sums[1][2] = {};
-          online.template raise_where_asked<true>(s, to.factors, no_sums, form, scale, 0.0f);
-          multiply_rows(o, to.factors);  // mutate: output-not-rescaled-at-cut
-        }
-      }
-    }
-    if constexpr (!kIsFirst && Traits::kTakesMaxima) {
-      to.raised =
-          online.template raise_and_exponentiate<DTypeP>(to.p, s, to.factors, form, scale);
-    } else {
-      // Rows that begin with a maximum take another only if they must.
-      constexpr bool kTakesMax = kIsFirst && !kHasFirstMax;
-      to.raised = online.template exponentiate_or_raise<DTypeP, kTakesMax>(
-          to.p, s, to.factors, form, scale, room_of(first_key));
-    }
-    if constexpr (!kIsFirst && !kOverlap) {
-      if (unlikely(to.raised)) multiply_rows(o, to.factors);
-    }
-    if constexpr (kHasFastPath) settle_fast_path(item);
+  __device__ __forceinline__ int position_of(const Item& item, int h) const {
+    const int token = rows.token_of(item, rows.own_row(h)).token;
+    return item.work.request.template position<Mask::kKeyShare>(params, token);
   }
 
   // Hides the keys of a tile that rows do not see.
@@ -185,8 +197,12 @@ struct PrefillSm90Softmax {
     } else {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row_position =
-            LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
+        int row_position = position[h];
+        if constexpr (LogitsVariant::kReadsRows) {
+          row_position = shared.rows[rows.own_row(h)].position;
+        } else if constexpr (!kKeepsPositions) {
+          row_position = position_of(item, h);
+        }
         KeyLimits limits = KeyLimits::of<Mask::kKeyShare>(params, item.work.request, row_position);
         if constexpr (Traits::kAlignsTiles) {
           // Boxes of pages may begin ahead of all keys that the item sees.
