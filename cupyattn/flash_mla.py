@@ -22,6 +22,7 @@ from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options
 from .engine.index_arrays import fresh_progression, full
+from .engine.kept_list import KeptList
 from .engine.key_share import WHOLE_LENGTHS, read_share
 from .engine.latent_rows import Dims
 from .engine.planless_cache import Asked
@@ -51,12 +52,20 @@ _FLAT = _SPARSE.but(k="kv", sm_scale="sm_scale")
 
 
 class FlashMLASchedMeta:
-    """What FlashMLA keeps of a schedule. Here every call plans on the device, so it holds nothing
-    and may be reused whatever lengths are."""
+    """What FlashMLA keeps of a schedule. Calls with one of these may share a schedule, which one of
+    them makes on the device: as in FlashMLA their shapes and the values of cache_seqlens, or of
+    topk_length, must be the same. Pass another where lengths have changed.
+
+    Calls of other shapes, whose lengths lie elsewhere, or on another stream make a schedule anew,
+    and so does each call in a graph that is captured.
+    """
+
+    def __init__(self) -> None:
+        self._list = KeptList()
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """(metadata, num_splits) for flash_mla_with_kvcache, which needs neither.
+    """(metadata, num_splits) for flash_mla_with_kvcache.
 
     Returns without arguments FlashMLASchedMeta() and None. In the older form, get_mla_metadata(
     cache_seqlens, ...), int32 arrays of its framework, [1, 8] and [B + 1] of zeros, which programs
@@ -106,7 +115,9 @@ def flash_mla_with_kvcache(
             GPU beside q of bfloat16 and on sm_90 only.
     block_table int32 [b, max_blocks]; cache_seqlens int32 [b].
     head_dim_v  512 (or 256): the latent columns, the first of each row.
-    tile_scheduler_metadata, num_splits   of get_mla_metadata; not read.
+    tile_scheduler_metadata, num_splits   of get_mla_metadata. Calls that share a FlashMLASchedMeta
+            must have the same lengths: they then plan once. Others are not read, and each call
+            plans.
     softmax_scale   default 1 / sqrt of the columns of q.
     causal  row i sees keys up to i + cache_seqlen - seqlen_q. Not with indices.
     indices int32 [b, seqlen_q, topk]: slots of the cache (block * page_size + offset) of each
@@ -156,7 +167,11 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache=is_fp8_kvcache,
     )
     is_plain = (is_list or topk_length is None) and are_numbers(softmax_scale)
-    result = run_cached(arrays, options) if is_plain else None
+    result = None
+    if is_plain:
+        is_kept = type(tile_scheduler_metadata) is FlashMLASchedMeta
+        kept = tile_scheduler_metadata._list if is_kept else None
+        result = run_cached(arrays, options, kept=kept)
     if result is None:
         asked = Asked(arrays, options, {}) if is_plain else None
         result = _attend(arrays, topk_length, options, asked)

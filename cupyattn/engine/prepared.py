@@ -106,10 +106,19 @@ class Prepared:
     may_find: bool = False
     bound: dict[tuple[int, int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
-    def launch(self, addresses: Sequence[int], stream: int, allocate: scratch.Allocate) -> None:
+    def launch(
+        self,
+        addresses: Sequence[int],
+        stream: int,
+        allocate: scratch.Allocate,
+        words: int = 0,
+        is_planned: bool = False,
+    ) -> None:
         """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none.
 
         addresses: in the order of ROLES, v's at its first page. allocate: memory for zeros.
+        words: memory of `partials` bytes where the planner writes, if not in the workspace;
+        is_planned: it has been there.
         """
         # fmt: off
         (
@@ -119,12 +128,11 @@ class Prepared:
         ) = addresses
         # fmt: on
         plan, device = self.plan, self.launcher.device_index
-        words, _zeros = workspace, None
+        words, _zeros = words or workspace, None
         if plan is not None and plan.num_counters:
             words, _zeros = scratch.counters(plan.num_counters, device, stream, allocate)
-        key = workspace, block_tables, words
-        bound = self.bound.get(key) or self._bind(workspace, block_tables, words)
-        planned, attention = bound
+        bound = self.bound.get((workspace, block_tables, words))
+        planned, attention = bound or self._bind(workspace, block_tables, words)
         if not kv_lens:
             kv_lens = kv_offsets  # lengths are the steps of offsets
         of_q = of_k = of_v = 0
@@ -141,7 +149,7 @@ class Prepared:
             by_head = self.scales_by_head
             of_q, of_k, of_v = (0 if x else at for at, x in zip(scales, by_head, strict=True))
             used = (
-                at if x or not at else workspace + offset
+                at if x or not at else words + offset
                 for at, x, offset in zip(scales, by_head, plan.scales, strict=True)
             )
             optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes, self.steps, read)
@@ -150,7 +158,7 @@ class Prepared:
         lengths = params.NO_LENGTHS
         if plan is not None and plan.planner is None:
             lengths = find_items.pack_lengths(plan, qo_lens, kv_lens, qo_offsets, kv_offsets)
-        elif plan is not None:
+        elif plan is not None and not is_planned:
             indices = qo_lens, kv_lens, qo_offsets, kv_offsets, of_q, of_k, of_v, kv_begin
             plan_batch.launch(plan, planned, indices, device, stream)
         if self.second is None:
@@ -183,7 +191,7 @@ class Prepared:
             self.bound.clear()
         planned = b""
         if self.plan is not None and self.plan.planner is not None:
-            planned = plan_batch.bind(self.plan, workspace)
+            planned = plan_batch.bind(self.plan, words)
         bound = self.bound[workspace, block_tables, words] = planned, attention
         return bound
 
@@ -198,7 +206,14 @@ class InParts(Prepared):
 
     parts: tuple[tuple[tuple[int, ...], Prepared], ...] = ()
 
-    def launch(self, addresses: Sequence[int], stream: int, allocate: scratch.Allocate) -> None:
+    def launch(
+        self,
+        addresses: Sequence[int],
+        stream: int,
+        allocate: scratch.Allocate,
+        words: int = 0,
+        is_planned: bool = False,
+    ) -> None:
         for shifts, part in self.parts:
             of_part = [x and x + shift for x, shift in zip(addresses, shifts, strict=True)]
             part.launch(of_part, stream, allocate)

@@ -25,6 +25,7 @@ from . import row_mask
 from .arrays import NO_MORE, Arrays, MoreArrays
 from .call_cache import CallOptions
 from .check_planless import Call, Options, check
+from .kept_list import KeptList
 from .planless_cache import CALLS, Append, Asked, insert, prepared_for, repeat_of
 from .prepared import Prepared, is_bool_mask, prepare
 from .views import merge_leading
@@ -113,8 +114,10 @@ def run_cached(
     options: CallOptions,
     append: Append | None = None,
     more: MoreArrays | None = None,
+    kept: KeptList | None = None,
 ) -> Any:
-    """The output of `run` if such a call is in the cache, else None."""
+    """The output of `run` if such a call is in the cache, else None. kept: a work list that may
+    serve it."""
     known = CALLS.lookup(arrays if more is None else arrays + more, options)
     if known is None:
         return None
@@ -151,7 +154,10 @@ def run_cached(
     elif prepared.before is not None:
         space = addresses[_WORKSPACE] + prepared.num_bytes - prepared.before.num_bytes
         prepared.before.launch(addresses, space, stream)
-    prepared.launch(addresses, stream, checked.allocate)
+    if kept is None:
+        prepared.launch(addresses, stream, checked.allocate)
+    else:
+        kept.launch(prepared, addresses, stream, checked.allocate)
     del owner  # memory for one call may go once everything is enqueued
     return (out, lse) if checked.return_lse else out
 

@@ -175,6 +175,61 @@ def test_good_calls_excuse_no_bad_ones(gpu: fake_gpu.Gpu, make: Callable[..., An
     assert not gpu.launches
 
 
+def _names(gpu: fake_gpu.Gpu) -> list[str]:
+    names = [x.kernel for x in gpu.launches]
+    gpu.launches.clear()
+    return names
+
+
+def test_calls_that_share_metadata_plan_once(
+    gpu: fake_gpu.Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as they are alike: shapes, where lengths lie, the stream; and in no graph."""
+    x, other = Arrays(make), Arrays(make)
+    for _ in range(2):
+        _flash_mla(x)
+    planned = _names(gpu)[: len(gpu.launches) // 2 or None][:2]
+    assert planned[0] == "plan_batch"
+    metadata, _ = flash_mla.get_mla_metadata()
+    for names in (planned, planned[1:], planned[1:]):
+        _flash_mla(x, tile_scheduler_metadata=metadata)
+        assert _names(gpu)[: len(names)] == names
+    other.lens, other.table = x.lens, make(B, PAGES, dtype="int32")  # another layer
+    _flash_mla(other, tile_scheduler_metadata=metadata)
+    assert "plan_batch" not in _names(gpu)
+    for given in ({"causal": True}, {"softmax_scale": 0.1}):  # other launches, planned at first
+        for _ in range(2):
+            _flash_mla(x, tile_scheduler_metadata=metadata, **given)
+            assert "plan_batch" in _names(gpu)
+    other.lens = make(B, dtype="int32")
+    _flash_mla(other, tile_scheduler_metadata=metadata)
+    assert "plan_batch" in _names(gpu)
+    _flash_mla(other, tile_scheduler_metadata=metadata)
+    assert "plan_batch" not in _names(gpu)
+    _flash_mla(other, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0])
+    assert "plan_batch" in _names(gpu)
+    monkeypatch.setattr(gpu.api, "is_capturing", lambda stream: True)
+    for _ in range(2):
+        _flash_mla(other, tile_scheduler_metadata=metadata)
+        assert "plan_batch" in _names(gpu)
+
+
+def test_a_kept_list_lies_apart_from_states(gpu: fake_gpu.Gpu, make: Callable[..., Any]) -> None:
+    """States lie in memory that calls share on a stream; the list is the metadata's."""
+    x = Arrays(make)
+    _flash_mla(x)
+    metadata, _ = flash_mla.get_mla_metadata()
+    gpu.launches.clear()
+    places = []
+    for _ in range(2):
+        _flash_mla(x, tile_scheduler_metadata=metadata)
+        places.append([fake_gpu.unpack(y.params)["work"] for y in gpu.attentions()][-1])
+    assert places[0] == places[1] == metadata._list._made[1]
+    _flash_mla(x)
+    named = fake_gpu.unpack(gpu.attentions()[-1].params)
+    assert named["work"] != places[0]
+
+
 def test_attention_begins_beside_the_launch_that_plans_it(
     gpu: fake_gpu.Gpu, make: Callable[..., Any]
 ) -> None:

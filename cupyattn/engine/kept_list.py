@@ -1,0 +1,47 @@
+"""A work list that is made on the device once, for calls without a plan that say they are alike."""
+
+from __future__ import annotations
+
+from ..core import recording
+from ..launch.driver import scratch
+from ..launch.driver.enqueue import cuda
+from .arrays import Arrays
+from .prepared import Prepared
+
+_KV_LENS = Arrays._fields.index("kv_lens")
+
+
+class KeptList:
+    """The list of the last call that was launched with it, and what it was made for: launches,
+    where lengths are, and a stream, on which calls follow one another.
+
+    Graphs and records keep no list: each of their calls plans, whatever was made before.
+    """
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: tuple[tuple[object, ...], int, object] | None = None
+
+    def launch(
+        self,
+        prepared: Prepared,
+        addresses: list[int],
+        stream: int,
+        allocate: scratch.Allocate,
+    ) -> None:
+        """Enqueue a call, and the planner ahead of it unless the list is there."""
+        plan = prepared.plan
+        is_kept = type(prepared) is Prepared and plan is not None and plan.planner is not None
+        if not is_kept or recording.current is not None or cuda().is_capturing(stream):
+            prepared.launch(addresses, stream, allocate)
+            return
+        asked = prepared, addresses[_KV_LENS], scratch.identity(stream)
+        made = self._made
+        if made is not None and made[0] == asked:
+            prepared.launch(addresses, stream, allocate, made[1], is_planned=True)
+            return
+        self._made = None
+        address, owner = allocate(prepared.partials)
+        prepared.launch(addresses, stream, allocate, address)
+        self._made = asked, address, owner
