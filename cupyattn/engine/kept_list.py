@@ -18,10 +18,10 @@ class KeptList:
     Graphs and records keep no list: each of their calls plans, whatever was made before.
     """
 
-    __slots__ = ("_made",)
+    __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._made: tuple[tuple[object, ...], int, object] | None = None
+        self._kept: tuple[tuple[object, ...], int, object] | None = None
 
     def launch(
         self,
@@ -37,11 +37,11 @@ class KeptList:
             prepared.launch(addresses, stream, allocate)
             return
         asked = prepared, addresses[_KV_LENS], scratch.identity(stream)
-        made = self._made
-        if made is not None and made[0] == asked:
-            prepared.launch(addresses, stream, allocate, made[1], is_planned=True)
+        kept = self._kept
+        if kept is not None and kept[0] == asked:
+            prepared.launch(addresses, stream, allocate, kept[1], is_planned=True)
             return
-        self._made = None
+        self._kept = None
         address, owner = allocate(prepared.partials)
         prepared.launch(addresses, stream, allocate, address)
-        self._made = asked, address, owner
+        self._kept = asked, address, owner

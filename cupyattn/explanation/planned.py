@@ -11,7 +11,7 @@ import numpy as np
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.kernels import Kernel
 from ..launch.attention.layout import ITEM_BYTES, BatchSchedule, LaunchPart
-from ..schedule.batch import WORK_FIELDS
+from ..schedule.batch import WORK_FIELDS, listed_parts
 from ..schedule.masking import Masking
 from .record import PlannedLaunch
 from .timeline import BLOCK, LaunchBlocks, Rates
@@ -90,6 +90,10 @@ def _work_of(launcher: BatchLauncher, schedule: BatchSchedule, part: LaunchPart)
     count_of = -(-spans // tile_kv)
     begin = count_of * items[:, _SPLIT] // splits
     end = count_of * (items[:, _SPLIT] + 1) // splits
+    if kernel.shapes[0].takes_cuts:
+        first_tile, last_tile, _ = listed_parts(items)
+        end = np.where(last_tile > 0, np.minimum(last_tile, count_of), end)
+        begin = np.where(last_tile > 0, np.minimum(first_tile, end), begin)
     keys = np.maximum(np.minimum(end * tile_kv, spans) - begin * tile_kv, 0)
     return _Work(end - begin, keys, kind, splits, bool((row > 0).any()))
 

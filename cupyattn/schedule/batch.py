@@ -8,13 +8,17 @@ with the arithmetic of `Masking.key_span` and `schedule.masking.tile_span`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from .balance import BLOCK_OVERHEAD, MAX_WAVES, Work, best_chunk
+from .balance import BLOCK_OVERHEAD, MAX_WAVES, MIN_GAIN, Chunk, Work, best_chunk
+from .cuts import MAX_ITEMS as MAX_LINKED_ITEMS
+from .cuts import MAX_REQUESTS as MAX_CUT_REQUESTS
+from .cuts import SHARES_OF_A_REQUEST, Cuts, Shares, cut, pack, unpack
 from .makespan import best_split
 from .masking import Masking
 from .tile_shape import TileShape
@@ -35,6 +39,7 @@ WORK_FIELDS = (
     "key_offset",
 )
 _FIRST_ROW, _SPLIT, NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE, _KEY_OFFSET = 4, 5, 6, 7, 10, 11
+_LISTED = 8  # two words: of parts that are not equal, see cuts.pack
 _NO_MERGES = np.zeros(0, np.int32)
 # Converted once.
 _HIGH_HALF, _LOW_HALF = np.int64(32), np.int64(0xFFFFFFFF)
@@ -123,6 +128,7 @@ class BatchPlan:
     merges      int32 [num_split_tiles]: the first item of each tile whose keys are split
     num_states  partial states of one KV head
     max_parts  of a tile
+    num_blocks  the items with which blocks begin, the first of the list; 0: all
     tiles       int64 [num_tiles, 4], if every tile leaves states: its request, its first row, its
                 first state and how many they are
     """
@@ -132,6 +138,7 @@ class BatchPlan:
     num_states: int
     tiles: np.ndarray | None = None
     max_parts: int = 1
+    num_blocks: int = 0
 
 
 def plan_batch(
@@ -157,9 +164,12 @@ def plan_tiles(
     work = works.of(shape)
     max_rows = works.max_rows
     splits = None
-    if splitting.may_split:
-        splits = _splits(work, num_kv_heads, max_rows, shape, splitting)
     items_per_wave = max(1, shape.num_slots // num_kv_heads)
+    chunk = _chunk(work, num_kv_heads, max_rows, shape, splitting) if splitting.may_split else None
+    if chunk is not None:
+        if (cuts := _cuts(works, items_per_wave, shape, splitting, chunk)) is not None:
+            return build_cuts(requests, works.tiles_in_order(shape), cuts)
+        splits = split_after(work, chunk.size)
     tiles, splits = short_last(tiles, work, splits, items_per_wave)
     return build(requests, tiles, splits)
 
@@ -254,6 +264,10 @@ class TileWork:
             self._tiles[shape.tile_q] = cached
         return cached
 
+    def tiles_in_order(self, shape: TileShape) -> Tiles:
+        """The same, requests in the caller's order."""
+        return _make_tiles(self.requests, None, self._group_size, shape.tile_q)
+
     def of(self, shape: TileShape) -> Work:
         """The work of this shape's tiles."""
         size = shape.tile_q, shape.tile_kv
@@ -278,6 +292,17 @@ class TileWork:
         for work in self._works.values():
             work.splits.clear()
             work.unsplit.clear()
+
+    def can_be_cut(self, shape: TileShape) -> bool:
+        """Whether all tiles of rows visit the same key tiles of a request, but for the last."""
+        if not shape.takes_cuts:
+            return False
+        requests, masking = self.requests, self._masking
+        minimum, maximum = requests.qo_range()
+        if minimum != maximum or not 0 < maximum <= shape.tile_kv or masking.window_left >= 0:
+            return False
+        is_plain = masking.share is None and not masking.has_mask
+        return is_plain and requests.key_offset is None and requests.is_shared is None
 
     def rows_and_pairs(self) -> tuple[int, float]:
         """All rows, and at least how many pairs of a row and a key in its sight there are."""
@@ -411,18 +436,58 @@ def _splits(
     work: Work, num_kv_heads: int, max_rows: int, shape: TileShape, splitting: Splitting
 ) -> np.ndarray | None:
     """In how many parts each tile's keys are split; None: none is."""
+    chunk = _chunk(work, num_kv_heads, max_rows, shape, splitting)
+    return None if chunk is None else split_after(work, chunk.size)
+
+
+def _chunk(
+    work: Work, num_kv_heads: int, max_rows: int, shape: TileShape, splitting: Splitting
+) -> Chunk | None:
+    """After how many key tiles keys are split, and when all is done then, if that was asked."""
     if work.longest <= 1:
         return None
     if splitting.tokens:
-        return split_after(work, max(1, splitting.tokens // shape.tile_kv))
+        return Chunk(max(1, splitting.tokens // shape.tile_kv), math.inf)
     per_wave = max(1, shape.num_slots // num_kv_heads)
     # Parts no shorter than this add no more blocks than these waves have.
     minimum = -(-work.total // max(1, int(splitting.waves * per_wave)))
     if shape.times is not None:
-        chunk = best_split(work, num_kv_heads, shape.slots, shape.times).chunk or work.longest
-        return split_after(work, max(chunk, minimum))
+        size = best_split(work, num_kv_heads, shape.slots, shape.times).chunk or work.longest
+        return Chunk(max(size, minimum), math.inf)
     minimum = max(minimum, shape.min_part(work.longest, max_rows))
-    return split_after(work, best_chunk(work, per_wave, shape.costs(max_rows), minimum).size)
+    return best_chunk(work, per_wave, shape.costs(max_rows), minimum)
+
+
+def _cuts(
+    works: TileWork, per_wave: int, shape: TileShape, splitting: Splitting, chunk: Chunk
+) -> Cuts | None:
+    """Equal shares of all keys, if those are done sooner than equal parts of each tile's."""
+    if splitting.is_given or not works.can_be_cut(shape):
+        return None
+    requests, costs = works.requests, shape.costs(works.max_rows)
+    count = requests.kv_len.size
+    num_tiles = -(-works.max_rows // shape.tile_q)
+    shares = shares_of(count, num_tiles, per_wave, splitting.waves)
+    if shares is None:
+        return None
+    key_tiles = -(-requests.kv_len // shape.tile_kv)
+    size = shares.size_of(sum_of(key_tiles) + shares.overhead * count)
+    limit = chunk.time if chunk.size < works.of(shape).longest else MIN_GAIN * chunk.time
+    return cut(key_tiles, shares) if shares.time(size, count, costs) < limit else None
+
+
+def shares_of(num_requests: int, num_tiles: int, per_wave: int, waves: float) -> Shares | None:
+    """The shares of requests of so many tiles of rows, which lie beside each other; None if there
+    is one, or more than a few for each request, the parts that cuts add are more than these waves
+    have, or lists would be too long."""
+    count = per_wave // num_tiles
+    if not 2 <= count <= SHARES_OF_A_REQUEST * num_requests:
+        return None
+    if num_requests > MAX_CUT_REQUESTS or (count - 1) * num_tiles > waves * per_wave:
+        return None
+    if 2 * num_requests * num_tiles + per_wave > MAX_LINKED_ITEMS:
+        return None
+    return Shares(count)
 
 
 def alike_splits(
@@ -536,6 +601,38 @@ def build(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> B
     split = items[:, _SPLIT]
     np.subtract(np.arange(len(items), dtype=np.int32), split, out=split)
     return BatchPlan(items, merges.astype(np.int32), num_states, max_parts=max_of(splits))
+
+
+def build_cuts(requests: BatchRequests, tiles: Tiles, cuts: Cuts) -> BatchPlan:
+    """The work list of requests that are cut: all tiles of rows of a request alike. Blocks begin
+    with the items of the first parts of shares, and go on by links."""
+    table = _table(requests, tiles)
+    each = len(table) // cuts.num_splits.size  # tiles of rows of a request
+    splits = cuts.num_splits.repeat(each)
+    is_split = splits > 1
+    states = splits * is_split
+    table[:, NUM_SPLITS] = splits
+    table[:, _FIRST_STATE] = states.cumsum() - states
+    table[:, _SPLIT_TILE] = is_split.cumsum() - is_split
+    tile, num_blocks = np.arange(each), cuts.num_heads * each
+    chosen = ((cuts.request * each)[:, None] + tile).reshape(-1)
+    items = table.take(chosen, axis=0)
+    items[:, _SPLIT] = cuts.split.repeat(each)
+    following = num_blocks + (cuts.follower * each)[:, None] + tile
+    following *= (cuts.follower >= 0)[:, None]
+    parts = pack(cuts.begin.repeat(each), cuts.end.repeat(each), following.reshape(-1))
+    items[:, _LISTED : _LISTED + 2] = parts.view(np.int32).reshape(-1, 2)
+    (firsts,) = (is_split[chosen] & (items[:, _SPLIT] == 0)).nonzero()
+    merges = np.empty(firsts.size, np.int32)
+    merges[items[firsts, _SPLIT_TILE]] = firsts
+    num_states, max_parts = int(states.sum()), max_of(cuts.num_splits)
+    return BatchPlan(items, merges, num_states, max_parts=max_parts, num_blocks=num_blocks)
+
+
+def listed_parts(items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """cuts.unpack of the items of a kernel that takes cuts."""
+    words = np.ascontiguousarray(items[:, _LISTED : _LISTED + 2], np.int32)
+    return unpack(words.view(np.int64).reshape(-1))
 
 
 def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> BatchPlan:

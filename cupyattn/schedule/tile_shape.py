@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .balance import BLOCK_OVERHEAD, Costs, are_even
+from .cuts import OVERHEAD as CUT_OVERHEAD
 from .makespan import Slots, TileTimes
 
 # Keys and values of a tile of each of two blocks an SM, which DecodeTimes.key_tile is of.
@@ -91,6 +92,7 @@ class TileShape:
     is_persistent   timed blocks take items until none is left; else each has one
     cluster         blocks that share the keys of an item; a slot then has all of them
     is_fused        the last block of a tile merges its parts
+    takes_cuts      its items may say which key tiles they have (schedule/cuts.py)
     max_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
     decode          of blocks of decode that were timed for few requests, what plans go by
     slots           num_slots and num_sms
@@ -108,6 +110,7 @@ class TileShape:
     is_persistent: bool = False
     cluster: int = 1
     is_fused: bool = True
+    takes_cuts: bool = False
     max_keys: int = 0
     decode: DecodeTimes | None = None
     slots: Slots = field(init=False, compare=False, repr=False)
@@ -153,7 +156,8 @@ class TileShape:
         if not self.is_fused:
             return _MERGED_APART._replace(min_share=self.min_share)
         if not self.part_cost:
-            return Costs(state=self.state_cost, min_share=self.min_share)
+            block = float(CUT_OVERHEAD) if self.takes_cuts else BLOCK_OVERHEAD
+            return Costs(block, state=self.state_cost, min_share=self.min_share)
         # In units of 2.1 us, which a key tile takes by memory's rate with all slots busy. The
         # first pass of a merge costs what was fitted to times of an H200, each further one two
         # round trips to L2, 0.4 us. A key tile is 0.6 us where few blocks run (docs/ladder.md).

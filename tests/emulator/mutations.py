@@ -240,6 +240,12 @@ PORTABLE = (
     Mutation("tile-rounds-overlap", _BARRIER, "", "many requests"),
     Mutation("buckets-read-early", _BARRIER, "", "many requests"),
     Mutation("bucket-requests-collide", "+ tiles_end[index]", "", "many requests"),
+    Mutation("cut-of-a-short-end", "- kMinCutTiles", "", "device cuts"),
+    Mutation("cut-ends-read-early", _BARRIER, "", "device cuts"),
+    Mutation("blocks-without-a-share", "chunks[i] = Vector16{};", "", "device cuts"),
+    Mutation("cut-order-read-early", _BARRIER, "", "device cuts"),
+    Mutation("cut-items-read-early", _BARRIER, "", "device cuts"),
+    Mutation("cut-rounds-overlap", _BARRIER, "", "device cuts"),
     Mutation("equal-requests-collide", "other < index", "false", "device plans"),
     Mutation("states-of-whole-tiles", "- (tile - split_tile)", "", "device plans"),
     Mutation(

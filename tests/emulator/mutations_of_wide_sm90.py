@@ -24,7 +24,9 @@ WIDE_SM90 = (
         "",
         "hopper wide",
     ),
-    Mutation("wide-p-overwritten", "await_phase(shared.empty_p, p_parity ^ 1);", "", "hopper wide"),
+    Mutation(
+        "wide-p-overwritten", "await_phase(shared.empty_p, turn.p_parity ^ 1);", "", "hopper wide"
+    ),
     Mutation("wide-p-not-awaited", "await_phase(shared.full_p, p_parity);", "", "hopper wide"),
     Mutation(
         "wide-piece-not-awaited",
@@ -34,7 +36,7 @@ WIDE_SM90 = (
     ),
     Mutation(
         "wide-normalisers-not-awaited",
-        "await_phase(shared.full_normalisers, 0);",
+        "await_phase(shared.full_normalisers[place], turn.count >> 1 & 1);",
         "",
         "hopper wide",
     ),
@@ -87,6 +89,33 @@ WIDE_SM90 = (
         "merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide launched merge"
     ),
     Mutation("lists-in-one-place", "request * kv_step", "0", "hopper wide lists"),
+    Mutation(
+        "wide-item-read-early",
+        "await_phase(shared.full_item[place_of(count)], (count - 1) >> 1 & 1);",
+        "",
+        "hopper wide links",
+    ),
+    Mutation(
+        "wide-item-overwritten",
+        "await_phase(shared.empty_item[place_of(count + 1)], (count - 1) >> 1 & 1);",
+        "",
+        "hopper wide links",
+    ),
+    Mutation(
+        "wide-queries-overwritten",
+        "if constexpr (Traits::kLinked) await_phase(shared.empty_q, q_parity);",
+        "",
+        "hopper wide links",
+    ),
+    Mutation(
+        "wide-merged-rows-overwritten",
+        "if (Traits::kLinked) sync();",
+        "",
+        "hopper wide links",
+    ),
+    Mutation(
+        "wide-cut-not-at-the-end", "min_of(part.end, span.end)", "span.end", "hopper wide cuts"
+    ),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(
         "wide-leader-output-not-rescaled",

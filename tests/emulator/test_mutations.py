@@ -75,6 +75,14 @@ def _wide(changes: dict) -> Callable:
     return lambda **facts: wide.run(case, **facts).check()
 
 
+def _links(**facts: Any) -> None:
+    linked = {"tma": True, "num_heads": 64, "blocks": 1, "qo_len": (1,) * 6}
+    lengths = {"kv_len": (70, 300, 20, 0, 10, 10)}
+    for changes in (lengths, {"kv_len": (290,) * 6, "splits": 2, "cuts": (0, 1)}):
+        for seed in range(3):
+            _wide(linked | changes)(**facts, seed=seed)
+
+
 _WIDER = {"strides": ("padded",) * 4}
 
 
@@ -243,6 +251,13 @@ def _plans(*batches: test_plan_batch.Batch) -> Callable:
                 test_plan_batch.check(emulated, batch)
 
     return catch
+
+
+def _cuts(**facts: object) -> None:
+    with gpu.plugged_in(**facts) as emulated:
+        batches = [test_plan_batch.cut_batch(seed) for seed in range(30)]
+        for batch in (*batches, test_plan_batch.MANY_CUT):
+            test_plan_batch.check_cuts(emulated, batch)
 
 
 def _hopper_rope(**facts: object) -> None:
@@ -459,6 +474,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "shared plans": _plans(*(device_plans.shared_batch(seed) for seed in (0, 1, 2, 3))),
     # More than a block has threads, some of them split.
+    "device cuts": _cuts,
     "many requests": _plans(
         replace(_SPLIT_PLAN, qo_len=(1,) * 600, kv_len=(100_000,) + (300,) * 599)
     ),
@@ -564,6 +580,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide cuts": _wide({"splits": 2, "cuts": (0, 1)}),
+    "hopper wide links": _links,
     "hopper wide launched merge": _wide({"splits": 2, "counts": False}),
     "hopper wide lists": _wide(
         {"sparse": True, "uniform": True, "qo_len": (1, 1), "kv_len": (150, 150)}

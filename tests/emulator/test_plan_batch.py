@@ -18,9 +18,10 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.launch.attention import plan_batch
 from cupyattn.schedule import Masking
 from cupyattn.schedule.balance import Work, _time_of_even
-from cupyattn.schedule.batch import WORK_FIELDS, Splitting
+from cupyattn.schedule.batch import WORK_FIELDS, Splitting, listed_parts
 from cupyattn.schedule.batch import plan_batch as plan_batch_on_host
 from cupyattn.schedule.tile_shape import TileShape
+from cupyattn.schedule.validate import validate_plan
 
 from . import gpu
 
@@ -148,9 +149,7 @@ def test_plain_requests_have_the_plan_of_any_others(
     made = check(emulated, batch)
     assert "Plain" in plan_batch.PLAIN.tag
     monkeypatch.setattr(plan_batch, "PLAIN", plan_batch.UNIFORM)
-    plan_batch._kind.cache_clear()
     other = run_on(emulated, batch)
-    plan_batch._kind.cache_clear()
     # Atomics place requests of one bucket, in any order.
     places = [WORK_FIELDS.index(x) for x in ("split_tile", "first_state")] if count > 64 else []
     got, wanted = (np.delete(x.plan().items, places, axis=1).tolist() for x in (made, other))
@@ -246,6 +245,61 @@ def _time(work: Work, parts: int, heads: int, shape: TileShape, rows: int) -> fl
 
 
 # --- what is not lengths ---
+
+
+def cut_batch(seed: int) -> Batch:
+    """Requests of one or several tiles of rows that may be cut."""
+    rng = np.random.default_rng((seed, 95))
+    count, q_len = int(rng.integers(1, (6, 40, 300)[seed % 3])), int(rng.integers(1, 4))
+    kv_len = rng.integers(0, rng.integers(1, 9000), count, endpoint=True)
+    if rng.random() < 0.3:
+        kv_len[:] = kv_len[0]
+    shape = TileShape(64, 64, int(rng.integers(3, 133)), 0.25, takes_cuts=True)
+    return Batch(
+        (q_len,) * count,
+        tuple(kv_len.tolist()),
+        group=int(rng.choice([64, 72, 128])),
+        kv_heads=1,
+        shape=shape,
+        masking=Masking(-1, (-1, 0)[int(rng.integers(2))]),
+        dtype=("int32", "int64")[int(rng.integers(2))],
+    )
+
+
+# More items than threads.
+MANY_CUT = Batch(
+    (3,) * 70,
+    (2000,) * 70,
+    group=128,
+    kv_heads=1,
+    shape=TileShape(64, 64, 132, 0.25, takes_cuts=True),
+)
+
+
+@pytest.mark.parametrize("first", one_of(2, range(0, 160, 40)))
+def test_requests_are_cut_as_on_the_host(emulated: gpu.EmulatedGpu, first: int) -> None:
+    """The same parts in the same order, and the same links."""
+    assert sum(check_cuts(emulated, cut_batch(seed)) for seed in range(first, first + 40)) > 2
+    assert check_cuts(emulated, MANY_CUT)
+
+
+def check_cuts(emulated: gpu.EmulatedGpu, batch: Batch) -> bool:
+    """Whether the host and the device cut these requests, which they then do alike."""
+    requests = batch.requests()
+    requests.uniform = batch.qo_len[0]
+    wanted = plan_batch_on_host(requests, batch.group, 1, batch.shape, batch.masking, Splitting())
+    made = run_on(emulated, batch)
+    if not (wanted.num_blocks and listed_parts(made.items)[1].any()):
+        return False  # other equal parts are tried here and there, and may be done sooner
+    plan, room = made.cut_plan(wanted.num_blocks)
+    np.testing.assert_array_equal(plan.items[:, :8], wanted.items[:, :8])
+    np.testing.assert_array_equal(plan.items[:, 10:], wanted.items[:, 10:])
+    for own, expected in zip(listed_parts(plan.items), listed_parts(wanted.items), strict=True):
+        np.testing.assert_array_equal(own, expected)
+    tiles = -(-batch.qo_len[0] * batch.group // 64) * len(batch.kv_len)
+    validate_plan(plan, requests, batch.group, 64)
+    assert room in (-1, max(tiles, batch.shape.num_slots))
+    return plan.num_states == wanted.num_states
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])

@@ -16,6 +16,7 @@ from helpers.share import one_of, slow_unless
 from cupyattn import flash_mla, mla
 from cupyattn.launch.attention import batch
 from cupyattn.launch.tiles import wide_sm90
+from cupyattn.schedule.batch import listed_parts
 
 from . import gpu, wide
 from .wide import Case
@@ -91,6 +92,81 @@ def test_splits(splits: int, tile_q: int) -> None:
     check(case)
     if splits == 3:
         check(replace(case, counts=False))
+
+
+@ALL_TILES
+def test_unequal_parts(tile_q: int) -> None:
+    """Items say which key tiles they have; the rows of the first token see one fewer."""
+    case = replace(BASE, kv_len=(330,), num_heads=40, tma=True, tile_q=tile_q)
+    check(replace(case, splits=2, cuts=(0, 4)))
+    check(replace(case, splits=3, cuts=(0, 1, 3), has_sinks=True))
+    # Of two tokens the first sees no key of the last part.
+    check(replace(case, splits=2, cuts=(0, 2), qo_len=(2,), kv_len=(129,)))
+    check(replace(case, splits=2, cuts=(0, 3), tma=False, packed=False))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_blocks_take_several_items(blocks: int) -> None:
+    """Of many tiles of keys, of one and of none; the last one ends without others behind it."""
+    case = replace(BASE, tma=True, tile_q=64, num_heads=72, blocks=blocks, sharpness=3.0)
+    check(replace(case, qo_len=(1, 2, 1, 1), kv_len=(200, 330, 40, 500)), seed=blocks)
+    check(replace(case, qo_len=(1, 1, 1, 1, 1), kv_len=(60, 0, 30, 0, 10), has_sinks=True))
+    check(replace(case, qo_len=(1, 1), kv_len=(330, 300), splits=3, cuts=(0, 1, 3)), seed=blocks)
+    check(replace(case, qo_len=(30, 2), kv_len=(290, 70), num_heads=8, o_dtype="float32"))
+
+
+@pytest.mark.parametrize("heads", [40, 72])
+def test_equal_shares_of_a_batch(heads: int) -> None:
+    """Requests are cut where the share of a block ends; the last block of each merges."""
+    rng = np.random.default_rng(heads)
+    kv_len = np.array([3900, 3800, 3700], np.int32)
+    counts = -(-kv_len // 64)
+    pages = int(counts.sum())
+    cache = rng.standard_normal((pages, 64, 576)).astype(np.float16)
+    q = rng.standard_normal((3, heads, 576)).astype(np.float16)
+    indptr = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+
+    def answer(workspace: Any) -> Any:
+        wrapper = mla.BatchMLAPagedAttentionWrapper(workspace)
+        wrapper.plan(
+            np.arange(4, dtype=np.int32), indptr, rng.permutation(pages).astype(np.int32), kv_len,
+            heads, 512, 64, 64, True, 0.07, "float16", "float16",
+        )  # fmt: skip
+        return wrapper, wrapper.run(query=q, kv_cache=cache, return_lse=True)
+
+    rng = np.random.default_rng(1)
+    _, wanted = answer(None)
+    rng = np.random.default_rng(1)
+    with gpu.plugged_in(num_sms=4 if heads == 40 else 8, seed=heads) as emulated:
+        wrapper, got = answer(emulated.empty((32 << 20,), np.dtype(np.uint8)))
+        names = [launch.name for launch in emulated.launches]
+    assert names == ["wide_sm90"]
+    (prepared,) = wrapper._current.prepared.values()
+    words = prepared.schedule.words
+    items = words[: 12 * (words.size // 12)].reshape(-1, 12)
+    assert listed_parts(items[:4])[1].any()
+    np.testing.assert_allclose(got[0].astype(np.float32), wanted[0], atol=2e-3)
+    np.testing.assert_allclose(got[1], wanted[1], atol=2e-3)
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(40, 1), (72, 2)])
+def test_equal_shares_that_the_device_makes(heads: int, q_len: int) -> None:
+    """A long request has more parts than a block merges: those a launch merges, and no others."""
+    rng = np.random.default_rng(heads)
+    kv_len = np.array([4300, 900, 1000, 700, 0, 120], np.int32)
+    counts = -(-kv_len // 64)
+    cache = rng.standard_normal((int(counts.sum()), 64, 1, 576)).astype(np.float16)
+    q = rng.standard_normal((6, q_len, heads, 576)).astype(np.float16)
+    table = np.zeros((6, int(counts.max())), np.int32)
+    pages = rng.permutation(int(counts.sum())).astype(np.int32)
+    for index, (first, count) in enumerate(zip(counts.cumsum() - counts, counts, strict=True)):
+        table[index, :count] = pages[first : first + count]
+    wanted = flash_mla.flash_mla_with_kvcache(q, cache, table, kv_len, 512, causal=True)
+    with gpu.plugged_in(num_sms=8 if heads == 40 else 30, seed=heads) as emulated:
+        got = flash_mla.flash_mla_with_kvcache(q, cache, table, kv_len, 512, causal=True)
+        assert emulated.has_launched("wide_sm90")
+    np.testing.assert_allclose(got[0].astype(np.float32), wanted[0], atol=2e-3)
+    np.testing.assert_allclose(got[1], wanted[1], atol=2e-3)
 
 
 @pytest.mark.parametrize("window_left", [0, 20, 64, 100])

@@ -24,6 +24,7 @@ from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.reference import attention
 from cupyattn.reference.latent_rows import NUM_BYTES, unpack_rows
 from cupyattn.schedule.batch import WORK_FIELDS
+from cupyattn.schedule.cuts import pack
 
 from . import build, gpu, library
 from .library import Range
@@ -47,6 +48,8 @@ class Case:
     head_dims  wide_sm90.LATENT, or of keys and of values that are apart
     kv_heads   of ordinary heads, as is is_paged
     splits     into how many parts the keys of a tile are split
+    cuts       where these begin, in key tiles, if they are not equal
+    blocks     of boxes of 64 rows: so many take all items in turn
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
@@ -73,6 +76,8 @@ class Case:
     key_scales: str = ""
     rope_scale: float = 1.0
     splits: int = 1
+    cuts: tuple[int, ...] = ()
+    blocks: int = 0
     packed: bool = True
     head_dims: tuple[int, int] = wide_sm90.LATENT
     kv_heads: int = 1
@@ -272,7 +277,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
-    grid = case.kv_heads, len(items), 1
+    grid = case.kv_heads, case.blocks or len(items), 1
     if case.uniform:
         grid = case.kv_heads, num_tiles, case.splits
     _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
@@ -516,6 +521,7 @@ def _plan(case: Case, starts: list[int]) -> tuple[np.ndarray, np.ndarray, int]:
                     "num_splits": case.splits,
                     "first_state": num_states,
                     "split_tile": len(merges) - 1 if case.splits > 1 else 0,
+                    **_listed(case, kv_len, split, len(items)),
                 }
                 items.append([fields[name] for name in WORK_FIELDS])
             num_states += case.splits if case.splits > 1 else 0
@@ -526,6 +532,20 @@ def _plan(case: Case, starts: list[int]) -> tuple[np.ndarray, np.ndarray, int]:
         np.array(merges, np.int32),
         num_states,
     )
+
+
+def _listed(case: Case, kv_len: int, split: int, place: int) -> dict[str, int]:
+    """Where a part begins and ends, and the item behind it."""
+    if not (case.cuts or case.blocks):
+        return {}
+    num_tiles = -(-kv_len // 64)
+    bounds = np.array((*(case.cuts or (0,)), num_tiles), np.int64)
+    tiles = [-(-n * case.num_heads // case.tile_q) for n in case.qo_len]
+    count = case.splits * sum(tiles)
+    following = place + case.blocks if case.blocks and place + case.blocks < count else 0
+    packed = pack(bounds[split : split + 1], bounds[split + 1 : split + 2], np.int64(following))
+    low, high = packed.view(np.int32)
+    return {"mask_start_low": int(low), "mask_start_high": int(high)}
 
 
 def _answer(

@@ -508,3 +508,29 @@ def test_append(xp: ModuleType) -> None:
     for a, b in zip(*answers, strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(answers[0][0], np.concatenate(answers[0][1:], -1))
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(64, 1), (128, 1), (72, 2)])
+def test_equal_shares_of_all_keys(xp: ModuleType, heads: int, q_len: int) -> None:
+    """Requests that are cut where a block's share ends, by a list that is kept and one that is not:
+    the same bits, also where other requests are in the batch."""
+    rng = np.random.default_rng(heads)
+    kv_len = rng.integers(0, 2500, 110).astype(np.int32)
+    counts = -(-kv_len // 64)
+    pages = rng.permutation(int(counts.sum())).astype(np.int32)
+    table = np.zeros((kv_len.size, int(counts.max())), np.int32)
+    for index, (first, count) in enumerate(zip(counts.cumsum() - counts, counts, strict=True)):
+        table[index, :count] = pages[first : first + count]
+    cache = rng.standard_normal((pages.size, 64, 1, 576)).astype(np.float16)
+    q = rng.standard_normal((kv_len.size, q_len, heads, 576)).astype(np.float16)
+    wanted = flash_mla.flash_mla_with_kvcache(q, cache, table, kv_len, 512, causal=True)
+    on_gpu = [upload(x, xp) for x in (q, cache, table, kv_len)]
+    metadata, _ = flash_mla.get_mla_metadata()
+    first = None
+    for given in (None, metadata, metadata, metadata, None):
+        out, lse = flash_mla.flash_mla_with_kvcache(*on_gpu, 512, given, causal=True)
+        got, got_lse = download(out), download(lse)
+        np.testing.assert_allclose(got.astype(np.float32), wanted[0], atol=3e-3)
+        np.testing.assert_allclose(got_lse, wanted[1], atol=3e-3)
+        first = got if first is None else first
+        np.testing.assert_array_equal(got, first)

@@ -21,7 +21,14 @@ from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.attention.batch import BatchLauncher, BatchSchedule
 from cupyattn.launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
 from cupyattn.schedule import Masking, tile_span
-from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests
+from cupyattn.schedule.batch import (
+    NUM_SPLITS,
+    WORK_FIELDS,
+    BatchPlan,
+    BatchRequests,
+    listed_parts,
+)
+from cupyattn.schedule.cuts import pack
 from cupyattn.schedule.limits import Limits
 from cupyattn.schedule.tile_shape import TileShape
 from cupyattn.schedule.validate import validate_plan
@@ -31,6 +38,7 @@ _FLOAT = dtypes.float16
 _OVERHEAD = 2.0
 _SHAPE = TileShape(16, 64, 64, 0.25)
 _CAUSAL = Masking(-1, 0)
+_SPLIT_TILE = WORK_FIELDS.index("split_tile")
 
 
 class Launcher(BatchLauncher):
@@ -63,7 +71,13 @@ class Launcher(BatchLauncher):
         return "", self._shape
 
     def reserve(
-        self, rows: str, shape: TileShape, most: Limits, longest: int, begins_early: bool = False
+        self,
+        rows: str,
+        shape: TileShape,
+        most: Limits,
+        longest: int,
+        begins_early: bool = False,
+        num_blocks: int = 0,
     ) -> tuple[BatchSchedule, int]:
         tiles = self._tiles
         split, heads = most.num_split_tiles, self.num_kv_heads
@@ -186,6 +200,25 @@ class Made:
     merges: np.ndarray
     counters: np.ndarray
     prepared: DevicePlan
+
+    def cut_plan(self, num_blocks: int) -> tuple[BatchPlan, int]:
+        """The list of requests that are cut, as if it had so many blocks, and how many it has."""
+        used = self.items[:, NUM_SPLITS] > 0
+        assert used[:num_blocks].all(), "too few heads"
+        (places,) = used.nonzero()
+        room = int(places[num_blocks]) if places.size > num_blocks else -1
+        assert (np.diff(places[num_blocks:]) == 1).all(), "spare items between others"
+        assert not self.items[~used].any(), "spare items hold something"
+        items = self.items[used]
+        begin, end, following = listed_parts(items)
+        moved = np.where(following > 0, following - room + num_blocks, 0)
+        items[:, 8:10] = pack(begin, end, moved).view(np.int32).reshape(-1, 2)
+        merges = self.merges[self.merges >= 0]
+        merges = np.where(merges >= num_blocks, merges - room + num_blocks, merges)
+        merges = merges[np.argsort(items[merges, _SPLIT_TILE])]
+        assert (items[merges, _SPLIT_TILE] == np.arange(merges.size)).all(), "other merges"
+        num_states = int(items[merges, NUM_SPLITS].sum())
+        return BatchPlan(items, merges, num_states, num_blocks=num_blocks), room
 
     def plan(self) -> BatchPlan:
         """The list without what is spare."""

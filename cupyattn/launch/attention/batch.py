@@ -20,6 +20,7 @@ from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule.balance import Work
 from ...schedule.batch import (
+    NUM_SPLITS,
     WORK_FIELDS,
     BatchPlan,
     BatchRequests,
@@ -88,6 +89,12 @@ _NO_MERGES = np.zeros(0, np.int32)
 def _with_slots(shape: TileShape, num_slots: int) -> TileShape:
     """The shape of a launch that leaves SMs to others."""
     return replace(shape, num_slots=num_slots)
+
+
+@lru_cache(maxsize=256)
+def _without_cuts(shape: TileShape) -> TileShape:
+    """The shape of a launch whose blocks take an item each."""
+    return replace(shape, takes_cuts=False)
 
 
 class BatchLauncher(Binder):
@@ -243,6 +250,8 @@ class BatchLauncher(Binder):
         """With room for all that the capacity allows, by a kernel that lengths do not choose."""
         keys = Keys.equal(capacity.num_requests, UNKNOWN_LENGTH)
         row_class, shape = self.choose(keys, capacity.max_qo_len, splitting)
+        if shape.takes_cuts:  # each item has a block
+            shape = _without_cuts(shape)
         plan = self._plan(self._works(requests), shape, splitting)
         maximum = self._limits(shape, splitting, capacity)
         check_limits(plan, maximum)
@@ -356,14 +365,15 @@ class BatchLauncher(Binder):
         maximum: Limits,
         longest: int,
         begins_early: bool = False,
+        num_blocks: int = 0,
     ) -> tuple[BatchSchedule, int]:
         """A schedule whose words the device will write, and how many bytes they take.
 
         begins_early: its kernels begin beside the launch that writes the words, if they wait for it
+        num_blocks    that begin with the first items; 0: each has one
         """
-        part, words_bytes, workspace_bytes = self._layout.part(
-            row_class, self._reserved(row_class, shape, maximum), 0, 0
-        )
+        reserved = self._reserved(row_class, shape, maximum)._replace(blocks=num_blocks)
+        part, words_bytes, workspace_bytes = self._layout.part(row_class, reserved, 0, 0)
         begins_early = begins_early and self.problem.is_wide
         if begins_early and overlaps_launches(device_props(self.device_index).arch):
             early = tuple((launch._replace(is_dependent=True), x) for launch, x in part.launches)
@@ -665,13 +675,26 @@ class BatchLauncher(Binder):
         """The work of one kernel. With `is_exact` its buffers are sized for this plan, else for the
         largest plan of the graph."""
         reserved = self._reserved(row_class, shape, maximum, splitting.is_given, slots)
-        if is_exact:
+        if is_exact and plan.num_blocks:
+            plan, reserved = self._of_cuts(row_class, plan, reserved)
+        elif is_exact:
             reserved = self._exactly(row_class, reserved, plan.max_parts)
         merges = _NO_MERGES
         if reserved.merges:
             merges = np.full(reserved.merges, -1, np.int32)
             merges[: len(plan.merges)] = plan.merges
         return KernelWork(row_class, reserved, plan.items, merges)
+
+    def _of_cuts(
+        self, row_class: str, plan: BatchPlan, reserved: Reserved
+    ) -> tuple[BatchPlan, Reserved]:
+        """A plan of cuts, where a launch merges no more than the tiles of many parts, and its
+        memory."""
+        fused_splits = self._kernels.get(row_class).kinds[0].fused_splits
+        merges = plan.merges[plan.items[plan.merges, NUM_SPLITS] > fused_splits]
+        count = len(merges)
+        reserved = reserved._replace(merges=count, split_tiles=count, blocks=plan.num_blocks)
+        return replace(plan, merges=merges), reserved
 
     def _exactly(self, row_class: str, reserved: Reserved, max_parts: int) -> Reserved:
         """The memory of a launch by who merges its tiles, which have at most so many parts."""

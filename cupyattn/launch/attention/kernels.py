@@ -162,6 +162,7 @@ class Kernels:
                 times=times,
                 num_sms=loaded.num_sms,
                 is_persistent=tiles.is_persistent,
+                takes_cuts=tiles.takes_cuts,
                 **_costs(loaded, tiles),
             )
             for tiles in kinds

@@ -14,44 +14,48 @@ from ...core.dtypes import DType
 from ...core.key_share import KeyShare
 from ...errors import UnsupportedError
 from ...schedule.balance import MAX_WAVES
-from ...schedule.batch import Splitting
+from ...schedule.batch import Splitting, shares_of
 from ...schedule.capacity import PlanCapacity, plan_capacity
+from ...schedule.cuts import Shares
+from ...schedule.limits import Limits
 from ...schedule.mixed import SPLITTINGS
 from ...schedule.tile_shape import TileShape
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
-from ..tiles.config import TileConfig
 from .batch import BatchLauncher, BatchSchedule
 from .kernels import Keys
-from .layout import ANY_BATCH_BYTES
+from .layout import ANY_BATCH_BYTES, STATES_ALIGN, round_up
 
 THREADS = 512
 _SHARED_BYTES = 29_264
 _BYTES_A_REQUEST = 16
 # Rows and pages by steps, or by lengths and offsets too; by steps, where nothing but int32 lengths
-# of keys decides; by lengths and offsets, where ranks share the keys.
-UNIFORM, RAGGED, PLAIN, SHARED = CONFIGS = tuple(
+# of keys decides; by lengths and offsets, where ranks share the keys; by steps, where requests may
+# be cut, and of those where nothing but lengths decides.
+UNIFORM, RAGGED, PLAIN, SHARED, CUT, PLAIN_CUT = CONFIGS = tuple(
     jit.Config(
         {
             "kRagged": is_ragged,
             "kPlain": is_plain,
             "kThreads": THREADS,
             "kSharedBytes": _SHARED_BYTES,
-            **({"kKeyShare": True} if is_shared else {}),
+            **({option: True} if option else {}),
         }
     )
-    for is_ragged, is_plain, is_shared in (
-        (False, False, False),
-        (True, False, False),
-        (False, True, False),
-        (True, False, True),
+    for is_ragged, is_plain, option in (
+        (False, False, ""),
+        (True, False, ""),
+        (False, True, ""),
+        (True, False, "kKeyShare"),
+        (False, False, "kCuts"),
+        (False, True, "kCuts"),
     )
 )
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
 _TILES = struct.Struct("<6i 3I i")  # group_size to group_shift
-_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 5i {_TILES.size}s 8i 6f 2i 2f 3i")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 5i {_TILES.size}s 8i 6f 2i 2f 7i")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -135,29 +139,10 @@ class DevicePlan:
     num_counters: int = 0
 
 
-class _Kind(NamedTuple):
-    """What plans of one kind of tiles share.
-
-    function  the planner's, with shared memory for the most requests that it may have
-    """
-
-    function: int
-    max_requests: int
-    tiles: TileConfig
-
-
 def max_requests(device_index: int) -> int:
     """The most requests that a block of this device plans."""
     shared_bytes = device_props(device_index).max_smem_per_block
     return int((shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST)
-
-
-@functools.lru_cache(maxsize=1024)
-def _kind(launcher: BatchLauncher, row_class: str, config: jit.Config) -> _Kind:
-    props = device_props(launcher.device_index)
-    shared_bytes = props.max_smem_per_block
-    function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
-    return _Kind(function, max_requests(launcher.device_index), launcher.tiles(row_class))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -204,23 +189,22 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     share = launcher.masking.share
     left, right = windows(launcher, lengths)
     sees_all = left < 0 and (right < 0 or lengths.qo_len == 1)
-    config = SHARED if share is not None else _config(lengths, sees_all)
-    function, maximum, tiles = _kind(launcher, rows, config)
-    _require_at_most(maximum, lengths.num_requests)
-    shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
+    tiles = launcher.tiles(rows)
     is_fused = tiles.fused_merge and shape.is_fused
-    capacity = capacity_of(launcher, lengths, shape, waves, last_block_merges=not is_fused)
-    limits = capacity.limits()
+    capacity = capacity_of(launcher, lengths, shape, waves, not is_fused)
+    shares = _shares(launcher, lengths, shape, capacity)
+    capacity, limits, num_blocks = _room(capacity, shares)
+    config = SHARED if share is not None else _config(lengths, sees_all, shares is not None)
     # Blocks that take their SMs before the plan is there were slower where each SM has several.
     is_one_wave = capacity.num_tiles <= capacity.items_per_wave
     schedule, words_bytes = launcher.reserve(
-        rows, shape, limits, lengths.likely_kv_len, is_one_wave
+        rows, shape, limits, lengths.likely_kv_len, is_one_wave, num_blocks
     )
     part = schedule.parts[0]
-    num_heads = launcher.num_kv_heads * launcher.group_size
-    scale_k = words_bytes + 4 * num_heads
-    scale_v = scale_k + 4 * launcher.num_kv_heads
-    partials = -(-(scale_v + 4 * launcher.num_kv_heads) // 16) * 16
+    num_kv_heads = launcher.num_kv_heads
+    scale_k = words_bytes + 4 * num_kv_heads * launcher.group_size
+    scale_v = scale_k + 4 * num_kv_heads
+    partials = round_up(scale_v + 4 * num_kv_heads, STATES_ALIGN)
     constants = _CONSTANTS.pack(
         _packed(lengths.formats),
         lengths.num_requests,
@@ -243,10 +227,13 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
         lengths.kv_room or lengths.max_kv_len,
         1.0 / capacity.items_per_wave,
         1.0 / max(1, capacity.num_more),
+        *(shares or (0, 0)),
+        tiles.fused_splits,
+        num_blocks,
         *_lists_or_share(lengths, share),
     )
     return DevicePlan(
-        Launch(function, (1, 1, 1), THREADS, shared_bytes),
+        _planner(launcher.device_index, config, lengths.num_requests),
         schedule,
         part.items,
         part.merges,
@@ -258,11 +245,47 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     )
 
 
+def _planner(device_index: int, config: jit.Config, num_requests: int) -> Launch:
+    """The launch of a planner of so many requests."""
+    room = device_props(device_index).max_smem_per_block
+    function = load_function("plan_batch", config, device_index, room)
+    _require_at_most(max_requests(device_index), num_requests)
+    shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * num_requests
+    return Launch(function, (1, 1, 1), THREADS, shared_bytes)
+
+
+def _room(capacity: PlanCapacity, shares: Shares | None) -> tuple[PlanCapacity, Limits, int]:
+    """The capacity of parts that are equal, the most that any list has, and how many blocks begin
+    with its first items (0: all do)."""
+    if shares is None:
+        return capacity, capacity.limits(), 0
+    # Items that follow others in their shares lie behind those of all blocks. Shares add no more
+    # than a wave of parts; equal parts are as many as there are blocks.
+    num_blocks = max(capacity.num_tiles, capacity.items_per_wave)
+    limits = capacity._replace(num_more=capacity.items_per_wave).limits()
+    limits = limits._replace(num_items=num_blocks + capacity.num_tiles)
+    return capacity._replace(num_more=num_blocks - capacity.num_tiles), limits, num_blocks
+
+
 def _lists_or_share(lengths: Lengths, share: KeyShare | None) -> tuple[int, int, int]:
     """How tokens of lists belong together, or how ranks share keys, of which lists know nothing."""
     if share is None:
         return lengths.request_tokens, lengths.list_gap, lengths.counts_later
     return share.cp_kv_cache_interleave_size, share.period, share.first
+
+
+def _shares(
+    launcher: BatchLauncher, lengths: Lengths, shape: TileShape, capacity: PlanCapacity
+) -> Shares | None:
+    """The shares into which all keys may be divided; None if requests may not be cut."""
+    left, _ = windows(launcher, lengths)
+    is_plain = not lengths.is_ragged and launcher.masking.share is None and left < 0
+    if not (shape.takes_cuts and is_plain and 0 < lengths.qo_len <= shape.tile_kv):
+        return None
+    max_rows = lengths.qo_len * launcher.group_size
+    num_tiles, per_wave = -(-max_rows // shape.tile_q), capacity.items_per_wave
+    shares = shares_of(lengths.num_requests, num_tiles, per_wave, capacity.num_more / per_wave)
+    return shares if shares is not None and shares.number <= THREADS else None
 
 
 def _require_at_most(maximum: int, num_requests: int) -> None:
@@ -284,13 +307,15 @@ def windows(launcher: BatchLauncher, lengths: Lengths) -> tuple[int, int]:
     )
 
 
-def _config(lengths: Lengths, sees_all: bool) -> jit.Config:
-    """The planner for such lengths; sees_all: each row sees all keys."""
+def _config(lengths: Lengths, sees_all: bool, may_cut: bool) -> jit.Config:
+    """The planner for such lengths; sees_all: each row sees all keys. may_cut: requests."""
     if lengths.is_ragged:
         return RAGGED
     has_lists_of_requests = lengths.request_tokens > 1 or lengths.list_gap
     is_plain = lengths.formats[1] == IndexFormat() and not has_lists_of_requests
-    return PLAIN if sees_all and is_plain else UNIFORM
+    if sees_all and is_plain:
+        return PLAIN_CUT if may_cut else PLAIN
+    return CUT if may_cut else UNIFORM
 
 
 def capacity_of(

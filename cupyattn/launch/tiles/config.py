@@ -82,6 +82,13 @@ class TileConfig:
         return self.name == "prefill_sm90"
 
     @cached_property
+    def takes_cuts(self) -> bool:
+        """Items may say which key tiles they have, and what follows them (schedule/cuts.py)."""
+        is_of_boxes = self.config.get("kTma") is True and "kKeyShare" not in self.config
+        dtypes = self.config.get("DTypeQ"), self.config.get("DTypeKV")
+        return self.name == "wide_sm90" and is_of_boxes and dtypes[0] is dtypes[1]
+
+    @cached_property
     def is_persistent(self) -> bool:
         """Blocks take items until none is left, so as many as run at a time are launched."""
         return self.config.get("kPersistent") is True

@@ -138,13 +138,15 @@ def config(
     # Where values are not keys too, twice 64 keys do not fit.
     tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
     num_pieces = 2 if is_latent else 3
+    # Blocks take several items where 16-bit keys come in boxes.
+    num_items = 2 if tma and not dtype_kv.is_fp8 and "kKeyShare" not in more else 1
     values = [] if is_latent else [panels(tile_kv, head_dim_vo, stages)]
     shared = struct_of(
         *values,
         panels(TILE_Q, head_dim_qk, 1),
         panels(tile_kv, head_dim_qk, stages),
         panels(TILE_Q, tile_kv, 1),
-        Field(4 * 2 * TILE_Q),  # factors and normalisers
+        Field(4 * (1 + num_items) * TILE_Q),  # factors and normalisers
         Field(4 * 4),  # raised
         Field(4),  # is_last
         Field(4 * (TILE_Q if scales_rows else 1)),  # row_scales
@@ -152,8 +154,8 @@ def config(
         Field(20),  # facts of a row, which no logit here takes
         Field(2 * stages * 8),  # nonfinite keys
         Field(stages * tile_kv if sparse else 1),
-        Field(ITEM_BYTES, 8),
-        Field(8 * (4 + 2 * num_pieces * stages), 8),
+        Field(num_items * ITEM_BYTES, 8),
+        Field(8 * (4 + 3 * num_items + 2 * num_pieces * stages), 8),
         Field(8 * num_pieces * (stages if dtype_kv.is_fp8 and tma else 1)),  # landed
     ).size
     constants: dict[str, jit.Constant] = {

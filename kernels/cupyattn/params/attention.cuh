@@ -27,7 +27,8 @@ struct alignas(16) WorkItem {
   int32_t num_splits;   // 1: the block writes the result itself
   int32_t first_state;  // partial states of the split tiles before this one, of one KV head
   int64_t mask_start;   // the request's first byte of `mask`, or its place in the batch, where that
-                        // has effect: of user-written logits, slopes and scales
+                        // has effect: of user-written logits, slopes and scales. In kernels that
+                        // have none of these it may say more of a part (ListedPart)
   int32_t split_tile;   // index of this tile among the split tiles; -1 in a cascade, whose states a
                         // later launch merges
   int32_t key_offset;   // the first key's position, if there are `positions`; where ranks share

@@ -52,6 +52,11 @@ struct PlanBatchParams {
                        // the batch is in WorkItem::mask_start
   int32_t kv_room;     // what kv_offsets may name: rows of k, or keys of a table
   float a_wave, a_more;  // 1 / items_per_wave, 1 / max_more
+  // Equal shares of all key tiles (plan/cuts.cuh): how many, where requests may be cut; else 0. What
+  // a part costs besides its key tiles.
+  int32_t num_shares, share_overhead;
+  int32_t fused_splits;  // of a tile that is cut, which the last of its blocks merges
+  int32_t num_blocks;    // that begin with the first items of such a list
   // Lists of keys: tokens are requests, and so many of them belong to one of the caller's.
   int32_t request_tokens;  // that share an entry of kv_lens; else 1
   int32_t list_gap;        // added to kv_start between the caller's requests
@@ -71,7 +76,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 96 + 80 + 144 &&
+static_assert(sizeof(PlanBatchParams) == 96 + 80 + 160 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 

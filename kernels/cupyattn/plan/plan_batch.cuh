@@ -6,10 +6,20 @@
 // room ends early.
 #pragma once
 
-#include "cupyattn/plan/planner.cuh"
+#include "cupyattn/plan/cuts.cuh"
 #include "cupyattn/shared/key_share.cuh"
 
 namespace cupyattn {
+
+// Whether requests may be cut; configurations that do not say are of those that may not.
+template <typename Config, typename = void>
+struct HasCuts {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct HasCuts<Config, typename AnyValue<Config::kCuts>::type> {
+  enum : bool { kValue = Config::kCuts };
+};
 
 template <typename Config>
 struct PlanBatch {
@@ -23,7 +33,7 @@ struct PlanBatch {
   // Plain requests have equally many rows, all of which see all keys, and lengths of int32.
   static constexpr bool kRagged = Config::kRagged, kPlain = Config::kPlain;
   // Ranks share the keys, and rows see them by their places in the whole requests.
-  enum : bool { kShared = HasKeyShare<Config>::kValue };
+  enum : bool { kShared = HasKeyShare<Config>::kValue, kCuts = HasCuts<Config>::kValue };
   static constexpr int kThreads = Config::kThreads, kWarps = List::kWarps;
   static constexpr int kNoSplit = List::kNoSplit, kChunks = List::kChunks;
   // Tiles this short, as a part of a block's share, balance by themselves.
@@ -42,6 +52,7 @@ struct PlanBatch {
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/attention/plan_batch.py) must agree");
   static_assert(!kRagged || !kPlain, "plain requests have no lengths of q");
+  static_assert(!kCuts || !kRagged, "requests that are cut have equally many rows");
 
   const PlanBatchParams& params;
   SharedMemory& shared;
@@ -57,7 +68,11 @@ struct PlanBatch {
     // Half of the warps write what needs no lengths, while lengths are on their way to the others.
     if (list.warp >= kWarps / 2) write_rest(list.thread - kThreads / 2);
     const Totals totals = kPlain ? read_plain_requests() : read_requests();
-    const int size = choose_size(totals);
+    float done;
+    const int size = choose_size(totals, done);
+    if constexpr (kCuts) {
+      if (write_cuts(totals, done)) return;
+    }
     const bool is_sorted = list.sort_requests(totals, size);
     // Requests of equally many tiles, as all are where q has none of its own lengths.
     const bool is_even = !kRagged || totals.tiles == totals.most_tiles * params.num_requests;
@@ -138,7 +153,8 @@ struct PlanBatch {
     list.reduce(sums, maxima);
     return Totals{static_cast<int>(sums[0]),          static_cast<int>(maxima[0]),
                   static_cast<int>(maxima[1]),        static_cast<int>(kNoSplit - maxima[2]),
-                  0.5f * static_cast<float>(sums[1]), static_cast<float>(sums[2])};
+                  0.5f * static_cast<float>(sums[1]), static_cast<float>(sums[2]),
+                  static_cast<int>(sums[2])};
   }
 
   __device__ __forceinline__ Totals read_plain_requests() {
@@ -163,7 +179,8 @@ struct PlanBatch {
                   static_cast<int>(2 * maxima[0]),
                   static_cast<int>(kNoSplit - maxima[1]),
                   key_tiles,
-                  key_tiles};
+                  key_tiles,
+                  static_cast<int>(tiles * sums[0])};
   }
 
   // The tiles of rows of each request, where q has no lengths of its own.
@@ -182,11 +199,27 @@ struct PlanBatch {
     return PlannedRequest::divide_up(params, clamp(keys, request.kv_len));
   }
 
-  // Chooses the most key tiles of one part, by an estimate of when the last block is done.
-  __device__ __forceinline__ int choose_size(const Totals& totals) {
+  // Writes the list of equal shares of all keys, if all is done sooner by that.
+  __device__ __forceinline__ bool write_cuts(const Totals& totals, float done) {
+    const int count = params.num_shares, requests = params.num_requests;
+    if (done == 0.0f) return false;
+    const int total = totals.longest_tiles / totals.most_tiles + params.share_overhead * requests;
+    const KeyShares shares = KeyShares::of(total, count, params.share_overhead);
+    const int states = count - 1 + min_of(count - 1, requests);
+    const float time = shares.size + shares.overhead + params.merge +
+                       kCutState * states * ptx::rcp_approx(static_cast<float>(count));
+    if (time >= done) return false;
+    return CutPlanner<Traits>{params, list, shares, totals.most_tiles}.run();
+  }
+
+  // Chooses the most key tiles of one part, by an estimate of when the last block is done. `done`:
+  // when that is, 0 where it need not be known.
+  __device__ __forceinline__ int choose_size(const Totals& totals, float& done) {
+    done = 0.0f;
     const int longest = (totals.longest2 + 1) / 2;
     const float a_wave = params.a_wave, share = totals.key_tiles * a_wave;
-    if (params.max_more == 0 || longest <= 1 || longest <= kShort * share) return kNoSplit;
+    const bool may_split = kCuts || params.max_more > 0;
+    if (!may_split || longest <= 1 || longest <= kShort * share) return kNoSplit;
     // Rounded up, because sums of floats are not exact and parts must not outgrow the list.
     int least = static_cast<int>(totals.bound * 1.0001f * params.a_more) + 1;
     if (params.least_part_cost > 0.0f) {
@@ -202,10 +235,12 @@ struct PlanBatch {
     ptx::block_sync();
     // Each warp finds the first of the best. Times are positive, so their bits compare.
     const float whole = shared.time[kSizes - 1] * static_cast<float>(kMinGain);
+    done = whole;
     if (whole <= share + params.least_share * params.block) return kNoSplit;
     const int index = list.lane % kSizes;
     const uint32_t bits = __float_as_uint(index == kSizes - 1 ? whole : shared.time[index]);
     const uint32_t best = ~ptx::warp_max(~bits);
+    done = __uint_as_float(best);
     const uint32_t place = ptx::warp_max(bits == best ? kSizes - 1 - index : 0);
     // Whole tiles, whose place is 0, come last among equal times.
     return place == 0 ? kNoSplit : shared.size[kSizes - 1 - place];
@@ -255,7 +290,9 @@ struct PlanBatch {
     float waves = ceilf(num_long * a_wave);
     // The fewer blocks of one wave, the faster each.
     if (waves <= 1.0f && totals.is_even()) waves = fmaxf(params.least_share, num_long * a_wave);
-    const float done = fmaxf(busy, waves * (mean + params.block));
+    float done = fmaxf(busy, waves * (mean + params.block));
+    // Where hardly anything else is tried, whole tiles end with the longest.
+    if (kCuts && !is_split) done = fmaxf(done, 0.5f * totals.longest2 + params.block);
     const float merge = params.merge + params.state * num_items * a_wave +
                         params.part * ceilf(0.5f * totals.longest2 * inverse);
     return is_split ? done + merge : done;

@@ -49,6 +49,7 @@ struct Planner {
     int longest2, shortest2;  // twice a request's mean number of key tiles a tile
     float key_tiles;          // key tiles of all tiles
     float bound;              // key_tiles if all tiles of a request were its longest
+    int longest_tiles;        // the same, exactly
 
     __device__ __forceinline__ bool is_even() const {
       return 0.5f * longest2 * tiles <= static_cast<float>(kEven) * key_tiles;
@@ -103,6 +104,11 @@ struct Planner {
     for (int i = 0; i < kMaxima; ++i) {
       maxima[i] = ptx::warp_max(lane < kWarps ? shared.most[i][lane] : 0);
     }
+  }
+
+  // The sum of the values of threads before this one; `total`: of all.
+  __device__ __forceinline__ int scan(int value, int& total) {
+    return block_scan(shared.warp_sum, warp, lane, value, total);
   }
 
   // The tiles of rows of a request.
@@ -182,6 +188,24 @@ struct Planner {
     return Counts{items, split_tiles};
   }
 
+  // Writes all parts of the `tiles` tiles in shared memory: `count` items from `first` on. Threads
+  // write neighbouring words, because one block alone is slow to write.
+  __device__ __forceinline__ void spread(int first, int count, int tiles) {
+    Vector16* chunks = reinterpret_cast<Vector16*>(params.items + first);
+    const int room = kChunks * min_of(count, params.max_items - first);
+#pragma unroll 1
+    for (int i = thread; i < room; i += kThreads) {
+      const int item = i / kChunks, part = i % kChunks;
+      const int tile = count == tiles ? item : find(shared.tile_end, tiles, item);
+      Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
+      if (part == kSplitChunk && count != tiles) {
+        // mutate: splits-from-round
+        chunk.word[kSplitWord] = item - (shared.tile_end[tile] - shared.tile[tile].num_splits);
+      }
+      chunks[i] = chunk;
+    }
+  }
+
  private:
   // The length of a request's parts, which are at most this long. Lengths are twice the number of
   // key tiles.
@@ -245,10 +269,6 @@ struct Planner {
     ptx::block_sync();
   }
 
-  __device__ __forceinline__ int scan(int value, int& total) {
-    return block_scan(shared.warp_sum, warp, lane, value, total);
-  }
-
   // The first index whose end is beyond `x`.
   static __device__ __forceinline__ int find(const int* ends, int count, int x) {
     int low = 0, high = count - 1;
@@ -279,24 +299,6 @@ struct Planner {
       row_tile = (place + 1) * tiles_each - 1 - tile;
     }
     return Place{is_sorted ? order[place] : place, row_tile};
-  }
-
-  // Writes all parts of the `tiles` tiles in shared memory: `count` items from `first` on. Threads
-  // write neighbouring words, because one block alone is slow to write.
-  __device__ __forceinline__ void spread(int first, int count, int tiles) {
-    Vector16* chunks = reinterpret_cast<Vector16*>(params.items + first);
-    const int room = kChunks * min_of(count, params.max_items - first);
-#pragma unroll 1
-    for (int i = thread; i < room; i += kThreads) {
-      const int item = i / kChunks, part = i % kChunks;
-      const int tile = count == tiles ? item : find(shared.tile_end, tiles, item);
-      Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
-      if (part == kSplitChunk && count != tiles) {
-        // mutate: splits-from-round
-        chunk.word[kSplitWord] = item - (shared.tile_end[tile] - shared.tile[tile].num_splits);
-      }
-      chunks[i] = chunk;
-    }
   }
 };
 

@@ -59,6 +59,26 @@ struct Request {
   }
 };
 
+// What a list may say of a part whose request is cut anywhere (plan/cuts.cuh): its key tiles, and
+// the item that its block takes next. `end` is 0 where parts are equal, and `next` where there is
+// none. schedule/cuts.py packs it in WorkItem::mask_start.
+struct ListedPart {
+  static constexpr int kTileBits = 25, kNextBits = 14;
+
+  int begin, end, next;
+
+  static __device__ __forceinline__ ListedPart of(const Request& request) {
+    const int end = static_cast<int>(request.mask_start >> (kTileBits + kNextBits));
+    if (end == 0) return ListedPart{0, 0, 0};
+    const int low = static_cast<int>(request.mask_start >> kNextBits);
+    return ListedPart{low & ((1 << kTileBits) - 1), end,
+                      static_cast<int>(request.mask_start) & ((1 << kNextBits) - 1)};
+  }
+  __device__ __forceinline__ int64_t pack() const {
+    return (static_cast<int64_t>(end) << kTileBits | begin) << kNextBits | next;
+  }
+};
+
 // One tile of packed rows, and its split. Row r is query token r / group, head r % group of the KV
 // head's group.
 struct TileWork {

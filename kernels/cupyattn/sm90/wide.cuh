@@ -40,18 +40,42 @@ struct WideSm90 : WideSm90SetUp<WideSm90<Config>, WideSm90Traits<Config>> {
     } else {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
       if (warpgroup == Traits::kProducers) {
-        WideSm90Leader<Traits>(block).run();
+        consume<WideSm90Leader<Traits>>(block);
       } else {
-        WideSm90Follower<Traits>(block).run();
+        consume<WideSm90Follower<Traits>>(block);
       }
-      if constexpr (Traits::kFusedSplits > 0) WideMergeSm90<Traits>(block).run();
+      if constexpr (!Traits::kLinked) merge(block, 0);
     }
+  }
+
+  // The items of a consumer warpgroup, one after another.
+  template <typename Role>
+  static __device__ __forceinline__ void consume(const WideSm90Block<Traits>& block) {
+    typename WideSm90Block<Traits>::Turn turn;
+    if constexpr (Traits::kLinked) {
+      do {
+        Role(block, turn).run();
+        merge(block, turn.place());
+        block.release_item(turn.count, threadIdx.x % kWarpSize);
+      } while (block.await_next(++turn.count));
+    } else {
+      Role(block, turn).run();
+    }
+  }
+  static __device__ __forceinline__ void merge(const WideSm90Block<Traits>& block, int place) {
+    if constexpr (Traits::kFusedSplits > 0) WideMergeSm90<Traits>(block, place).run();
   }
 
   static __device__ __forceinline__ void init_own_barriers(SharedMemory& shared) {
     init_barrier(shared.full_p, 4);
     init_barrier(shared.empty_p, 4);
-    init_barrier(shared.full_normalisers, 4);
+    init_barrier(shared.empty_q, 4);
+    for (int i = 0; i < Traits::kItems; ++i) {
+      init_barrier(shared.full_normalisers[i], 4);
+      init_barrier(shared.full_item[i], 1);
+      // All warps but the one that publishes items.
+      init_barrier(shared.empty_item[i], Traits::kThreads / kWarpSize - 1);
+    }
   }
 };
 

@@ -224,7 +224,7 @@ def test_a_kept_list_lies_apart_from_states(gpu: fake_gpu.Gpu, make: Callable[..
     for _ in range(2):
         _flash_mla(x, tile_scheduler_metadata=metadata)
         places.append([fake_gpu.unpack(y.params)["work"] for y in gpu.attentions()][-1])
-    assert places[0] == places[1] == metadata._list._made[1]
+    assert places[0] == places[1] == metadata._list._kept[1]
     _flash_mla(x)
     named = fake_gpu.unpack(gpu.attentions()[-1].params)
     assert named["work"] != places[0]

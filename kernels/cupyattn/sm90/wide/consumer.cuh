@@ -28,11 +28,12 @@ namespace cupyattn {
 template <typename Traits>
 struct WideSm90Leader : WideSm90Output<Traits> {
   using Base = WideSm90Output<Traits>;
-  using Base::kColumns, Base::kSteps, Base::kTileKV, Base::o, Base::params, Base::rows,
-      Base::shared;
+  using Base::item, Base::kColumns, Base::kSteps, Base::kTileKV, Base::o, Base::params, Base::rows,
+      Base::shared, Base::turn;
   using typename Base::Item;
   using typename Base::PTile;
   using typename Base::Stage;
+  using typename Base::Turn;
   using typename Base::VTile;
   using typename Base::QTile;
   using KTile = typename Traits::KTile;
@@ -40,21 +41,20 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   using Probabilities = typename Softmax::Probabilities;
   using Scores = float[1][kTileKV / 8][4];
 
-  Stage stage;
-  uint32_t p_parity = 0;
+  Stage& stage;
   bool scales_rows = false;  // whether logits of the warp's rows have factors
   // The largest of this thread's logits of a row, if the call asks for it: the maxima of the softmax
   // need not be as large.
   float largest[2] = {-ptx::infinity(), -ptx::infinity()};
   Softmax softmax;
 
-  __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
-      : Base(block, 0), softmax(block, 0) {}
+  __device__ __forceinline__ WideSm90Leader(const WideSm90Block<Traits>& block, Turn& turn)
+      : Base(block, turn, 0), stage(turn.stage), softmax(block, 0) {}
 
   __device__ __forceinline__ void run() {
-    const Item& item = shared.items[0];
     softmax.begin_item(item);
-    if (!item.has_keys()) {
+    this->clear_first();
+    if (ptx::warp_uniform(item.has_keys() ? 1 : 0) == 0) {
       this->clear();
       finish();
       return;
@@ -66,16 +66,18 @@ struct WideSm90Leader : WideSm90Output<Traits> {
       const float scale = shared.row_scales[rows.warp_row() + rows.lane % 16];
       scales_rows = ptx::warp_any(scale != 1.0f);
     }
-    process_first_tile(item, tile);
-    while (tile > begin) process_tile(item, --tile);
+    process_first_tile(item, tile, begin);
+    while (tile > begin) process_tile(item, --tile, begin);
     finish();
   }
 
-  __device__ __forceinline__ void process_first_tile(const Item& item, int tile) {
+  __device__ __forceinline__ void process_first_tile(const Item& item, int tile, int begin) {
     Scores s;
     Probabilities probabilities;
+    stage = WideSm90Block<Traits>::uniform(stage);
     issue_scores(s);
     await_scores(s);
+    release_queries(tile == begin);
     const int swept = sweep(item, tile);
     softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, stage);
     publish(probabilities);
@@ -83,11 +85,13 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     await_output(item, swept, probabilities);
   }
 
-  __device__ __forceinline__ void process_tile(const Item& item, int tile) {
+  __device__ __forceinline__ void process_tile(const Item& item, int tile, int begin) {
     Scores s;
     Probabilities probabilities;
+    stage = WideSm90Block<Traits>::uniform(stage);
     issue_scores(s);
     await_scores(s);
+    release_queries(tile == begin);
     const int swept = sweep(item, tile);
     softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, stage);
     publish(probabilities);
@@ -149,6 +153,13 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     }
   }
 
+  // After the scores of an item's last tile the next item's rows of Q may come.
+  __device__ __forceinline__ void release_queries(bool is_last) const {
+    if constexpr (Traits::kLinked) {
+      ptx::mbarrier_arrive_if(is_last && rows.lane == 0, ptx::shared_address(&shared.empty_q));
+    }
+  }
+
   // Sweeps the leader's values of the tile of the present scores if it hides keys, and returns the
   // tile then, else -1.
   __device__ __forceinline__ int sweep(const Item& item, int tile) {
@@ -205,8 +216,8 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   // Hands the probabilities of a tile to the follower, once it has read those before.
   __device__ __forceinline__ void publish(const Probabilities& from) {
     const int lane = rows.lane;
-    await_phase(shared.empty_p, p_parity ^ 1);  // mutate: wide-p-overwritten
-    p_parity ^= 1;
+    await_phase(shared.empty_p, turn.p_parity ^ 1);  // mutate: wide-p-overwritten
+    turn.p_parity ^= 1;
     const uint32_t first = this->p_fragment();
 #pragma unroll
     // Two chunks further is a bit of the address.
@@ -224,13 +235,14 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 
   // Finishes the rows, hands their normalisers to the follower and writes O.
   __device__ __forceinline__ void finish() {
-    const auto output = rows.finish_rows(softmax.online, 0, 0);
+    const int place = turn.place();
+    const auto output = rows.finish_rows(softmax.online, place, 0);
     if ((rows.lane & 3) == 0) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) shared.normalisers[rows.own_row(h)] = output.factors[h];
+      for (int h = 0; h < 2; ++h) shared.normalisers[place][rows.own_row(h)] = output.factors[h];
     }
     ptx::warp_sync();
-    this->release(shared.full_normalisers);
+    this->release(shared.full_normalisers[place]);
     this->write(output.factors);
     if constexpr (Traits::kSparse) {
       if (latent_of(this->block.all_params).max_logits != nullptr) raise_max_logits();
@@ -241,7 +253,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float max = quad_max(largest[h]) * params.softmax_scale;
-      const typename Softmax::Rows::RowPlace row = rows.row_place(shared.items[0], h);
+      const typename Softmax::Rows::RowPlace row = rows.row_place(item, h);
       if (!row.exists || (rows.lane & 3) != 0) continue;
       raise_max_logit(latent_of(this->block.all_params), row.token, row.head, max);
     }
@@ -251,34 +263,37 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 template <typename Traits>
 struct WideSm90Follower : WideSm90Output<Traits> {
   using Base = WideSm90Output<Traits>;
-  using Base::kColumns, Base::kSteps, Base::o, Base::rows, Base::shared;
+  using Base::item, Base::kColumns, Base::kSteps, Base::o, Base::rows, Base::shared, Base::turn;
   using typename Base::Item;
   using typename Base::PTile;
   using typename Base::Stage;
+  using typename Base::Turn;
   using typename Base::VTile;
 
-  __device__ __forceinline__ explicit WideSm90Follower(const WideSm90Block<Traits>& block)
-      : Base(block, 1) {}
+  __device__ __forceinline__ WideSm90Follower(const WideSm90Block<Traits>& block, Turn& turn)
+      : Base(block, turn, 1) {}
 
   __device__ __forceinline__ void run() {
-    const Item& item = shared.items[0];
-    if (item.has_keys()) {
+    this->clear_first();
+    if (ptx::warp_uniform(item.has_keys() ? 1 : 0) != 0) {
       if constexpr (Traits::kHalfQueries) this->prepare_queries();
-      Stage v;
-      uint32_t p_parity = 0;
       const int count = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
+      Stage& v = turn.stage;
       for (int i = 0; i < count; ++i) {
-        process_tile(item, item.tiles.end - 1 - i, v, p_parity, i > 0);
+        v = WideSm90Block<Traits>::uniform(v);
+        process_tile(item, item.tiles.end - 1 - i, v, turn.p_parity, i > 0);
         v.advance();
-        p_parity ^= 1;
+        turn.p_parity ^= 1;
       }
     } else {
       this->clear();
     }
-    await_phase(shared.full_normalisers, 0);  // mutate: wide-normalisers-not-awaited
-    const float factors[2] = {shared.normalisers[rows.own_row(0)],
+    const int place = turn.place();
+    // mutate: wide-normalisers-not-awaited
+    await_phase(shared.full_normalisers[place], turn.count >> 1 & 1);
+    const float factors[2] = {shared.normalisers[place][rows.own_row(0)],
                               // mutate: wide-normaliser-of-the-upper-row
-                              shared.normalisers[rows.own_row(1)]};
+                              shared.normalisers[place][rows.own_row(1)]};
     this->write(factors);
   }
 

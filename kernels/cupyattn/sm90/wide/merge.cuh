@@ -26,18 +26,22 @@ struct WideMergeSm90 {
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const BlockWork& work;
-  const int thread = threadIdx.x - kFirst;
+  // A copy that the loop over items does not look through: places of all rows would be kept from
+  // item to item.
+  const int thread = static_cast<int>(ptx::opaque_copy(threadIdx.x)) - kFirst;
 
   // The compiler may give each of the two warpgroups a copy of what follows.
   __device__ __forceinline__ void sync() const {
     ptx::named_barrier_sync_unaligned(kBarrier, kThreads);
   }
 
-  __device__ __forceinline__ explicit WideMergeSm90(const WideSm90Block<Traits>& block)
+  // place: of the item.
+  __device__ __forceinline__ explicit WideMergeSm90(const WideSm90Block<Traits>& block,
+                                                    int place = 0)
       : block(block),
         params(block.params),
         shared(block.shared),
-        work(block.shared.items[0].work) {}
+        work(block.shared.items[place].work) {}
 
   __device__ __forceinline__ void run() const {
     const TileWork& tile = work.tile;
@@ -49,6 +53,8 @@ struct WideMergeSm90 {
       if (tile.num_splits > 4) return merge<kMost>();
     }
     merge<4>();
+    // The next item's P takes the place of what was known of rows.
+    if (Traits::kLinked) sync();  // mutate: wide-merged-rows-overwritten
   }
 
   // Announces the states of this block's split; true in the last block of its tile only. As in

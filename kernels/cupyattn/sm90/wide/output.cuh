@@ -17,6 +17,7 @@ struct WideSm90Output {
   using Item = typename Traits::Item;
   using Rows = PrefillSm90Rows<Traits>;
   using Stage = PipelineState<Traits::kStages>;
+  using Turn = typename WideSm90Block<Traits>::Turn;
   static constexpr int kColumns = Traits::kColumns, kTileKV = Traits::kTileKV;
   static constexpr int kSteps = kTileKV / MmaTraits<DTypeMma, DTypeMma>::kStep;
 
@@ -30,19 +31,25 @@ struct WideSm90Output {
   typename Traits::SharedMemory& shared;
   const int piece;  // of the columns
   const Rows rows;
+  Turn& turn;
+  const Item& item;
   float o[1][kColumns / 8][4];
 
-  __device__ __forceinline__ WideSm90Output(const WideSm90Block<Traits>& block, int piece)
+  __device__ __forceinline__ WideSm90Output(const WideSm90Block<Traits>& block, Turn& turn,
+                                            int piece)
       : block(block),
         params(block.params),
         shared(block.shared),
         piece(piece),
-        rows{block.params, block.shared, 0} {}
+        rows{block.params, block.shared, 0},
+        turn(turn),
+        item(block.shared.items[turn.place()]) {}
 
   // Waits for Q. Where keys are float16, both warpgroups turn rows into that, each warp a row of
   // eight.
-  __device__ __forceinline__ void prepare_queries() const {
-    await_phase(shared.full_q, 0);
+  __device__ __forceinline__ void prepare_queries() {
+    await_phase(shared.full_q, turn.q_parity);
+    turn.q_parity ^= 1;
     if constexpr (Traits::kHalfQueries) {
       constexpr int kWarps = 2 * Traits::kWarpgroup / kWarpSize, kBarrier = 3;
 #pragma unroll(Traits::kLands ? 2 : 1)
@@ -92,6 +99,12 @@ struct WideSm90Output {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[0][n][e] = 0.0f;
     }
+  }
+
+  // Products name O as an operand even where they do not add to it: what was there would be kept from
+  // item to item.
+  __device__ __forceinline__ void clear_first() {
+    if constexpr (Traits::kLinked) clear();
   }
 
   __device__ __forceinline__ float (&part(int i))[1][kPart / 8][4] {
@@ -160,7 +173,6 @@ struct WideSm90Output {
 
   // Stores the warp's rows of the result, or of a state.
   __device__ __forceinline__ void write(const float (&factors)[2]) {
-    const Item& item = shared.items[0];
     const int first_column = piece * kColumns;
     rows.template gate<kColumns>(item, o, first_column);
 #pragma unroll

@@ -35,21 +35,50 @@ struct WideSm90TmaProducer {
         policy(ptx::evict_first_policy()) {}
 
   __device__ __forceinline__ void run() const {
-    const Item& item = shared.items[0];
-    if (!item.has_keys()) return;
     const bool copies_keys = ptx::warp_uniform(threadIdx.x / kWarpSize) == 0;
     typename Block::Stage stage;
+    uint32_t q_parity = 1;
+    if constexpr (Traits::kLinked) {
+      int count = 0;
+      do {
+        const Item& item = shared.items[Block::place_of(count)];
+        run_item(item, copies_keys, stage, q_parity);
+        if (copies_keys) {
+          block.publish_next(item, count, lane);
+        } else {
+          block.release_item(count, lane);
+        }
+      } while (block.await_next(++count));
+    } else {
+      run_item(shared.items[0], copies_keys, stage, q_parity);
+    }
+  }
+
+  __device__ __forceinline__ void run_item(const Item& item, bool copies_keys,
+                                           typename Block::Stage& stage,
+                                           uint32_t& q_parity) const {
+    if (ptx::warp_uniform(item.has_keys() ? 1 : 0) == 0) return;
+    copy_item(item, copies_keys, stage, q_parity);
+    q_parity ^= 1;
+  }
+
+  __device__ __forceinline__ void copy_item(const Item& item, bool copies_keys,
+                                            typename Block::Stage& stage,
+                                            uint32_t q_parity) const {
     Box next{};
-    int tile = item.tiles.end - 1;
+    const int begin = ptx::warp_uniform(item.tiles.begin);
+    int tile = ptx::warp_uniform(item.tiles.end) - 1;
     // The first keys are under way before rows of Q are looked for.
     if (copies_keys) {
       const Box first = box_of(item, tile);
       next = box_of(item, tile - 1);
       copy_tile(stage, first);
     }
+    // mutate: wide-queries-overwritten
+    if constexpr (Traits::kLinked) await_phase(shared.empty_q, q_parity);
     WideSm90Producer<Traits>(block).copy_queries(item);
     if (!copies_keys) return;
-    while (--tile >= item.tiles.begin) {
+    while (--tile >= begin) {
       const Box present = next;
       // Looked up a tile ahead, because the page table is far away.
       next = box_of(item, tile - 1);

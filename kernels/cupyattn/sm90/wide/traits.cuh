@@ -127,7 +127,13 @@ struct WideSm90Tiles : Config {
   static constexpr int kBoxBytes = kBoxPanels / 2 * kTileKV * KTile::kRowBytes +
                                    (kPiece == kOfFollower ? kTileKV * kRopeRowBytes : 0);
 
-  // The block's item of work.
+  // A block may take several items, one after another, as the list links them (ListedPart): where
+  // 16-bit keys come in boxes, the first keys of the next are under way before the last of one are
+  // used.
+  static constexpr bool kLinked = kTma && !kConverts && kTileQ == 64 && !Mask::kKeyShare;
+  static constexpr int kItems = kLinked ? 2 : 1;
+
+  // An item of work.
   struct Item {
     BlockWork work;
     KeyRange range;
@@ -181,7 +187,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(PTile::kAlign) unsigned char p[PTile::kBytes];
     float factors[kTileQ];      // by which the second warpgroup rescales O, if `raised`
-    float normalisers[kTileQ];  // of the rows of O
+    float normalisers[Tiles::kItems][kTileQ];  // of the rows of O
     uint32_t raised[4];         // whether rows of a warp have a larger maximum, for each warp
     uint32_t is_last;           // whether this block merges the states of its tile
     float row_scales[Tiles::kHalfQueries ? kTileQ : 1];  // of logits (QueryScale)
@@ -189,8 +195,9 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     RowInfo rows[1];
     NonFiniteKeys nonfinite_keys[2][kStages];  // of each warpgroup's values of a stage
     alignas(4) KeyMarks exists;
-    alignas(8) Item items[1];
-    alignas(8) uint64_t full_q, full_p, empty_p, full_normalisers;
+    alignas(8) Item items[Tiles::kItems];
+    alignas(8) uint64_t full_q, empty_q, full_p, empty_p;
+    uint64_t full_normalisers[Tiles::kItems], full_item[Tiles::kItems], empty_item[Tiles::kItems];
     uint64_t full[kStages][kPieces], empty[kStages][kPieces];
     uint64_t landed[Tiles::kLands ? kStages : 1][kPieces];  // pieces that are yet to be converted
 
@@ -232,6 +239,25 @@ struct WideSm90Block {
   using SharedMemory = typename Traits::SharedMemory;
   using Stage = PipelineState<Traits::kStages>;
 
+  // How far a warpgroup is: the items before the present one, the next stage, and the parities of P
+  // and of Q.
+  struct Turn {
+    int count = 0;
+    Stage stage;
+    uint32_t p_parity = 0, q_parity = 0;
+
+    __device__ __forceinline__ int place() const { return place_of(count); }
+  };
+  // A stage that the compiler knows to be the same for a warp, where it lives from item to item:
+  // descriptors of products are in registers of warps, and two moves each otherwise.
+  static __device__ __forceinline__ Stage uniform(const Stage& stage) {
+    if constexpr (!Traits::kLinked) return stage;
+    Stage same = stage;
+    same.stage = ptx::warp_uniform(stage.stage);
+    same.parity = ptx::warp_uniform(stage.parity);
+    return same;
+  }
+
   const typename Traits::Params& all_params;
   const AttentionParams& params;
   SharedMemory& shared;
@@ -244,20 +270,63 @@ struct WideSm90Block {
   // barrier of the block must follow.
   __device__ __forceinline__ void await_item() const {
     ptx::grid_dependency_wait();
+    put_item(find_work(), 0);
+  }
+  __device__ __forceinline__ void put_item(const BlockWork& work, int place) const {
     typename Traits::Item item{};
-    item.work = find_work();
+    item.work = work;
     if (item.work.tile.num_rows > 0) {
       item.range = KeyRange::of<Traits::Mask::kKeyShare, !Traits::kLatent>(params, item.work);
       item.tiles = tiles_of(item);
     }
-    if (threadIdx.x == 0) shared.items[0] = item;
+    if (threadIdx.x == 0) shared.items[place] = item;
   }
+
+  // --- Items that follow one another. `count`: of those that the block has taken before. ---
+
+  static __device__ __forceinline__ int place_of(int count) {
+    return Traits::kLinked ? count & 1 : 0;
+  }
+  // Waits for the next item; false if there is none. Its answer is the same for a warp, or what a
+  // loop keeps from item to item would not be.
+  __device__ __forceinline__ bool await_next(int count) const {
+    // mutate: wide-item-read-early
+    await_phase(shared.full_item[place_of(count)], (count - 1) >> 1 & 1);
+    return ptx::warp_uniform(shared.items[place_of(count)].work.tile.num_rows) > 0;
+  }
+  __device__ __forceinline__ void release_item(int count, int lane) const {
+    ptx::warp_sync();
+    ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&shared.empty_item[place_of(count)]));
+  }
+  // Finds the item behind the present one, in the first warp.
+  __device__ __forceinline__ void publish_next(const typename Traits::Item& present, int count,
+                                               int lane) const {
+    const int next = ptx::warp_uniform(ListedPart::of(present.work.request).next);
+    BlockWork work{};
+    if (next != 0) {
+      work = BlockWork::of_item(params, next, present.work.tile.kv_head, Traits::kTileQ);
+    }
+    if (count > 0) {
+      // mutate: wide-item-overwritten
+      await_phase(shared.empty_item[place_of(count + 1)], (count - 1) >> 1 & 1);
+    }
+    put_item(work, place_of(count + 1));
+    ptx::warp_sync();
+    ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&shared.full_item[place_of(count + 1)]));
+  }
+
   // The tiles of keys of a split, as many as of any other or one more. TileSpan::of divides 64 bits,
   // by a call into code that nobody has fetched, and the first keys would wait for it.
   static __device__ __forceinline__ TileSpan tiles_of(const typename Traits::Item& item) {
     TileWork whole = item.work.tile;
     whole.num_splits = 1;
     TileSpan span = TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, whole);
+    if (const ListedPart part = ListedPart::of(item.work.request); part.end > 0) {
+      // Rows that do not see the last tile end before it.
+      span.end = ptx::warp_uniform(min_of(part.end, span.end));  // mutate: wide-cut-not-at-the-end
+      span.begin = ptx::warp_uniform(min_of(part.begin, span.end));
+      return span;
+    }
     const int split = item.work.tile.split, num_splits = item.work.tile.num_splits;
     const int each = static_cast<int>(static_cast<uint32_t>(span.end) /
                                       static_cast<uint32_t>(num_splits));
