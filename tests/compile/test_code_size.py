@@ -10,11 +10,11 @@ from cupyattn import jit
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
-_MOST = 78 * 1024
+_MOST = 80 * 1024
 # Persistent kernels have the most: the others are compiled in the slow suite.
 _USUAL = ("ragged q128_persistent", "ragged q192_persistent", "paged q128_persistent")
 # Its softmax stands behind the products, so that corrections of O stand in the loop of tiles.
-_LARGER = {"gathered q128_persistent": 86 * 1024}
+_LARGER = {"gathered q128_persistent": 88 * 1024}
 
 
 @pytest.mark.parametrize(
