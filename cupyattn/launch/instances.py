@@ -253,6 +253,8 @@ def _of_rows(
             found = tiles.finding(what)
             if found.finds_items:
                 yield found.name, found.config
+            if found.finds_items and what == FOUND_PARTS:
+                yield from (("merge_splits", x) for x in merge_splits.configs(problem, found))
     one_an_sm = one_an_sm_rows(problem, row_class)
     if one_an_sm is not None and overlaps_launches(arch):
         yield from _of_rows(problem, one_an_sm, is_batch, arch, page_size)

@@ -1,6 +1,7 @@
 // Merges the partial states of tiles whose keys another kernel has split. A warp merges one packed
 // row, or 128 columns of a wide one, so that it has states of many splits under way. Where there are
 // few rows (`kSharesRows`), the warps of a block share one.
+#include "cupyattn/plan/item_finder.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/shared/state.cuh"
 
@@ -17,6 +18,11 @@ struct Config : DefaultConfig {
 static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one tile");
 
 constexpr bool kIsWide = Config::kHeadDimVO > 256;
+// Blocks that find their items write the list: it is read no sooner than their states. A planner's
+// list is older than the launch that leaves the states, and is looked up beside it.
+constexpr bool kWaitsForList = cupyattn::FindsItems<Config>::kValue;
+
+static_assert(!kIsWide || !kWaitsForList, "wide rows have a planner's list");
 constexpr int kParts = kIsWide ? Config::kHeadDimVO / 128 : 1;
 
 __device__ __forceinline__ cupyattn::BlockWork of_grid(const cupyattn::AttentionParams& params,
@@ -30,6 +36,7 @@ __device__ __forceinline__ cupyattn::BlockWork of_grid(const cupyattn::Attention
 // split, where entries of `merges` are negative.
 __device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& params, int index) {
   using namespace cupyattn;
+  if (kWaitsForList) ptx::grid_dependency_wait();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
@@ -39,12 +46,11 @@ __device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& pa
   const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
   const int item = params.work != nullptr ? params.merges[tile] : 0;
   const int tile_rows = Config::kWholeTokens ? whole_token_rows(params, kTileQ) : kTileQ;
-  // The work list is older than the launch that leaves the states, and is looked up beside it.
   const BlockWork work = params.work != nullptr
                              ? BlockWork::of_item(params, max_of(item, 0), kv_head, tile_rows)
                              : of_grid(params, tile, kv_head, tile_rows);
   // All blocks wait, because this launch must not be over before that one.
-  if (!kIsWide) ptx::grid_dependency_wait();
+  if (!kIsWide && !kWaitsForList) ptx::grid_dependency_wait();
   if (item < 0) return false;
   // The last block of a tile has merged few splits, if blocks count.
   const bool is_merged =

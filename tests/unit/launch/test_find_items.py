@@ -7,8 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn.launch.attention import find_items
+from cupyattn.core.dtypes import bfloat16
+from cupyattn.core.problem import AttentionProblem
+from cupyattn.launch.attention import find_items, merge_splits
 from cupyattn.launch.attention.plan_batch import IndexFormat, Lengths
+from cupyattn.launch.instances import LEVELS, SHARED_BYTES, instances
+from cupyattn.launch.tiles.config import FOUND_PARTS
+from cupyattn.launch.tiles.row_classes import DECODE
+from cupyattn.launch.tiles.select import tile_config
 
 LENGTHS = Lengths(
     num_requests=1,
@@ -71,3 +77,16 @@ def test_likely_lengths_are_those_that_shapes_say() -> None:
     table = {"kv_step": 512, "max_kv_len": 8192, "likely_kv_len": 8192, "kv_room": 8192}
     likely = find_items._likely(of(40 * ones, 900 * ones, qo_len=40, **table))
     assert likely == (4, 40, 4096, 40, 2048)
+
+
+def test_merges_wait_for_a_list_that_blocks_write() -> None:
+    """A planner's list is older than the launch before a merge, which is looked up beside that
+    launch; what blocks find they list in the launch itself."""
+    problem = AttentionProblem(bfloat16, bfloat16, bfloat16, 128, 128, paged=True)
+    planned = tile_config(problem, DECODE, SHARED_BYTES["sm_90a"], True, "sm_90a", 16)
+    found = planned.finding(FOUND_PARTS)
+    assert "kFindsItems" not in merge_splits.config(problem, planned)
+    assert merge_splits.config(problem, found)["kFindsItems"] is True
+    assert ("merge_splits", merge_splits.config(problem, found)) in instances(
+        LEVELS["standard"], "sm_90a"
+    )
