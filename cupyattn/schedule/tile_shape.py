@@ -214,10 +214,11 @@ def decode_time(shape: TileShape, times: DecodeTimes, work: DecodeWork) -> float
     # clusters.
     room = shape.num_slots / num_kv_heads - 0.5 * num_tiles
     part = times.part * -(-min(rows, shape.tile_q) // shape.rows_at_a_time)
-    parts = min(key_tiles, key_tiles * room / all_tiles, math.sqrt(waits / part), waits / busy)
+    parts = min(key_tiles, key_tiles * room / all_tiles, math.sqrt(waits / part))
     if room < num_tiles:
         comes_in_waves = shape.cluster > 1 and not are_even(longest, total, num_tiles)
         return whole + comes_in_waves * (times.block + times.merge)
     if parts < 2.0:
         return whole
+    parts = min(parts, max(2.0, waits / busy))
     return min(whole, first + max(waits / parts, busy) + times.merge + part * parts)
