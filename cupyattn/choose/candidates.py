@@ -253,7 +253,7 @@ def best_unplanned(
     decode."""
     if batch.parts[0][0] == DECODE:
         return None
-    found: tuple[float, str, TileShape, bool] | None = None
+    candidate: tuple[float, str, TileShape, bool] | None = None
     for name, shape in offer.timed_shapes().items():
         if _forced not in ("", name) or (shape.max_keys and batch.longest > shape.max_keys):
             continue
@@ -262,11 +262,11 @@ def best_unplanned(
         is_one_wave = work.num_tiles * heads <= shape.num_slots and not shape.is_persistent
         for splits in (False, True) if is_one_wave and may_split else (False,):
             split = best_split(work, heads, shape.slots, shape.times, splits)
-            if (found is None or split.time < found[0]) and (split.chunk > 0) == splits:
-                found = split.time, name, shape, splits
-    if found is None:
+            if (candidate is None or split.time < candidate[0]) and (split.chunk > 0) == splits:
+                candidate = split.time, name, shape, splits
+    if candidate is None:
         return None
-    time, name, shape, is_split = found
+    time, name, shape, is_split = candidate
     if not _forced:
         if time > _LONG:
             return None

@@ -475,8 +475,8 @@ def plan_of(
     may_find: bool = True,
 ) -> DevicePlan:
     """may_find: blocks may find their items, as nothing else needs a planner."""
-    found = find_items.prepare(launcher, lengths) if may_find else None
-    return found or plan_batch.prepare(launcher, lengths, max_bytes)
+    unplanned = find_items.prepare(launcher, lengths) if may_find else None
+    return unplanned or plan_batch.prepare(launcher, lengths, max_bytes)
 
 
 def of_lengths(

@@ -250,11 +250,11 @@ def _of_rows(
     yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
     if is_batch and find_items.may_find(problem):
         for what in (FOUND_ITEMS, FOUND_PARTS):
-            found = tiles.finding(what)
-            if found.finds_items:
-                yield found.name, found.config
-            if found.finds_items and what == FOUND_PARTS:
-                yield from (("merge_splits", x) for x in merge_splits.configs(problem, found))
+            finding = tiles.finding(what)
+            if finding.finds_items:
+                yield finding.name, finding.config
+            if finding.finds_items and what == FOUND_PARTS:
+                yield from (("merge_splits", x) for x in merge_splits.configs(problem, finding))
     one_an_sm = one_an_sm_rows(problem, row_class)
     if one_an_sm is not None and overlaps_launches(arch):
         yield from _of_rows(problem, one_an_sm, is_batch, arch, page_size)

@@ -213,8 +213,8 @@ class _Likely(NamedTuple):
     """Requests, rows and keys of the longest, and of each other, as far as shapes say it."""
 
     num_requests: int
-    most_rows: int
-    most_keys: int
+    longest_rows: int
+    longest_keys: int
     rows: int
     keys: int
 
@@ -232,11 +232,11 @@ def _likely(lengths: Lengths) -> _Likely:
     keys = -(-lengths.kv_room // count)
     if count == 1 or keys >= _EQUAL * longest_kv:
         return _Likely(count, rows, keys, rows, keys)
-    most_keys = min(lengths.kv_room, longest_kv * 3 // 4)
-    other_keys = (lengths.kv_room - most_keys) // (count - 1)
+    longest_keys = min(lengths.kv_room, longest_kv * 3 // 4)
+    other_keys = (lengths.kv_room - longest_keys) // (count - 1)
     if lengths.qo_len > 0 or lengths.num_rows != lengths.kv_room:
-        return _Likely(count, rows, most_keys, rows, other_keys)
-    return _Likely(count, most_keys, most_keys, other_keys, other_keys)
+        return _Likely(count, rows, longest_keys, rows, other_keys)
+    return _Likely(count, longest_keys, longest_keys, other_keys, other_keys)
 
 
 @lru_cache(maxsize=4096)
@@ -244,11 +244,11 @@ def _choose(
     launcher: BatchLauncher, plan_us: float, may_split: bool, likely: _Likely
 ) -> tuple[str, TileShape, bool] | None:
     """The tiles that serve such requests, and whether keys are split; or None."""
-    count, most_rows, most_keys, rows, keys = likely
+    count, longest_rows, longest_keys, rows, keys = likely
     qo_len, kv_len = np.full(count, rows, np.int64), np.full(count, keys, np.int64)
-    qo_len[0], kv_len[0] = most_rows, most_keys
+    qo_len[0], kv_len[0] = longest_rows, longest_keys
     zeros = np.zeros(count, np.int64)
-    uniform = rows if most_rows == rows else -1
+    uniform = rows if longest_rows == rows else -1
     requests = BatchRequests(qo_len, kv_len, zeros, zeros, uniform=uniform)
     return launcher.choose_unplanned(requests, plan_us, may_split)
 
@@ -260,8 +260,8 @@ def _pack(launcher: BatchLauncher, lengths: Lengths, tile_q: int) -> bytes:
     # Rows under a window see alike, whatever keys their requests have.
     tiles_a_key = min(1.0, group_size / tile_q) if masking.window_left < 0 else 0.0
     # All tiles of a request have levels of their own. Longer requests than are likely come first.
-    most_tiles = (lengths.qo_len if lengths.qo_len > 0 else lengths.num_rows) * group_size // tile_q
-    most_levels = most_tiles + int(lengths.likely_kv_len * tiles_a_key) + 1
+    max_tiles = (lengths.qo_len if lengths.qo_len > 0 else lengths.num_rows) * group_size // tile_q
+    max_levels = max_tiles + int(lengths.likely_kv_len * tiles_a_key) + 1
     return params.FINDER.pack(
         lengths.num_requests,
         lengths.qo_len,
@@ -274,7 +274,7 @@ def _pack(launcher: BatchLauncher, lengths: Lengths, tile_q: int) -> bytes:
         magic,
         is_causal,
         tiles_a_key,
-        1 << (most_levels.bit_length() - 1),
+        1 << (max_levels.bit_length() - 1),
     )
 
 

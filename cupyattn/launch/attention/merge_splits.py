@@ -25,7 +25,7 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
     shares_rows: the warps of a block merge one row, each some of its states.
     """
     # Blocks that find their items list them, so the list is no older than their states.
-    found = {"kFindsItems": True} if tiles.finds_items else {}
+    waits = {"kFindsItems": True} if tiles.finds_items else {}
     return jit.Config(
         {
             "DTypeO": problem.dtype_o,
@@ -37,7 +37,7 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
             "kAligned": problem.aligned,
             **gate_constants(problem),
             "kSharesRows": shares_rows,
-            **found,
+            **waits,
         }
     )
 

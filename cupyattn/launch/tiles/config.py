@@ -62,14 +62,14 @@ class TileConfig:
 
     def finding(self, what: str) -> TileConfig:
         """The same where blocks find their items, or parts of them (FOUND), of kernels that do."""
-        found: dict[str, bool] = {}
+        added: dict[str, bool] = {}
         if self.name == "decode_sm80" and what == FOUND_PARTS:
-            found = {"kFindsItems": True}
+            added = {"kFindsItems": True}
         elif self.is_sm90 and what:
             # Parts fill one wave of blocks, which then take no further items.
             if what == FOUND_ITEMS or not self.is_persistent:
-                found = {"kFindsItems": True, "kFindsParts": what == FOUND_PARTS}
-        return replace(self, config=jit.Config({**self.config, **found})) if found else self
+                added = {"kFindsItems": True, "kFindsParts": what == FOUND_PARTS}
+        return replace(self, config=jit.Config({**self.config, **added})) if added else self
 
     @property
     def finds_items(self) -> bool:
