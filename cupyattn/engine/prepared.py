@@ -474,9 +474,12 @@ def plan_of(
     max_bytes: int = ANY_BATCH_BYTES,
     may_find: bool = True,
 ) -> DevicePlan:
-    """may_find: blocks may find their items, as nothing else needs a planner."""
+    """may_find: blocks may find their items, as nothing else needs a planner. A planner splits less
+    where the workspace is smaller."""
     unplanned = find_items.prepare(launcher, lengths) if may_find else None
-    return unplanned or plan_batch.prepare(launcher, lengths, max_bytes)
+    if unplanned is not None and unplanned.num_bytes <= max_bytes:
+        return unplanned
+    return plan_batch.prepare(launcher, lengths, max_bytes)
 
 
 def of_lengths(

@@ -229,6 +229,7 @@ HOPPER = (
         "found-key-offsets-as-lengths", "lengths.kv_lens_are_steps", "false", "hopper found items"
     ),
     Mutation("found-level-too-high", "+= step", "+= step + (step == 1)", "hopper found items"),
+    Mutation("found-places-of-all-requests", "-= begin", "-= 0", "hopper found by offsets"),
     Mutation("found-request-of-another-rank", "(own - 1)", "own", "hopper found items"),
     Mutation(
         "found-tiles-past-the-last",

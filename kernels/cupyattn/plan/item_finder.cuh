@@ -163,7 +163,7 @@ struct ItemFinder {
       first += last * step;
       begin = ptx::shuffle(own, last);
     }
-    place -= begin;
+    place -= begin;  // mutate: found-places-of-all-requests
     return first;
   }
 };
