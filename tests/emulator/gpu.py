@@ -60,6 +60,8 @@ class EmulatedGpu:
     seed                     0, or one of many orders of blocks, warps and lanes
     is_portable              the kernels of one architecture stay out of it
     has_clusters             few blocks of decode form clusters
+    begins_early             a launch that may begin early does: until one of its threads waits,
+                             memory is as the launch before it found it
     """
 
     mode: str = "checked"
@@ -69,7 +71,9 @@ class EmulatedGpu:
     arch: int = 900
     is_portable: bool = False
     has_clusters: bool = False
+    begins_early: bool = False
     launches: list[Launched] = field(default_factory=list)
+    _ahead: tuple[library.Ahead, list[tuple[int, bytes]]] | None = None
     _memory: dict[int, tuple[Range, Any]] = field(default_factory=dict)
 
     def register(self, begin: int, num_bytes: int, owner: Any, is_writable: bool = True) -> None:
@@ -137,18 +141,44 @@ class EmulatedGpu:
     def launch(self, kernel: library.Library, *rest: int) -> None:
         self._launch(kernel, rest, 1)
 
-    def launch_clusters(self, kernel: library.Library, *rest: int) -> None:
-        *rest, cluster, _ = rest
-        self._launch(kernel, rest, cluster)
+    def launch_early(self, kernel: library.Library, *rest: int) -> None:
+        self._launch(kernel, rest, 1, is_early=True)
 
-    def _launch(self, kernel: library.Library, rest: Sequence[int], cluster: int) -> None:
+    def launch_clusters(self, kernel: library.Library, *rest: int) -> None:
+        *rest, cluster, is_early = rest
+        self._launch(kernel, rest, cluster, is_early=bool(is_early))
+
+    def _launch(
+        self, kernel: library.Library, rest: Sequence[int], cluster: int, is_early: bool = False
+    ) -> None:
         x, y, z, threads, threads_y, threads_z, shared_bytes, _stream, arguments, _ = rest
         params = ctypes.c_uint64.from_address(arguments).value
         block = (threads, threads_y, threads_z)
         guards = self.guards() if self.mode == "asan" else ()
         place = self.ranges(), self.seed, guards, cluster
-        kernel.launch(params, (x, y, z), block, shared_bytes, *place)
+        before = self._written() if self.begins_early else []
+        ahead = self._begin_early() if is_early else None
+        request = kernel.launch(params, (x, y, z), block, shared_bytes, *place, ahead=ahead)
+        if self.begins_early:
+            self._ahead = library.Ahead(kernel, request), before
         self.launches.append(Launched(kernel.name, (x, y, z), block, cluster))
+
+    def _written(self) -> list[tuple[int, bytes]]:
+        """What is in memory that kernels may write."""
+        return [
+            (r.begin, ctypes.string_at(r.begin, r.end - r.begin))
+            for r in self.ranges()
+            if r.is_writable
+        ]
+
+    def _begin_early(self) -> library.Ahead | None:
+        """The launch before, undone: the next one runs it again where it waits."""
+        if self._ahead is None:
+            return None
+        launched, before = self._ahead
+        for begin, content in before:
+            ctypes.memmove(begin, content, len(content))
+        return launched
 
     def has_launched(self, name: str) -> bool:
         return any(launch.name == name for launch in self.launches)
@@ -202,7 +232,7 @@ class EmulatedGpu:
             is_debugging=False,
             launch_clusters=self.launch_clusters,
             is_idle=lambda stream: False,
-            launch_early=self.launch,
+            launch_early=self.launch_early,
             launch_kernel=self.launch,
             runtime=SimpleNamespace(
                 setDevice=lambda index: None,

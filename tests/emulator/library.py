@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# The most that a struct has (launch/driver/params.py).
+_PARAMS_BYTES = 2048
+
 
 class EmulatorError(Exception):
     """A kernel did what no kernel may do; the text names kernel, block, thread and source line."""
@@ -34,6 +37,15 @@ class _Request(ctypes.Structure):
         ("num_guards", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("cluster", ctypes.c_uint64),
+    ]
+
+
+class _Previous(ctypes.Structure):
+    _fields_ = [
+        ("launch", ctypes.c_void_p),
+        ("request", ctypes.c_void_p),
+        ("report", ctypes.c_void_p),
+        ("has_failed", ctypes.c_int64),
     ]
 
 
@@ -63,7 +75,9 @@ class Library:
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
-        self._launch = ctypes.CDLL(str(path)).emulator_launch
+        library = ctypes.CDLL(str(path))
+        self._launch = library.emulator_launch
+        self._previous = _Previous.in_dll(library, "emulator_previous")
 
     def launch(
         self,
@@ -75,11 +89,13 @@ class Library:
         seed: int = 0,
         guards: Sequence[Range] = (),
         cluster: int = 1,
-    ) -> None:
+        ahead: Ahead | None = None,
+    ) -> _Request:
         """Run a whole launch. `params` is the address of the kernel's struct; `ranges` are apart.
 
         seed: 0 runs blocks, warps and lanes in order, any other in one of many orders. guards: what
         is poison to a kernel built for AddressSanitizer. cluster: blocks of one, along x.
+        ahead: a launch that runs once more, when this one waits for it. Returns the request.
         """
         request = _Request(
             params,
@@ -94,8 +110,17 @@ class Library:
             cluster,
         )
         report = _Report()
-        if self._launch(ctypes.byref(request), ctypes.byref(report)):
+        if ahead is not None:
+            ahead.place_before(self._previous)
+        has_failed = self._launch(ctypes.byref(request), ctypes.byref(report))
+        was_awaited, self._previous.launch = not self._previous.launch, None
+        if ahead is not None and self._previous.has_failed:
+            raise EmulatorError(ahead.kernel._describe(ahead.report, seed))
+        if has_failed:
             raise EmulatorError(self._describe(report, seed))
+        if not was_awaited:
+            raise EmulatorError(f"kernel {self.name}: no thread waits for the launch before it")
+        return request
 
     def _describe(self, report: _Report, seed: int) -> str:
         where = f"kernel {self.name}, block {tuple(report.block)}, thread {report.thread}"
@@ -106,6 +131,24 @@ class Library:
         lines += [f"  {'the other' if i == 0 else 'by way of'} at {x}" for i, x in enumerate(other)]
         lines.append(f"  ({self.path}, seed {seed})")
         return "\n".join(lines)
+
+
+class Ahead:
+    """A launch that can run once more. It holds a copy of its struct, from a LaunchBuffer."""
+
+    def __init__(self, kernel: Library, request: _Request) -> None:
+        self.kernel, self.report, self._request = kernel, _Report(), request
+        self._params = ctypes.create_string_buffer(_PARAMS_BYTES + 64)
+        begin = -(-ctypes.addressof(self._params) // 64) * 64
+        ctypes.memmove(begin, request.params, _PARAMS_BYTES)
+        request.params = begin
+
+    def place_before(self, previous: _Previous) -> None:
+        """Let the kernel that has this run it where it waits."""
+        previous.launch = ctypes.cast(self.kernel._launch, ctypes.c_void_p).value
+        previous.request = ctypes.addressof(self._request)
+        previous.report = ctypes.addressof(self.report)
+        previous.has_failed = 0
 
 
 def _pack(ranges: Sequence[Range]) -> ctypes.Array[_Range]:

@@ -28,8 +28,11 @@ _this_thread = threading.local()
 class RankedGpu(gpu.EmulatedGpu):
     """The GPUs of all ranks. A library has one machine, so each rank has a copy of it."""
 
-    def _launch(self, kernel: library.Library, rest: Sequence[int], cluster: int) -> None:
-        super()._launch(_copy_of(kernel.path, kernel.name, _this_thread.rank), rest, cluster)
+    def _launch(
+        self, kernel: library.Library, rest: Sequence[int], cluster: int, is_early: bool = False
+    ) -> None:
+        own = _copy_of(kernel.path, kernel.name, _this_thread.rank)
+        super()._launch(own, rest, cluster, is_early)
 
     def alloc_pinned(self, num_words: int) -> tuple[np.ndarray, object]:
         words = np.zeros(num_words, np.int32)

@@ -158,6 +158,14 @@ def test_appends_of_as_many_requests_as_lanes() -> None:
     check_appends(20, (*lengths, 99), num_sms=128, room=6000)
 
 
+@pytest.mark.parametrize("rows", [4, 40])
+def test_merges_wait_for_what_blocks_list(rows: int) -> None:
+    """A merge begins before blocks have listed their items."""
+    lengths = LENGTHS if rows == 4 else APPENDED
+    names = check_appends(rows, lengths, num_sms=32 if rows == 4 else 64, begins_early=True)
+    assert names[1::2] == 2 * ["merge_splits"]
+
+
 def check_absurd(seed: int, tiles: str, **facts: Any) -> None:
     """Offsets of rows and keys that are not there: nothing is read or written beside arrays."""
     rng = np.random.default_rng(seed)
