@@ -34,7 +34,7 @@ def changed(door: str, seeds: range) -> tuple[set[str], str]:
 
 
 def test_another_time_of_one_tile_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = card.TileKey("prefill_sm90", "q64_oneshot", "ragged", 128, 128)
+    key = card.TileKey("prefill_sm90", "q128_oneshot", "ragged", 128, 128)
     known = card.card_of
 
     def slower(props: Any) -> card.Card:
