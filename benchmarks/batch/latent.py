@@ -168,7 +168,12 @@ def _with_kvcache(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
     meta = library.get_mla_metadata()
     call = functools.partial(
         library.flash_mla_with_kvcache,
-        *(q, inputs.k, table, kv_lens, case.head_dim_vo, *meta),
+        q,
+        inputs.k,
+        table,
+        kv_lens,
+        case.head_dim_vo,
+        *meta,
         softmax_scale=_scale(case),
         causal=case.causal,
     )

@@ -13,7 +13,8 @@ from ..merge.case import MergeCase
 PEERS = (
     *("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa"),
     *("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
-    *("fa4", "flashmla"),
+    "fa4",
+    "flashmla",
 )
 OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm")
 IMPLEMENTATIONS = (*OURS, *PEERS)

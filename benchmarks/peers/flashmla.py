@@ -23,7 +23,16 @@ def dense(
     )
     return functools.partial(
         ops.fwd_kvcache_mla,
-        *(q, cache, head_dim_vo, kv_lens, table, scale, causal, *schedule, False, None),
+        q,
+        cache,
+        head_dim_vo,
+        kv_lens,
+        table,
+        scale,
+        causal,
+        *schedule,
+        False,
+        None,
     )
 
 

@@ -28,7 +28,8 @@ SUMMARY_NAME = "sweep.json"
 TABLE_NAME = "sweep.txt"
 _PEERS = (
     *("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_cudnn"),
-    *("fa4", "flashmla"),
+    "fa4",
+    "flashmla",
 )
 _PROFILE_SECONDS = 90.0
 _PREHEAT_SECONDS = 0.05  # a case; the one before has just kept the GPU busy

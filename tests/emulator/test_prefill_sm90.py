@@ -235,7 +235,10 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
             *(
                 (name, (64, 64))
                 for name in (
-                    *("q256_persistent", "q64_persistent", "q192_oneshot", "q64_oneshot"),
+                    "q256_persistent",
+                    "q64_persistent",
+                    "q192_oneshot",
+                    "q64_oneshot",
                     *("lean80", "lean64", "lean_persistent"),
                 )
             ),

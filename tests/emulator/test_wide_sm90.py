@@ -100,14 +100,14 @@ def test_unequal_parts(tile_q: int) -> None:
     case = replace(BASE, kv_len=(330,), num_heads=40, tma=True, tile_q=tile_q)
     check(replace(case, splits=2, cuts=(0, 4)))
     check(replace(case, splits=3, cuts=(0, 1, 3), has_sinks=True))
-    # Of two tokens the first sees no key of the last part.
+    # The first of two tokens sees no key of the last part.
     check(replace(case, splits=2, cuts=(0, 2), qo_len=(2,), kv_len=(129,)))
     check(replace(case, splits=2, cuts=(0, 3), tma=False, packed=False))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_blocks_take_several_items(blocks: int) -> None:
-    """Of many tiles of keys, of one and of none; the last one ends without others behind it."""
+    """Items have many tiles of keys, one or none; the last item has no other behind it."""
     case = replace(BASE, tma=True, tile_q=64, num_heads=72, blocks=blocks, sharpness=3.0)
     check(replace(case, qo_len=(1, 2, 1, 1), kv_len=(200, 330, 40, 500)), seed=blocks)
     check(replace(case, qo_len=(1, 1, 1, 1, 1), kv_len=(60, 0, 30, 0, 10), has_sinks=True))

@@ -38,7 +38,7 @@ _BYTES_OF_INSTRUCTION = 16
 
 
 def code_bytes(cubin: bytes) -> int:
-    """Of all instructions of a cubin."""
+    """The bytes of all instructions of a cubin."""
     return sum(header[5] for label, header in sections(cubin) if label.startswith(".text."))
 
 

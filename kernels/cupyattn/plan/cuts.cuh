@@ -169,7 +169,7 @@ struct CutPlanner {
     if (own.cuts > 0) {
       item.first_state += tile * item.num_splits;
       item.split_tile += tile;
-      // Of few parts the last block merges.
+      // The last block merges few parts itself; a launch merges more.
       if (split == 0 && item.num_splits > params.fused_splits) list_merge(first + place);
     }
     ListedPart listed;

@@ -363,7 +363,7 @@ struct DecodeSm80 {
         write_columns(row, column, state, sum);
       }
     }
-    // Of splits, the last block merges the rows that it has written a state of.
+    // The last block of a split merges the rows that it has written a state of.
     if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
       merge_splits(rank, size);
     }

@@ -204,7 +204,7 @@ struct PrefillSm90Consumer {
     KeyTile key_tile;
     bool is_fast;
     uint32_t nonfinite_keys;
-    // Of the item that the step completes.
+    // These belong to the item that the step completes.
     bool has_values;
     typename Softmax::Online sums;
   };
