@@ -108,6 +108,8 @@ def test_a_box_of_three_dimensions() -> None:
 def place(matrix: np.ndarray, is_k_major: bool, swizzle: str, start: int, image: np.ndarray) -> int:
     """Lay out [outer, 16] elements as cute's canonical layouts say; returns the descriptor.
 
+    Rows of more elements, of any size, are steps beside each other; they need is_k_major.
+
     In units of 16 bytes, W the chunks of a swizzle's row:
       K-major   ((8, n), 2) : ((W, stride), 1), without a swizzle ((1, stride), leading)
       MN-major  ((W, n), (8, 2)) : ((1, leading), (W, stride)), without ((1, stride), (1, leading))
@@ -117,11 +119,11 @@ def place(matrix: np.ndarray, is_k_major: bool, swizzle: str, start: int, image:
     chunks: dict[int, np.ndarray] = {}
     if is_k_major:
         stride, leading = (8 * width, 1) if width > 1 else (8, outer)
-        for row in range(outer):
-            for half in range(2):
-                at = row % 8 * width + row // 8 * stride
-                at += half * (1 if width > 1 else leading)
-                chunks[at] = matrix[row, 8 * half : 8 * half + 8]
+        pieces = matrix.view(np.uint8).reshape(outer, -1, 16)
+        for row, chunk in np.ndindex(pieces.shape[:2]):
+            at = row % 8 * width + row // 8 * stride
+            at += chunk * (1 if width > 1 else leading)
+            chunks[at] = pieces[row, chunk]
     else:
         groups = outer // (8 * width)
         if width > 1:
@@ -181,6 +183,119 @@ def test_products(a_k_major: bool, b_k_major: bool, swizzle: str, n: int) -> Non
         run(1, tuple(map(int, numbers)), out, image=image)
         expected = a.astype(np.float32) @ b.astype(np.float32).T + (1 - is_first)
         np.testing.assert_array_equal(accumulators(out), expected)
+
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def fragments_of_8_bits(a: np.ndarray) -> np.ndarray:
+    """[64, 32 n] as each thread's four registers of a step (PTX manual, "wgmma m64nNk32")."""
+    steps = a.shape[1] // 32
+    out = np.zeros((steps, 128, 16), np.uint8)
+    for step, thread, i in np.ndindex(out.shape):
+        row = 16 * (thread // 32) + thread % 32 // 4 + (8 if i // 4 % 2 else 0)
+        out[step, thread, i] = a.view(np.uint8)[
+            row, 32 * step + 4 * (thread % 4) + i % 4 + (16 if i >= 8 else 0)
+        ]
+    return out
+
+
+def products_of_8_bits(
+    a: np.ndarray, b: np.ndarray, *, by_registers: bool = False, start: int | None = None
+) -> np.ndarray:
+    """A B^T of [64, 32 n] and [64, 32 n]; n is 4 at most: lines of 128 bytes. `start` is added."""
+    steps = a.shape[1] // 32
+    image = np.zeros(32768 + 8192, np.uint8)
+    padded = [np.pad(x.view(np.uint8), ((0, 0), (0, 128 - x.shape[1]))) for x in (a, b)]
+    places = [place(x, True, "128", 8192 * i, image) for i, x in enumerate(padded)]
+    fragments = fragments_of_8_bits(a).reshape(-1)
+    image[32768 : 32768 + fragments.size] = fragments
+    out = np.zeros((128, 32), np.float32)
+    numbers = (steps, by_registers, start is not None, start or 0, 0)
+    which = 3 if a.dtype == E4M3 else 4
+    run(which, (*map(int, numbers), *halves(places[0]), *halves(places[1])), out, image=image)
+    return accumulators(out if a.dtype == E4M3 else out.view(np.int32))
+
+
+@pytest.mark.parametrize("start", [None, 5])
+@pytest.mark.parametrize("by_registers", [False, True])
+def test_products_of_int8_are_exact(by_registers: bool, start: int | None) -> None:
+    rng = np.random.default_rng(5)
+    a, b = rng.integers(-128, 128, (2, 64, 128)).astype(np.int8)
+    a[:2], b[:2] = -128, ((-128,), (127,))
+    got = products_of_8_bits(a, b, by_registers=by_registers, start=start)
+    expected = a.astype(np.int32) @ b.astype(np.int32).T + (start or 0)
+    np.testing.assert_array_equal(got, expected)
+
+
+def cut_sum(a: np.ndarray, b: np.ndarray, so_far: float) -> float:
+    """One step of Hopper's e4m3 sums, in Python's integers.
+
+    Products of 32 pairs and the sum so far, each as an integer and a power of two; each loses what
+    is below 2^-13 of the power of the largest, and so does their sum.
+    """
+    from fractions import Fraction
+
+    def power_of(x: float, smallest: int) -> int:
+        return max(int(np.frexp(x)[1]) - 1, smallest)
+
+    terms = [
+        (Fraction(float(x)) * Fraction(float(y)), power_of(x, -6) + power_of(y, -6))
+        for x, y in zip(a, b, strict=True)
+        if x and y
+    ]
+    if so_far:
+        terms.append((Fraction(so_far), power_of(so_far, -126)))
+    if not terms:
+        return 0.0
+    unit = Fraction(2) ** (max(power for _, power in terms) - 13)
+    total = sum(int(value / unit) for value, _ in terms) * unit
+    if not total:
+        return 0.0
+    unit = Fraction(2) ** (int(np.frexp(float(total))[1]) - 1 - 13)
+    return float(int(total / unit) * unit)
+
+
+@pytest.mark.parametrize("start", [None, 3, -70000])
+@pytest.mark.parametrize("by_registers", [False, True])
+def test_sums_of_e4m3_are_cut_as_hopper_does(by_registers: bool, start: int | None) -> None:
+    rng = np.random.default_rng(6)
+    codes = rng.integers(0, 256, (2, 64, 128)).astype(np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    codes[:, :8] &= 0x87  # subnormals
+    codes[:, 8:10] = 0
+    a, b = codes.view(E4M3)
+    got = products_of_8_bits(a, b, by_registers=by_registers, start=start)
+    for row, column in rng.integers(0, 64, (300, 2)):
+        expected = 0.0 if start is None else float(start)
+        for step in range(4):
+            where = slice(32 * step, 32 * step + 32)
+            expected = cut_sum(
+                a[row, where].astype(np.float32), b[column, where].astype(np.float32), expected
+            )
+        assert got[row, column] == expected, (row, column)
+
+
+def test_sums_of_e4m3_lose_what_is_small() -> None:
+    """What 14 bits cost: ones are lost beside 2^14, and halves cut beside 2^13 + 1."""
+    a, b = np.zeros((64, 64), E4M3), np.ones((64, 64), E4M3)
+    a[0, 0], b[:, 0] = 64, 256
+    a[0, 32:] = 1  # the second step has 32 ones
+    a[1, 0], a[1, 32:] = 32, 0.5
+    a[2, :] = 1
+    got = products_of_8_bits(a, b)
+    assert got[0, 0] == 2**14
+    assert got[1, 0] == 2**13
+    assert got[2, 0] == 256 + 63
+
+
+def test_e4m3_nan_stays() -> None:
+    a, b = np.ones((64, 32), E4M3), np.ones((64, 32), E4M3)
+    a[3, 5], b[7, 9] = np.nan, np.nan
+    got = products_of_8_bits(a, b)
+    expected = np.full((64, 64), 32.0)
+    expected[3], expected[:, 7] = np.nan, np.nan
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_a_wrong_descriptor_gives_a_wrong_product() -> None:

@@ -212,6 +212,18 @@ def test_ldmatrix(is_transposed: bool) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_stmatrix(is_transposed: bool) -> None:
+    rng = np.random.default_rng(7)
+    matrices = rng.integers(0, 1 << 16, (4, 8, 8)).astype(np.uint16)
+    held = matrices.swapaxes(1, 2) if is_transposed else matrices
+    words = np.zeros((32, 5), np.uint32)
+    words[:, :4] = np.ascontiguousarray(held).reshape(4, 32, 2).view(np.uint32)[..., 0].T
+    words[:, 4] = rng.permutation(64)[:32]
+    rows = one_warp(7 + is_transposed, words)  # of the matrices, one a lane
+    np.testing.assert_array_equal(rows, matrices.reshape(32, 8).view(np.uint32))
+
+
 @pytest.mark.parametrize("seed", [0, 3])
 def test_exchanges(seed: int) -> None:
     rng = np.random.default_rng(6)

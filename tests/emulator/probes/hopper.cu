@@ -2,6 +2,7 @@
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
 #include "cupyattn/ptx/warp.cuh"
+#include "cupyattn/ptx/warpgroup.cuh"
 #include "emulator/hopper.h"
 
 namespace {
@@ -62,12 +63,40 @@ void product(const Params& params, unsigned char* shared) {
                                           descriptor(params.low_a, params.high_a) + base,
                                           nullptr,
                                           descriptor(params.low_b, params.high_b) + base,
-                                          params.b != 0,
+                                          static_cast<emulator::Operands>(params.b),
                                           params.c != 0,
                                           (params.d & 1) != 0,
                                           (params.d & 2) != 0};
   emulator::warpgroup_multiply(wanted, Where::current());
   for (int i = 0; i < n / 2; ++i) params.out[threadIdx.x * (n / 2) + i] = d[i];
+}
+
+// Sums of A B over `a` steps of 32 elements of 8 bits, from `d` on, by the names of ptx/: A is found
+// by a descriptor, or its fragments follow the 32 KB of operands. A step is 2 units of 16 bytes.
+template <typename T, typename Sum>
+void product_of_8_bits(const Params& params, unsigned char* shared) {
+  using Wgmma = cupyattn::ptx::Wgmma<64>;
+  for (int i = threadIdx.x; i < 32768 / 4; i += 128) {
+    reinterpret_cast<uint32_t*>(shared)[i] = static_cast<const uint32_t*>(params.in)[i];
+  }
+  ptx::block_sync();
+  const uint32_t base = ptx::shared_address(shared) >> 4;
+  const uint64_t a = descriptor(params.low_a, params.high_a) + base;
+  const uint64_t b = descriptor(params.low_b, params.high_b) + base;
+  const uint32_t* fragments = static_cast<const uint32_t*>(params.in) + 32768 / 4;
+  Sum d[32];
+  for (int i = 0; i < 32; ++i) d[i] = static_cast<Sum>(params.d);
+  for (int step = 0; step < params.a; ++step) {
+    const int adds = step != 0 || params.c != 0;
+    if (params.b != 0) {
+      uint32_t fragment[4];
+      for (int i = 0; i < 4; ++i) fragment[i] = fragments[(step * 128 + threadIdx.x) * 4 + i];
+      Wgmma::multiply_rs_8<T>(d, fragment, b + 2 * step, adds);
+    } else {
+      Wgmma::multiply_ss_8<T>(d, a + 2 * step, b + 2 * step, adds);
+    }
+  }
+  for (int i = 0; i < 32; ++i) params.out[threadIdx.x * 32 + i] = __builtin_bit_cast(float, d[i]);
 }
 
 // out[64, 32] = A[64, K] B[32, K]^T: warp 4 loads tiles of 64 columns, warps 0-3 multiply. `a`
@@ -114,7 +143,8 @@ void pipeline(const Params& params, unsigned char* shared) {
         return (ptx::shared_address(matrix) + 2u * k) >> 4 | 64ull << 32 | 1ull << 62;
       };
       const emulator::WarpgroupProduct wanted{
-          16 * 2, d,   operand(ring.a[stage]), nullptr, operand(ring.b[stage]), true, tile + k == 0,
+          16 * 2, d, operand(ring.a[stage]), nullptr, operand(ring.b[stage]),
+          emulator::Operands::bfloat16, tile + k == 0,
           true,   true};
       emulator::warpgroup_multiply(wanted, Where::current());
     }
@@ -132,4 +162,6 @@ extern "C" __global__ void cupyattn_hopper(const __grid_constant__ Params params
   if (params.which == 0) box(params, shared_bytes);
   if (params.which == 1) product(params, shared_bytes);
   if (params.which == 2) pipeline(params, shared_bytes);
+  if (params.which == 3) product_of_8_bits<cupyattn::e4m3_t, float>(params, shared_bytes);
+  if (params.which == 4) product_of_8_bits<cupyattn::int8_t, int>(params, shared_bytes);
 }

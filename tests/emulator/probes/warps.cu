@@ -41,6 +41,17 @@ extern "C" __global__ void cupyattn_warps(const __grid_constant__ Params params)
     } else {
       ptx::ldmatrix_x4_trans(out, row);
     }
+  } else if (params.which == 7 || params.which == 8) {
+    const uint32_t fragment[4] = {in[0], in[1], in[2], in[3]};
+    const uint32_t row = ptx::shared_address(shared_bytes) + 16 * in[4];
+    if (params.which == 7) {
+      ptx::stmatrix_x4(row, fragment);
+    } else {
+      ptx::stmatrix_x4_trans(row, fragment);
+    }
+    ptx::warp_sync();
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(shared_bytes + 16 * in[4]);
+    for (int i = 0; i < 4; ++i) out[i] = words[i];
   } else {
     out[0] = __float_as_uint(ptx::shuffle(x, other));
     out[1] = __float_as_uint(ptx::shuffle_xor(x, 5));

@@ -1,9 +1,11 @@
 // Barriers in shared memory, tensor copies and warpgroup products (emulator/hopper.h).
 #include "emulator/hopper.h"
 
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 
 #include "emulator/numbers.h"
@@ -259,14 +261,18 @@ MatrixDescriptor MatrixDescriptor::decode(uint64_t bits) {
 }
 
 // K-major: rows of the pattern are 8 of M or N, groups of 8 a stride apart; without a swizzle the
-// two 16-byte halves of k are the leading distance apart. MN-major: rows are of k, 8 and then a
-// stride; a row's end goes on a leading distance further. (cute, mma_traits_sm90_gmma.hpp)
-uint32_t MatrixDescriptor::element(int outer, int k, bool is_k_major) const {
+// two 16-byte halves of k are the leading distance apart. MN-major, of 16 bits only: rows are of k,
+// 8 and then a stride; a row's end goes on a leading distance further. (cute,
+// mma_traits_sm90_gmma.hpp)
+uint32_t MatrixDescriptor::element(int outer, int k, bool is_k_major, int element_bytes) const {
   const uint32_t span = 16u << static_cast<uint32_t>(swizzle);
   const int in_row = static_cast<int>(span / 2);
+  const int in_chunk = 16 / element_bytes;
   uint32_t offset;
   if (is_k_major) {
-    const uint32_t along = swizzle == Swizzle::none ? k / 8 * leading + k % 8 * 2 : k * 2;
+    const uint32_t along = swizzle == Swizzle::none
+                               ? k / in_chunk * leading + k % in_chunk * element_bytes
+                               : k * element_bytes;
     offset = outer / 8 * stride + outer % 8 * span + along;
   } else if (swizzle == Swizzle::none) {
     offset = outer / 8 * stride + k / 8 * leading + k % 8 * span + outer % 8 * 2;
@@ -278,7 +284,7 @@ uint32_t MatrixDescriptor::element(int outer, int k, bool is_k_major) const {
 
 namespace {
 
-constexpr int kGroupThreads = 128, kRows = 64, kDepth = 16;
+constexpr int kGroupThreads = 128, kRows = 64, kMaxColumns = 256;
 
 struct Group {
   int arrived = 0;
@@ -291,61 +297,193 @@ struct Group {
 };
 Group groups[kMaxThreads / kGroupThreads];
 
-float load(const MatrixDescriptor& matrix, int outer, int k, bool is_k_major,
-           const FloatFormat& format, void* code) {
-  const uint32_t address = matrix.element(outer, k, is_k_major);
-  check_shared(address, 2, 2, code);
-  read_shared(address, 2, true, code);
-  uint16_t bits;
-  memcpy(&bits, shared_window.begin + address, 2);
-  return decode(bits, format);
+// The bits of the element (outer, k) of an operand in shared memory.
+uint32_t load(const MatrixDescriptor& matrix, int outer, int k, bool is_k_major, int element_bytes,
+              void* code) {
+  const uint32_t address = matrix.element(outer, k, is_k_major, element_bytes);
+  check_shared(address, element_bytes, element_bytes, code);
+  read_shared(address, element_bytes, true, code);
+  uint32_t bits = 0;
+  memcpy(&bits, shared_window.begin + address, element_bytes);
+  return bits;
 }
 
-void multiply(const Group& group, void* code) {
-  const WarpgroupProduct& first = *group.products[0];
-  const FloatFormat& format = first.is_bfloat16 ? kBfloat16 : kHalf;
-  float a[kRows][kDepth], b[kDepth][256];
-  if (first.a == nullptr) {
-    const MatrixDescriptor matrix = MatrixDescriptor::decode(first.a_descriptor);
-    for (int row = 0; row < kRows; ++row) {
+// The operands of a product as bits: 32 bytes of k in a row of A or column of B.
+template <typename Element>
+struct OperandBits {
+  static constexpr int kBytes = sizeof(Element), kDepth = 32 / kBytes;
+  Element a[kRows][kDepth], b[kDepth][kMaxColumns];
+
+  OperandBits(const Group& group, void* code) {
+    const WarpgroupProduct& first = *group.products[0];
+    if (first.a == nullptr) {
+      const MatrixDescriptor matrix = MatrixDescriptor::decode(first.a_descriptor);
+      for (int row = 0; row < kRows; ++row) {
+        for (int k = 0; k < kDepth; ++k) {
+          const uint32_t bits = load(matrix, row, k, first.is_a_k_major, kBytes, code);
+          a[row][k] = static_cast<Element>(bits);
+        }
+      }
+    } else {
+      take_fragments(group);
+    }
+    const MatrixDescriptor matrix = MatrixDescriptor::decode(first.b_descriptor);
+    for (int column = 0; column < first.n; ++column) {
       for (int k = 0; k < kDepth; ++k) {
-        a[row][k] = load(matrix, row, k, first.is_a_k_major, format, code);
+        const uint32_t bits = load(matrix, column, k, first.is_b_k_major, kBytes, code);
+        b[k][column] = static_cast<Element>(bits);
       }
     }
-  } else {
+  }
+
+  // A register has 4 bytes of a row: word lane % 4 of the first or second 16 bytes of k.
+  void take_fragments(const Group& group) {
     for (int thread = 0; thread < kGroupThreads; ++thread) {
       const int lane = thread % kLanes;
       for (int i = 0; i < 4; ++i) {
         const int row = thread / kLanes * 16 + lane / 4 + 8 * (i % 2);
-        const int column = 2 * (lane % 4) + 8 * (i / 2);
-        const uint32_t pair = group.products[thread]->a[i];
-        a[row][column] = decode(pair & 0xffff, format);
-        a[row][column + 1] = decode(pair >> 16, format);
+        const int first_byte = 4 * (lane % 4) + 16 * (i / 2);
+        memcpy(&a[row][first_byte / kBytes], &group.products[thread]->a[i], 4);
       }
     }
   }
-  const MatrixDescriptor matrix = MatrixDescriptor::decode(first.b_descriptor);
-  for (int column = 0; column < first.n; ++column) {
-    for (int k = 0; k < kDepth; ++k) {
-      b[k][column] = load(matrix, column, k, first.is_b_k_major, format, code);
-    }
+};
+
+// Element (row, column) of the sum, as the thread whose it is has it.
+template <typename Sum>
+Sum& sum_at(const Group& group, int row, int column) {
+  const int lane = row % 8 * 4 + column % 8 / 2;
+  const int i = column / 8 * 4 + row / 8 % 2 * 2 + column % 2;
+  return static_cast<Sum*>(group.products[row / 16 * kLanes + lane]->d)[i];
+}
+
+// Sums in float32, term by term.
+void multiply_16(const Group& group, void* code) {
+  using Bits = OperandBits<uint16_t>;
+  const WarpgroupProduct& first = *group.products[0];
+  const FloatFormat& format = first.operands == Operands::bfloat16 ? kBfloat16 : kHalf;
+  const Bits bits(group, code);
+  float b[Bits::kDepth][kMaxColumns];
+  for (int k = 0; k < Bits::kDepth; ++k) {
+    for (int column = 0; column < first.n; ++column) b[k][column] = decode(bits.b[k][column], format);
   }
-  // Thread and index of element (row, column) of the sum.
-  const auto place = [&](int row, int column) -> float& {
-    const int lane = row % 8 * 4 + column % 8 / 2;
-    const int i = column / 8 * 4 + row / 8 % 2 * 2 + column % 2;
-    return group.products[row / 16 * kLanes + lane]->d[i];
-  };
   for (int row = 0; row < kRows; ++row) {
-    float sum[256] = {};
+    float sum[kMaxColumns] = {};
     for (int column = 0; column < first.n && !first.is_first; ++column) {
-      sum[column] = place(row, column);
+      sum[column] = sum_at<float>(group, row, column);
+    }
+    for (int k = 0; k < Bits::kDepth; ++k) {
+      const float a = decode(bits.a[row][k], format);
+      for (int column = 0; column < first.n; ++column) sum[column] += a * b[k][column];
+    }
+    for (int column = 0; column < first.n; ++column) {
+      sum_at<float>(group, row, column) = sum[column];
+    }
+  }
+}
+
+// Sums are exact, modulo 2^32.
+void multiply_int8(const Group& group, void* code) {
+  using Bits = OperandBits<int8_t>;
+  const WarpgroupProduct& first = *group.products[0];
+  const Bits bits(group, code);
+  for (int row = 0; row < kRows; ++row) {
+    uint32_t sum[kMaxColumns] = {};
+    for (int column = 0; column < first.n && !first.is_first; ++column) {
+      sum[column] = sum_at<uint32_t>(group, row, column);
+    }
+    for (int k = 0; k < Bits::kDepth; ++k) {
+      const int a = bits.a[row][k];
+      for (int column = 0; column < first.n; ++column) {
+        sum[column] += static_cast<uint32_t>(a * bits.b[k][column]);
+      }
+    }
+    for (int column = 0; column < first.n; ++column) {
+      sum_at<uint32_t>(group, row, column) = sum[column];
+    }
+  }
+}
+
+// e4m3 on Hopper: 32 products and the sum so far are aligned to the largest exponent of them, each
+// is cut to 13 bits behind the point of that one, and their sum keeps 14 bits. All cuts are towards
+// zero. A product's exponent is that of its factors, so it may be one less than its value's.
+// (arXiv 2511.10909 and 2512.07004, which compared such models with the machine bit by bit)
+class CutSums {
+ public:
+  static constexpr int kFractionBits = 13;
+
+  CutSums(const Group& group, void* code) : group_(group), bits_(group, code) {
+    for (int code_ = 0; code_ < 256; ++code_) {
+      const uint32_t magnitude = code_ & 0x7f;
+      values_[code_] = decode(code_, kE4m3);
+      exponents_[code_] = magnitude == 0 ? kNone : std::max<int>(magnitude >> 3, 1) - kE4m3.bias();
     }
     for (int k = 0; k < kDepth; ++k) {
-      for (int column = 0; column < first.n; ++column) sum[column] += a[row][k] * b[k][column];
+      for (int column = 0; column < num_columns(); ++column) {
+        b_[k][column] = values_[bits_.b[k][column]];
+        b_exponents_[k][column] = exponents_[bits_.b[k][column]];
+      }
     }
-    for (int column = 0; column < first.n; ++column) place(row, column) = sum[column];
   }
+
+  void multiply_row(int row) {
+    const int n = num_columns();
+    float sum[kMaxColumns] = {};
+    int exponent[kMaxColumns];
+    for (int column = 0; column < n; ++column) {
+      if (!group_.products[0]->is_first) sum[column] = sum_at<float>(group_, row, column);
+      exponent[column] = sum[column] == 0.0f || !isfinite(sum[column]) ? kNone : ilogb(sum[column]);
+    }
+    for (int k = 0; k < kDepth; ++k) {
+      const int a_exponent = exponents_[bits_.a[row][k]];
+      for (int column = 0; column < n; ++column) {
+        const int both = a_exponent + b_exponents_[k][column];
+        exponent[column] = std::max(exponent[column], both);
+      }
+    }
+    for (int column = 0; column < n; ++column) {
+      sum_at<float>(group_, row, column) = add_cut(row, column, sum[column], exponent[column]);
+    }
+  }
+
+ private:
+  using Bits = OperandBits<uint8_t>;
+  static constexpr int kDepth = Bits::kDepth, kNone = -1000;
+
+  int num_columns() const { return group_.products[0]->n; }
+
+  // In units of the last bit that is kept; a product has less than 4, the sum 2, of 2^13 of them.
+  float add_cut(int row, int column, float sum, int exponent) const {
+    if (exponent < kNone / 2) return sum;
+    // What is not finite, as a float has it.
+    float plain = sum;
+    for (int k = 0; k < kDepth; ++k) plain += values_[bits_.a[row][k]] * b_[k][column];
+    if (!isfinite(plain)) return plain;
+    const double units = ldexp(1.0, kFractionBits - exponent);
+    int total = static_cast<int>(sum * units);
+    for (int k = 0; k < kDepth; ++k) {
+      total += static_cast<int>(values_[bits_.a[row][k]] * b_[k][column] * units);
+    }
+    const int bits = 32 - __builtin_clz(std::abs(total) | 1);
+    const int lost = std::max(0, bits - 1 - kFractionBits);
+    return ldexpf(static_cast<float>(total / (1 << lost) * (1 << lost)), exponent - kFractionBits);
+  }
+
+  const Group& group_;
+  const Bits bits_;
+  float values_[256], b_[kDepth][kMaxColumns];
+  int exponents_[256], b_exponents_[kDepth][kMaxColumns];
+};
+
+void multiply(const Group& group, void* code) {
+  switch (group.products[0]->operands) {
+    case Operands::half:
+    case Operands::bfloat16: return multiply_16(group, code);
+    case Operands::int8: return multiply_int8(group, code);
+    case Operands::e4m3: break;
+  }
+  CutSums sums(group, code);
+  for (int row = 0; row < kRows; ++row) sums.multiply_row(row);
 }
 
 }  // namespace
@@ -356,6 +494,10 @@ void warpgroup_multiply(const WarpgroupProduct& product, Where where) {
   Group& group = groups[thread / kGroupThreads];
   if (product.n < 8 || product.n > 256 || product.n % 8 != 0) {
     fail(code, "a product of %d columns; wanted a multiple of 8 up to 256", product.n);
+  }
+  const bool has_8_bits = product.operands == Operands::e4m3 || product.operands == Operands::int8;
+  if (has_8_bits && !(product.is_a_k_major && product.is_b_k_major)) {
+    fail(code, "operands of 8 bits are not K-major");
   }
   if (group.arrived == 0) group.where = where;
   if (group.where.line() != where.line() || group.where.file_name() != where.file_name()) {
@@ -371,6 +513,7 @@ void warpgroup_multiply(const WarpgroupProduct& product, Where where) {
   }
   for (const WarpgroupProduct* other : group.products) {
     if (other->b_descriptor != first->b_descriptor || other->n != first->n ||
+        other->operands != first->operands ||
         (other->a == nullptr && other->a_descriptor != first->a_descriptor)) {
       fail(code, "threads of a warpgroup give different descriptors");
     }

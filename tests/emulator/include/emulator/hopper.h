@@ -63,19 +63,24 @@ struct MatrixDescriptor {
   Swizzle swizzle;
 
   static MatrixDescriptor decode(uint64_t bits);
-  // Bytes from the start of shared memory to an element of 16 bits; `outer` counts along M or N.
-  uint32_t element(int outer, int k, bool is_k_major) const;
+  // Bytes from the start of shared memory to an element; `outer` counts along M or N.
+  uint32_t element(int outer, int k, bool is_k_major, int element_bytes) const;
 };
 
-// d += A B of one 64 x kN x 16 product; A and B by descriptors, or A's fragment in registers. The
-// thread's d[i] is row 16 warp + lane / 4 (+ 8), column 8 (i / 4) + 2 (lane % 4) + i % 2.
+// What A and B consist of. Sums are float, of int8 int.
+enum class Operands : uint32_t { half, bfloat16, e4m3, int8 };
+
+// d += A B of one 64 x kN x 16 product (x 32 of 8 bits); A and B by descriptors, or A's fragment in
+// registers. The thread's d[i] is row 16 warp + lane / 4 (+ 8), column 8 (i / 4) + 2 (lane % 4) +
+// i % 2.
 struct WarpgroupProduct {
   int n;
-  float* d;               // [n / 2]
+  void* d;                // [n / 2]
   uint64_t a_descriptor;  // unless `a` is given
   const uint32_t* a;      // [4]
   uint64_t b_descriptor;
-  bool is_bfloat16, is_first, is_a_k_major, is_b_k_major;
+  Operands operands;
+  bool is_first, is_a_k_major, is_b_k_major;
 };
 void warpgroup_multiply(const WarpgroupProduct& product, Where where);
 // wgmma.wait_group: all warps of a warpgroup must execute the same ones between two products. They

@@ -30,9 +30,17 @@ EMULATOR_INLINE void wgmma_wait(Where where = Where::current()) {
 
 template <int kCount>
 inline void wgmma_results(float (&)[kCount]) {}
+template <int kCount>
+inline void wgmma_results(int32_t (&)[kCount]) {}
 
 inline uint32_t opaque_copy(uint32_t value) { return value; }
 inline uint64_t opaque_copy(uint64_t value) { return value; }
+
+template <typename T>
+constexpr emulator::Operands kOperands = is_same<T, bfloat16_t> ? emulator::Operands::bfloat16
+                                         : is_same<T, e4m3_t>   ? emulator::Operands::e4m3
+                                         : is_same<T, int8_t>   ? emulator::Operands::int8
+                                                                : emulator::Operands::half;
 
 template <int kN>
 struct Wgmma {
@@ -41,13 +49,12 @@ struct Wgmma {
   template <typename T>
   static EMULATOR_INLINE void multiply_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int adds,
                                           Where where = Where::current()) {
-    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
                                   .a_descriptor = a,
                                   .a = nullptr,
                                   .b_descriptor = b,
-                                  .is_bfloat16 = kIsBfloat16,
+                                  .operands = kOperands<T>,
                                   .is_first = adds == 0,
                                   .is_a_k_major = true,
                                   .is_b_k_major = true},
@@ -57,13 +64,12 @@ struct Wgmma {
   template <typename T>
   static EMULATOR_INLINE void multiply_ss_transposed(float (&d)[kN / 2], uint64_t a, uint64_t b,
                                                      int adds, Where where = Where::current()) {
-    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
                                   .a_descriptor = a,
                                   .a = nullptr,
                                   .b_descriptor = b,
-                                  .is_bfloat16 = kIsBfloat16,
+                                  .operands = kOperands<T>,
                                   .is_first = adds == 0,
                                   .is_a_k_major = true,
                                   .is_b_k_major = false},
@@ -73,13 +79,12 @@ struct Wgmma {
   template <typename T>
   static EMULATOR_INLINE void multiply_transposed_ss(float (&d)[kN / 2], uint64_t a, uint64_t b,
                                                      int adds, Where where = Where::current()) {
-    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
                                   .a_descriptor = a,
                                   .a = nullptr,
                                   .b_descriptor = b,
-                                  .is_bfloat16 = kIsBfloat16,
+                                  .operands = kOperands<T>,
                                   .is_first = adds == 0,
                                   .is_a_k_major = false,
                                   .is_b_k_major = true},
@@ -89,13 +94,12 @@ struct Wgmma {
   template <typename T>
   static EMULATOR_INLINE void multiply_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
                                           int adds, Where where = Where::current()) {
-    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
                                   .a_descriptor = 0,
                                   .a = a,
                                   .b_descriptor = b,
-                                  .is_bfloat16 = kIsBfloat16,
+                                  .operands = kOperands<T>,
                                   .is_first = adds == 0,
                                   .is_a_k_major = true,
                                   .is_b_k_major = false},
@@ -106,13 +110,44 @@ struct Wgmma {
   static EMULATOR_INLINE void multiply_rs_k_major(float (&d)[kN / 2], const uint32_t (&a)[4],
                                                   uint64_t b, int adds,
                                                   Where where = Where::current()) {
-    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
                                   .a_descriptor = 0,
                                   .a = a,
                                   .b_descriptor = b,
-                                  .is_bfloat16 = kIsBfloat16,
+                                  .operands = kOperands<T>,
+                                  .is_first = adds == 0,
+                                  .is_a_k_major = true,
+                                  .is_b_k_major = true},
+                                 where);
+  }
+
+  template <typename T, typename Sum>
+  static EMULATOR_INLINE void multiply_ss_8(Sum (&d)[kN / 2], uint64_t a, uint64_t b, int adds,
+                                            Where where = Where::current()) {
+    static_assert(is_same<Sum, conditional<is_same<T, int8_t>, int32_t, float>>, "sums of T");
+    emulator::warpgroup_multiply({.n = kN,
+                                  .d = d,
+                                  .a_descriptor = a,
+                                  .a = nullptr,
+                                  .b_descriptor = b,
+                                  .operands = kOperands<T>,
+                                  .is_first = adds == 0,
+                                  .is_a_k_major = true,
+                                  .is_b_k_major = true},
+                                 where);
+  }
+
+  template <typename T, typename Sum>
+  static EMULATOR_INLINE void multiply_rs_8(Sum (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
+                                            int adds, Where where = Where::current()) {
+    static_assert(is_same<Sum, conditional<is_same<T, int8_t>, int32_t, float>>, "sums of T");
+    emulator::warpgroup_multiply({.n = kN,
+                                  .d = d,
+                                  .a_descriptor = 0,
+                                  .a = a,
+                                  .b_descriptor = b,
+                                  .operands = kOperands<T>,
                                   .is_first = adds == 0,
                                   .is_a_k_major = true,
                                   .is_b_k_major = true},
