@@ -41,6 +41,11 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void wgmma_results(int32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 // A copy that the compiler makes here, not earlier, and does not see through. A product reads its A
 // fragment until it is over, so the next fragment must not reach the same registers before.
@@ -55,13 +60,17 @@ __device__ __forceinline__ uint64_t opaque_copy(uint64_t value) {
   return copy;
 }
 
-// 64 x kN x 16. A thread's d[i] is row 16 warp + lane / 4 (+ 8 if i % 4 > 1), column 8 (i / 4) +
-// 2 (lane % 4) + i % 2.
+// 64 x kN x 16, and 64 x kN x 32 of 8-bit elements. A thread's d[i] is row 16 warp + lane / 4 (+ 8 if
+// i % 4 > 1), column 8 (i / 4) + 2 (lane % 4) + i % 2.
 template <int kN>
 struct Wgmma;
+// Products of int8, summed exactly.
+template <int kN>
+struct IntegerWgmma;
 
 #define CUPYATTN_OUTS4(i) \
-  "+f"(d[4 * (i)]), "+f"(d[4 * (i) + 1]), "+f"(d[4 * (i) + 2]), "+f"(d[4 * (i) + 3])
+  CUPYATTN_SUM(d[4 * (i)]), CUPYATTN_SUM(d[4 * (i) + 1]), CUPYATTN_SUM(d[4 * (i) + 2]), \
+      CUPYATTN_SUM(d[4 * (i) + 3])
 #define CUPYATTN_NAMES4(a, b, c, d) "%" #a ", %" #b ", %" #c ", %" #d
 
 // The accumulators of a product of 2 COUNT columns: their names in the instruction, and operands.
@@ -145,7 +154,57 @@ struct Wgmma;
                : CUPYATTN_OUT##COUNT                                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
+// 8-bit elements: A and B are K-major.
+#define CUPYATTN_WGMMA_SS_8(SUM, TYPE, N, COUNT, A, B, P, FACTORS)                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+               "k32." SUM "." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, " A ", " B              \
+               ", p" FACTORS ";\n}\n"                                                              \
+               : CUPYATTN_OUT##COUNT                                                               \
+               : "l"(a), "l"(b), "r"(adds))
+#define CUPYATTN_WGMMA_RS_8(SUM, TYPE, N, COUNT, A, B, P, FACTORS)                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+               "k32." SUM "." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, {" A "}, " B            \
+               ", p" FACTORS ";\n}\n"                                                              \
+               : CUPYATTN_OUT##COUNT                                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
+
+// Sums are in integer registers here, and in registers of float below.
+#define CUPYATTN_SUM(x) "+r"(x)
+#define CUPYATTN_INTEGER_WGMMA(N, COUNT, R0, R1, R2, R3, R4, R5)                                    \
+  template <>                                                                                      \
+  struct IntegerWgmma<N> {                                                                         \
+    static __device__ __forceinline__ void multiply_ss(int32_t (&d)[N / 2], uint64_t a,            \
+                                                       uint64_t b, int adds) {                     \
+      CUPYATTN_WGMMA_SS_8("s32", "s8", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "");                   \
+    }                                                                                              \
+    static __device__ __forceinline__ void multiply_rs(                                            \
+        int32_t (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int adds) {                       \
+      CUPYATTN_WGMMA_RS_8("s32", "s8", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,   \
+                          "%" #R5, "");                                                            \
+    }                                                                                              \
+  }
+
+// These are all that there are.
+CUPYATTN_INTEGER_WGMMA(8, 04, 4, 5, 6, 7, 8, 9);
+CUPYATTN_INTEGER_WGMMA(16, 08, 8, 9, 10, 11, 12, 13);
+CUPYATTN_INTEGER_WGMMA(24, 12, 12, 13, 14, 15, 16, 17);
+CUPYATTN_INTEGER_WGMMA(32, 16, 16, 17, 18, 19, 20, 21);
+CUPYATTN_INTEGER_WGMMA(48, 24, 24, 25, 26, 27, 28, 29);
+CUPYATTN_INTEGER_WGMMA(64, 32, 32, 33, 34, 35, 36, 37);
+CUPYATTN_INTEGER_WGMMA(80, 40, 40, 41, 42, 43, 44, 45);
+CUPYATTN_INTEGER_WGMMA(96, 48, 48, 49, 50, 51, 52, 53);
+CUPYATTN_INTEGER_WGMMA(112, 56, 56, 57, 58, 59, 60, 61);
+CUPYATTN_INTEGER_WGMMA(128, 64, 64, 65, 66, 67, 68, 69);
+CUPYATTN_INTEGER_WGMMA(160, 80, 80, 81, 82, 83, 84, 85);
+CUPYATTN_INTEGER_WGMMA(192, 96, 96, 97, 98, 99, 100, 101);
+CUPYATTN_INTEGER_WGMMA(224, 112, 112, 113, 114, 115, 116, 117);
+CUPYATTN_INTEGER_WGMMA(256, 128, 128, 129, 130, 131, 132, 133);
+
+#undef CUPYATTN_SUM
+#define CUPYATTN_SUM(x) "+f"(x)
+
 // d = A B, or d += A B if `adds` is 1.
+// multiply_ss_8, multiply_rs_8: of 8-bit elements, A and B K-major; int8 has integer sums.
 // multiply_ss: A and B are descriptors, K-major. multiply_ss_transposed: B is MN-major.
 // multiply_transposed_ss: A is MN-major. multiply_rs_k_major: as multiply_rs, but B is K-major.
 // multiply_rs: A is a fragment of 16-bit pairs, B a descriptor, MN-major.
@@ -200,6 +259,31 @@ struct Wgmma;
         CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,       \
                           "%" #R5, "0");                                                          \
       }                                                                                           \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_ss_8(float (&d)[N / 2], uint64_t a,           \
+                                                         uint64_t b, int adds) {                  \
+      static_assert(is_same<T, e4m3_t>, "sums of integers are integers");                         \
+      CUPYATTN_WGMMA_SS_8("f32", "e4m3", N, COUNT, "%" #R0, "%" #R1, "%" #R2, ", 1, 1");          \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_rs_8(                                         \
+        float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int adds) {                        \
+      static_assert(is_same<T, e4m3_t>, "sums of integers are integers");                         \
+      CUPYATTN_WGMMA_RS_8("f32", "e4m3", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3,         \
+                          "%" #R4, "%" #R5, ", 1, 1");                                            \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_ss_8(int32_t (&d)[N / 2], uint64_t a,         \
+                                                         uint64_t b, int adds) {                  \
+      static_assert(is_same<T, int8_t>, "sums of floats are floats");                             \
+      IntegerWgmma<N>::multiply_ss(d, a, b, adds);                                                \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_rs_8(                                         \
+        int32_t (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int adds) {                      \
+      static_assert(is_same<T, int8_t>, "sums of floats are floats");                             \
+      IntegerWgmma<N>::multiply_rs(d, a, b, adds);                                                \
     }                                                                                             \
   }
 
