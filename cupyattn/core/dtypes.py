@@ -40,6 +40,21 @@ class DType:
         """True for the two 16-bit float types, which the matrix units take directly."""
         return self.name in ("float16", "bfloat16")
 
+    @property
+    def is_8bit_query(self) -> bool:
+        """True for 8-bit queries that are multiplied as they are, with keys of 8 bits."""
+        return self.name in ("float8_e4m3fn", "int8")
+
+    @property
+    def of_keys(self) -> DType | None:
+        """The dtype of keys beside 8-bit queries of this one; None for other queries."""
+        return self if self.is_8bit_query else None
+
+    @property
+    def of_output(self) -> DType:
+        """The dtype of the output for queries of this one, unless the caller names another."""
+        return bfloat16 if self.is_8bit_query else self
+
     def __repr__(self) -> str:
         return self.name
 

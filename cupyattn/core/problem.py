@@ -43,10 +43,11 @@ class OutputGate(NamedTuple):
 class AttentionProblem:
     """The compile-time facts of one attention call.
 
-    Head dims are per head and in elements. `aligned` says that every row of q, k, v and o, and of
-    gates of elements, starts on a 16-byte boundary; `prescale_logits` that the logit scale is not
-    one positive number for all heads, so that it cannot be folded into the softmax; `paged` that
-    keys are found through a page table, `own_value_pages` that values are found through another;
+    Head dims are per head and in elements. `dtype_kv` is that of values, and of keys unless these
+    are int8, as int8 queries want them (`dtype_k`). `aligned` says that every row of q, k, v and o,
+    and of gates of elements, starts on a 16-byte boundary; `prescale_logits` that the logit scale
+    is not one positive number for all heads, so that it cannot be folded into the softmax; `paged`
+    that keys are found through a page table, `own_value_pages` that values are found through another;
     `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, runs, or an
     expression of `logits`, which are the caller's own; `latent` that a value is the first
     head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
@@ -75,6 +76,16 @@ class AttentionProblem:
     logits: LogitsExpression | None = None
     output_gate: OutputGate | None = None
     key_share: bool = False
+
+    @property
+    def dtype_k(self) -> DType:
+        """Of keys: int8 beside int8 queries, else that of values."""
+        return self.dtype_q.of_keys or self.dtype_kv
+
+    @property
+    def is_8bit(self) -> bool:
+        """Whether queries, keys and values are multiplied as they are, in 8 bits (native fp8)."""
+        return self.dtype_q.is_8bit_query
 
     @property
     def is_wide(self) -> bool:
@@ -108,10 +119,19 @@ class AttentionProblem:
 
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
-        if not (self.dtype_q.is_float16 or self.dtype_q is dtypes.float32):
+        if self.is_8bit:
+            if self.dtype_kv is not dtypes.float8_e4m3fn:
+                raise ArgumentError(
+                    f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted k of "
+                    f"{self.dtype_k} and v of float8_e4m3fn, or q in float16 or bfloat16"
+                )
+        elif not (self.dtype_q.is_float16 or self.dtype_q is dtypes.float32):
             error = UnsupportedError if self.dtype_q.is_fp8 else ArgumentError
-            raise error(f"q: dtype {self.dtype_q} is not supported; cast q to float16 or bfloat16")
-        if self.dtype_kv is not self.dtype_q and not self.dtype_kv.is_fp8:
+            raise error(
+                f"q: dtype {self.dtype_q} is not supported; cast q to float16 or bfloat16, or "
+                "quantize it to float8_e4m3fn or int8"
+            )
+        elif self.dtype_kv is not self.dtype_q and not self.dtype_kv.is_fp8:
             raise ArgumentError(
                 f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted the dtype of "
                 "q, float8_e4m3fn or float8_e5m2"
@@ -129,7 +149,9 @@ class AttentionProblem:
         on_cpu: the reference runs, which refuses the same but for float32.
         """
         self.check_dtypes()
-        if not (self.dtype_q.is_float16 or on_cpu):
+        if self.is_8bit:
+            self._check_8bit()
+        elif not (self.dtype_q.is_float16 or on_cpu):
             remedy = "cast q to float16 or bfloat16"
             raise UnsupportedError(
                 f"q: dtype {self.dtype_q} has no GPU kernel; {remedy} (CPU arrays take float32 too)"
@@ -153,6 +175,26 @@ class AttentionProblem:
             raise UnsupportedError(
                 f"pos_encoding_mode: ROPE_LLAMA rotates halves of the head dim in vectors of 8, so "
                 f"it needs head_dim_qk to be a multiple of 16, got {self.head_dim_qk}"
+            )
+
+    def _check_8bit(self) -> None:
+        """Raise UnsupportedError unless products of 8 bits can serve this problem on some card."""
+        dims = self.head_dim_qk, self.head_dim_vo
+        if self.is_wide:
+            what = "latent keys" if self.latent else f"head dims {dims[0]} and {dims[1]}"
+            raise UnsupportedError(
+                f"q: dtype {self.dtype_q} is not supported with {what}; cast q to float16 or "
+                "bfloat16"
+            )
+        if dims[0] % 16 or dims[1] % 16:
+            raise UnsupportedError(
+                f"q: dtype {self.dtype_q} with head dims {dims[0]} and {dims[1]}; wanted multiples "
+                "of 16, or q in float16 or bfloat16"
+            )
+        if self.pos_encoding == "ROPE_LLAMA":
+            raise UnsupportedError(
+                f"pos_encoding_mode: ROPE_LLAMA is not supported with q of dtype {self.dtype_q}; "
+                "rotate q and k before they are quantized"
             )
 
     def _check_wide(self) -> None:

@@ -16,6 +16,7 @@ from .problem import AttentionProblem
 class AttentionSpec:
     """Everything that callers choose but lengths and arrays; see engine/spec.py for the checks.
 
+    dtype_kv      of values, and of keys unless int8 queries want them in int8 (`dtype_k`)
     page_size     tokens of a page; 0 for keys in rows
     value_pages   entries of a page table from the id of a key's page to that of its value's; 0: the
                   pages are the same
@@ -67,6 +68,11 @@ class AttentionSpec:
         return is_limited or self.mask_form == "rows"
 
     @property
+    def dtype_k(self) -> DType:
+        """Of keys: int8 beside int8 queries, else that of values."""
+        return self.dtype_q.of_keys or self.dtype_kv
+
+    @property
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
@@ -98,7 +104,7 @@ class AttentionSpec:
         return replace(self, causal=False, mask_form="rows")
 
     def as_on_gpu(self) -> AttentionSpec:
-        """The spec with float16 for float32 queries and keys, which only the CPU takes."""
+        """The spec with float16 for queries that only the CPU takes, and keys like them."""
         if self.dtype_q.is_float16:
             return self
         dtype_kv = self.dtype_kv if self.dtype_kv.is_fp8 else dtypes.float16

@@ -28,7 +28,7 @@ from . import planless_share, row_mask
 from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
 from .key_share import require_sinks_once
-from .kv_cache import Keys, view_ragged
+from .kv_cache import Keys, dtype_kv, view_ragged
 from .latent_rows import Parts
 from .output_gate import view_gate
 from .spec import RawOptions, require_group
@@ -562,7 +562,7 @@ def _geometry(vq: ArrayView, keys: Keys, dims: Dims, raw_options: RawOptions) ->
             dims["head_dim_vo"],
             dims.get("page_size", 0),
             vq.dtype,
-            keys.k.dtype,
+            dtype_kv(vq, keys.k, keys.v, keys.names[0]),
             None,
             raw_options,
         )
@@ -592,7 +592,7 @@ def _raw_options(
 ) -> RawOptions:
     o_dtype, soft_cap = options.o_dtype, options.logits_soft_cap
     if o_dtype is None:
-        o_dtype = vq.dtype if vout is None else vout.dtype
+        o_dtype = vq.dtype.of_output if vout is None else vout.dtype
     encoding, expression = options.pos_encoding_mode, None
     # The reference takes slopes as they are given.
     if slopes is not None and vq.device.kind == "cuda":

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..array import Device
 from ..core import dtypes, parse
 from ..core.device import NO_GPU
+from ..core.dtypes import DType
 from ..core.parse import BOOLS, zeros_and_ones
 from ..core.problem import OutputGate
 from ..core.spec import AttentionSpec
@@ -138,13 +139,20 @@ def _make(options: PlanOptions) -> Geometry:
         options.raw_options,
         (heads, kv_heads, dim_qk, dim_vo),
         dtype_q,
-        dtype_q if kv is None else dtypes.parse(kv, "kv_data_type"),
+        _dtype_kv(dtype_q, kv),
         page_size=options.page_size,
         mask_form=options.mask_form,
     )
     spec.problem().check_supported(on_cpu=options.device.kind == "cpu")
     kv_axis = 1 if not spec.page_size and spec.kv_layout == "HND" else 0
     return Geometry(options, spec, kv_axis)
+
+
+def _dtype_kv(dtype_q: DType, asked: object) -> DType:
+    """That of values, and of keys: as queries if it is not named; beside int8 keys e4m3."""
+    if asked is None:
+        return dtypes.float8_e4m3fn if dtype_q is dtypes.int8 else dtype_q
+    return dtypes.parse(asked, "kv_data_type")
 
 
 def count(value: Any, name: str) -> int:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match, require_contiguous_last, require_same_dtype
-from ..core import parse
+from ..core import dtypes, parse
+from ..core.dtypes import DType
 from ..errors import ArgumentError
 from ..launch.driver import params
 from .geometry import Geometry
@@ -109,7 +110,7 @@ def match_pages(
         match_keys(x, "num_pages page_size", dim, kv_layout, dims, name)
     slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
     strides = k.strides[slot], k.strides[head], v.strides[slot], v.strides[head]
-    require_same_dtype(v, names[1], k, names[0])
+    require_kv_dtypes(k, v, names)
     return Keys(k, v, (*strides, k.strides[0], v.strides[0]), dims["num_pages"], names)
 
 
@@ -126,8 +127,32 @@ def view_ragged(
         match_keys(x, "n", dim, kv_layout, dims, name)
     vk, vv = views
     strides = vk.strides[token], vk.strides[head], vv.strides[token], vv.strides[head], 0, 0
-    require_same_dtype(vv, names[1], vk, names[0])
+    require_kv_dtypes(vk, vv, names)
     return Keys(vk, vv, strides, dims["n"], names)
+
+
+def require_kv_dtypes(k: ArrayView, v: ArrayView, names: tuple[str, str]) -> None:
+    """ArgumentError unless keys and values have one dtype, or are int8 and float8_e4m3fn."""
+    if k.dtype is not dtypes.int8 or v.dtype is not dtypes.float8_e4m3fn:
+        require_same_dtype(v, names[1], k, names[0])
+
+
+def dtype_kv(q: ArrayView, k: ArrayView, v: ArrayView, name: str = "k") -> DType:
+    """The dtype of values, beside which a problem knows that of keys (`AttentionProblem.dtype_k`).
+
+    Raises ArgumentError for keys of another; name: of `k`.
+    """
+    require_k_dtype(k, q.dtype.of_keys or v.dtype, q.dtype, name)
+    return v.dtype
+
+
+def require_k_dtype(k: ArrayView, wanted: DType, dtype_q: DType, name: str) -> None:
+    """ArgumentError unless keys have the dtype that queries of this one want."""
+    if k.dtype is not wanted and dtypes.int8 in (k.dtype, dtype_q):
+        raise ArgumentError(
+            f"{name}: dtype is {k.dtype} with q of dtype {dtype_q}; wanted {wanted}: keys are int8 "
+            "where queries are, and only there"
+        )
 
 
 def match_keys(v: ArrayView, axes: str, dim: str, kv_layout: str, dims: Dims, name: str) -> None:

@@ -32,7 +32,7 @@ from .call_cache import Apart, Argument, CallCache, Found
 from .checked_run import CheckedRun, Layout, check_outputs, view_optional
 from .geometry import Variant
 from .key_share import require_sinks_once
-from .kv_cache import Keys, pack_strides, planned, view_paged, view_ragged
+from .kv_cache import Keys, pack_strides, planned, require_k_dtype, view_paged, view_ragged
 from .latent_rows import Second
 from .row_mask import MaskBits
 from .run_latent import LATENT
@@ -540,8 +540,11 @@ def _check_extents(plan: Plan, vq: ArrayView, keys: Keys) -> None:
             "qo_indptr, or requests times q_len_per_req)"
         )
     _planned_dtype(vq, spec.dtype_q, "q", "q_data_type")
-    for x, name in zip((keys.k, keys.v), keys.names, strict=True):
-        _planned_dtype(x, spec.dtype_kv, name, "kv_data_type")
+    require_k_dtype(keys.k, spec.dtype_k, spec.dtype_q, keys.names[0])
+    for x, name, dtype in zip(
+        (keys.k, keys.v), keys.names, (spec.dtype_k, spec.dtype_kv), strict=True
+    ):
+        _planned_dtype(x, dtype, name, "kv_data_type")
     if spec.page_size:
         if batch.max_page >= keys.size:
             raise ArgumentError(

@@ -22,7 +22,6 @@ from ..array.match import (
     match_output,
     require_contiguous_last,
     require_output,
-    require_same_dtype,
 )
 from ..core import dtypes, parse
 from ..core.problem import MAX_LENGTH, AttentionProblem
@@ -33,7 +32,7 @@ from ..launch.attention.single import AttentionLauncher
 from ..launch.driver import params, scratch
 from . import cpu, logits, output_gate
 from .call_cache import Argument, CallCache, Found, after_launch
-from .kv_cache import match_keys
+from .kv_cache import dtype_kv, match_keys, require_kv_dtypes
 from .spec import RawOptions, make_spec, require_group
 from .workspace import clear_of, require_apart
 
@@ -314,7 +313,7 @@ def _keys_of(cached: Found[_Checked]) -> tuple[int, int, bytes]:
         fits = (*heads,) == checked.kv_heads and columns == head_dim and step is not None
         lengths.append(length if fits else 0)
         pairs += own[-2], step or 0
-    rows = [(strides[:-1], spec.dtype_kv) for strides in (k_strides, v_strides)]
+    rows = [(k_strides[:-1], spec.dtype_k), (v_strides[:-1], spec.dtype_kv)]
     steps = *k_strides, *v_strides
     if (
         min(steps) < 0
@@ -480,14 +479,14 @@ def _make_entry(
     match_contiguous(vq, rows if is_decode else f"qo_len {rows}", dims, "q")
     match_keys(vk, "kv_len", "head_dim_qk", layout, dims, "k")
     match_keys(vv, "kv_len", "head_dim_vo", layout, dims, "v")
-    require_same_dtype(vv, "v", vk, "k")
+    require_kv_dtypes(vk, vv, ("k", "v"))
     heads = dims["num_qo_heads"], dims["num_kv_heads"]
     require_group(*heads, "q, k", layout, dims["kv_len"])
     spec = make_spec(
         options,
         (*heads, dims["head_dim_qk"], dims["head_dim_vo"]),
         vq.dtype,
-        vk.dtype,
+        dtype_kv(vq, vk, vv),
         mask_form="whole" if has_mask else None,
         o_name="o_dtype",
     )

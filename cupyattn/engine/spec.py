@@ -92,7 +92,9 @@ def make_spec(
         head_dim_vo=head_dim_vo,
         dtype_q=dtype_q,
         dtype_kv=dtype_kv,
-        dtype_o=dtype_q if options.o_dtype is None else dtypes.parse(options.o_dtype, o_name),
+        dtype_o=dtype_q.of_output
+        if options.o_dtype is None
+        else dtypes.parse(options.o_dtype, o_name),
         kv_layout=parse.kv_layout(options.kv_layout),
         page_size=page_size,
         mask_form="runs" if mask_form == "ranges" else mask_form,

@@ -273,6 +273,8 @@ def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConf
 
 def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> Tile | str:
     """The tile of this name for a problem, or a sentence that says why there is none."""
+    if problem.is_8bit:
+        return "it has no tile for queries of 8 bits"
     if not problem.aligned:
         return "tensor maps need rows that begin on 16-byte boundaries"
     if name in (LARGE, PERSISTENT):

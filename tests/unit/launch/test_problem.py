@@ -20,7 +20,7 @@ from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.launch.attention.load_kernels import load_kernel
 from cupyattn.launch.tiles.row_classes import DECODE, LARGE
 
-HALF = dtypes.float16
+HALF, E4M3 = dtypes.float16, dtypes.float8_e4m3fn
 GOOD = AttentionProblem(HALF, HALF, HALF, 128, 128)
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -29,7 +29,41 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         r"q: dtype float32 has no GPU kernel; cast q to float16 or bfloat16",
     ),
-    "fp8 q": ({"dtype_q": dtypes.float8_e4m3fn}, UnsupportedError, "q: dtype float8_e4m3fn"),
+    "e5m2 q": (
+        {"dtype_q": dtypes.float8_e5m2, "dtype_kv": dtypes.float8_e5m2},
+        UnsupportedError,
+        "q: dtype float8_e5m2 is not supported; cast q to .*, or quantize it to float8_e4m3fn or",
+    ),
+    "fp8 q, other keys": (
+        {"dtype_q": dtypes.float8_e4m3fn},
+        ArgumentError,
+        "k, v: dtype float16 with q of dtype float8_e4m3fn; wanted k of float8_e4m3fn and v of",
+    ),
+    "int8 q, e5m2 values": (
+        {"dtype_q": dtypes.int8, "dtype_kv": dtypes.float8_e5m2},
+        ArgumentError,
+        "k, v: dtype float8_e5m2 with q of dtype int8; wanted k of int8 and v of float8_e4m3fn",
+    ),
+    "fp8 q, odd dim": (
+        {"dtype_q": E4M3, "dtype_kv": E4M3, "head_dim_qk": 72},
+        UnsupportedError,
+        "q: dtype float8_e4m3fn with head dims 72 and 128; wanted multiples of 16",
+    ),
+    "fp8 q, wide": (
+        {"dtype_q": E4M3, "dtype_kv": E4M3, "head_dim_qk": 512, "head_dim_vo": 512},
+        UnsupportedError,
+        "q: dtype float8_e4m3fn is not supported with head dims 512 and 512; cast q to float16",
+    ),
+    "int8 q, latent": (
+        {"dtype_q": dtypes.int8, "dtype_kv": E4M3, "latent": True},
+        UnsupportedError,
+        "q: dtype int8 is not supported with latent keys",
+    ),
+    "fp8 q, rope": (
+        {"dtype_q": E4M3, "dtype_kv": E4M3, "pos_encoding": "ROPE_LLAMA"},
+        UnsupportedError,
+        "pos_encoding_mode: ROPE_LLAMA .*; rotate q and k before they are quantized",
+    ),
     "mixed": ({"dtype_kv": dtypes.bfloat16}, ArgumentError, "k, v: dtype bfloat16 with q of"),
     "integer cache": ({"dtype_kv": dtypes.int8}, ArgumentError, "k, v: dtype int8"),
     "integer out": ({"dtype_o": dtypes.uint8}, ArgumentError, "o_dtype: uint8"),
@@ -59,6 +93,8 @@ def test_what_the_kernels_refuse(changes: dict[str, Any], error: type[Exception]
         {"dtype_kv": dtypes.float8_e4m3fn},
         {"dtype_q": dtypes.bfloat16, "dtype_kv": dtypes.float8_e5m2, "dtype_o": HALF},
         {"dtype_o": dtypes.float32},
+        {"dtype_q": E4M3, "dtype_kv": E4M3, "dtype_o": dtypes.bfloat16},
+        {"dtype_q": dtypes.int8, "dtype_kv": E4M3, "dtype_o": E4M3, "soft_cap": True},
         {"head_dim_qk": 192, "head_dim_vo": 128, "pos_encoding": "ROPE_LLAMA"},
         {"head_dim_qk": 8, "head_dim_vo": 256, "pos_encoding": "ALIBI"},
     ],

@@ -167,7 +167,10 @@ SHAPES = [
 DTYPES = [
     prefill("integer q", "q: dtype int32 is not supported | cast", q=of("int32", *Q)),
     prefill("boolean q", "q: dtype bool | cast q", q=of("bool", *Q)),
-    prefill("fp8 q", "q: dtype float8_e4m3fn | bfloat16", UNSUPPORTED, q=of("e4m3", *Q)),
+    prefill("fp8 q", "k, v: dtype float16 with q of dtype float8_e4m3fn", q=of("e4m3", *Q)),
+    prefill("e5m2 q", "q: dtype float8_e5m2 | bfloat16", UNSUPPORTED, q=of("e5m2", *Q)),
+    prefill("int8 q", "k: dtype is float16 with q of dtype int8; wanted int8", q=of("int8", *Q)),
+    cache("int8 k", "k: dtype is int8 with q of dtype float16 | only there", "int8", "e4m3"),
     prefill("double q", "q: dtype float64 is not supported | cast", q=np.zeros(Q)),
     prefill("complex k", "k: dtype complex64 is not supported", k=np.zeros(KV, np.complex64)),
     prefill("v unlike k", "v: dtype is bfloat16 but k is float16 | same", v=of("bf16", *KV)),
