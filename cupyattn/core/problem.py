@@ -47,9 +47,9 @@ class AttentionProblem:
     are int8, as int8 queries want them (`dtype_k`). `aligned` says that every row of q, k, v and o,
     and of gates of elements, starts on a 16-byte boundary; `prescale_logits` that the logit scale
     is not one positive number for all heads, so that it cannot be folded into the softmax; `paged`
-    that keys are found through a page table, `own_value_pages` that values are found through another;
-    `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, runs, or an
-    expression of `logits`, which are the caller's own; `latent` that a value is the first
+    that keys are found through a page table, `own_value_pages` that values are found through
+    another; `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, runs,
+    or an expression of `logits`, which are the caller's own; `latent` that a value is the first
     head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
     latent keys have (KEY_SCALES), `output_gate` what multiplies the output; `key_share` that rows
     see keys by their places in a sequence that ranks share (key_share.py). Causality, windows,
