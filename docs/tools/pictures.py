@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks import documents
 from benchmarks import scale as scaling
+from benchmarks.eight_bits import errors as eight_bits
 from cupyattn.explanation.picture import draw
 from cupyattn.explanation.timeline import LaunchBlocks
 from cupyattn.schedule import tile_span
@@ -325,6 +326,62 @@ def several_gpus() -> str:
     return c.render()
 
 
+def eight_bits_errors() -> str:
+    """Errors of attention in 8 bits, by inputs and by how these are stored."""
+    found = eight_bits.read()
+    n = str(eight_bits.LENGTHS[-1])
+    names = ("normal", "outliers", "channels", "sink", "recent", "mean")
+    ways = ("kernel", "e4m3", BLUE), ("rotated", "e4m3, rotated", GREEN), ("int8", "int8", ORANGE)
+    ways = (*ways, ("int8_all", "int8: blocks, smoothed, rotated", PURPLE))
+    left, top, height, step = 50, 60, 200, 98
+    most = 10.0
+    c = Canvas(left + step * len(names) + 20, top + height + 50, "Errors of attention in 8 bits")
+    for percent in range(0, int(most) + 1, 2):
+        y = top + height * (1 - percent / most)
+        c.line(left, y, left + step * len(names), y, FAINT)
+        c.text(left - 8, y + 5, f"{percent} %", anchor="end", size=12)
+    for i, name in enumerate(names):
+        for j, (way, _, fill) in enumerate(ways):
+            size = height * 100 * found[name][way][n] / most
+            c.box(left + step * i + 8 + 20 * j, top + height - size, 20, size, fill)
+        c.text(left + step * i + 48, top + height + 22, name, anchor="middle")
+    x = left
+    for _, words, fill in ways:
+        c.box(x, 20, 16, 16, fill)
+        c.text(x + 22, 33, words, size=13)
+        x += 56 + 7 * len(words)
+    return c.render()
+
+
+def eight_bits_flush() -> str:
+    """Errors over the number of keys, by how often sums leave the tensor cores."""
+    found = eight_bits.read()["mean"]
+    ways = ("never_flushed", "at the end alone"), ("flush_8", "every 8 tiles")
+    ways = (*ways, ("kernel", "every 4 tiles"), ("flush_1", "every tile"))
+    left, top, step, decade = 60, 50, 170, 90
+    c = Canvas(660, top + 3 * decade + 60, "Errors of sums of 14 bits over the number of keys")
+
+    def at(index: int, error: float) -> tuple[float, float]:
+        return left + step * index, top + decade * (2 - math.log10(100 * error))
+
+    for power in range(-1, 3):
+        y = top + decade * (2 - power)
+        c.line(left, y, left + 2 * step, y, FAINT)
+        c.text(left - 8, y + 5, f"{10.0**power:g} %", anchor="end", size=12)
+    for index, n in enumerate(eight_bits.LENGTHS):
+        c.text(
+            left + step * index, top + 3 * decade + 22, f"{n // 1024}k", anchor="middle", size=12
+        )
+    c.text(left + step, top + 3 * decade + 44, "keys", anchor="middle")
+    c.text(left, 28, "values with a mean of two deviations; O goes to float32 ...", color=GREY)
+    for (way, words), color in zip(ways, SEVERAL_GPUS_COLORS, strict=True):
+        points = [at(i, found[way][str(n)]) for i, n in enumerate(eight_bits.LENGTHS)]
+        for one, two in itertools.pairwise(points):
+            c.line(*one, *two, color)
+        c.text(points[-1][0] + 10, points[-1][1] + 5, words, color=color)
+    return c.render()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "states": states,
     "packed_rows": packed_rows,
@@ -336,6 +393,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "latent": latent,
     "cuda_graphs": cuda_graphs,
     "fp8": fp8,
+    "eight_bits_errors": eight_bits_errors,
+    "eight_bits_flush": eight_bits_flush,
     "sms": sms,
     "several_gpus": several_gpus,
 }
