@@ -176,7 +176,7 @@ def flash_mla_with_kvcache(
         asked = Asked(arrays, options, {}) if is_plain else None
         result = _attend(arrays, topk_length, options, asked)
     out, lse = result
-    return out, lse.swapaxes(-1, -2) if is_list else lse
+    return out, lse.swapaxes(-1, -2)
 
 
 @untraced
@@ -266,7 +266,7 @@ class _SparseOptions(NamedTuple):
 
 
 def _attend(arrays: Arrays, topk_length: Any, arguments: _CacheOptions, asked: Asked | None) -> Any:
-    """(out, lse) of flash_mla_with_kvcache, the LSE of lists as [b, seqlen_q, num_heads]."""
+    """(out, lse) of flash_mla_with_kvcache, the LSE as [b, seqlen_q, num_heads]."""
     q, k_cache, is_list = arrays.q, arrays.k, arguments.is_list
     vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
     if len(vq.shape) != 4:
@@ -286,7 +286,7 @@ def _attend(arrays: Arrays, topk_length: Any, arguments: _CacheOptions, asked: A
         if arguments.causal:
             raise ArgumentError("causal: got True with indices, which name all keys; pass False")
         options = options._replace(
-            names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
+            names=_SPARSE, q_len=1, is_list=True, request_tokens=options.q_len
         )
     return run(arrays, options, asked=asked)
 
@@ -311,7 +311,6 @@ def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]
         q_axes=(4,),
         q_len=q_len,
         causal=is_causal and q_len > 1,
-        pads_lse=True,
         natural_lse=True,
         lse_form=_LSE_FORM if arguments.key_share is None else params.LSE_WITHOUT_SINKS,
         return_lse=True,
@@ -331,7 +330,7 @@ def _attend_heads(arrays: Arrays, arguments: _CacheOptions) -> tuple[Any, Any]:
         )
     latent = _dims(vq.shape[-1], arguments.head_dim_v, "head_dim_v").latent
     out = array.empty((count, tokens, heads, latent), vq.dtype, vq)
-    lse = array.empty((count, heads, tokens), dtypes.float32, vq)
+    lse = array.empty((count, tokens, heads), dtypes.float32, vq)
     group = heads // heads_kv
     for head in range(heads_kv):
         of_q = slice(head * group, (head + 1) * group)
@@ -339,7 +338,7 @@ def _attend_heads(arrays: Arrays, arguments: _CacheOptions) -> tuple[Any, Any]:
             q=arrays.q[:, :, of_q],
             k=arrays.k[:, :, head : head + 1],
             out=out[:, :, of_q],
-            lse=lse[:, of_q],
+            lse=lse[:, :, of_q],
         )
         run(*_options(of_head, arguments))
     return array.deliver(out, vq), array.deliver(lse, vq)

@@ -89,8 +89,7 @@ class Options(NamedTuple):
     dims         columns of the two parts; None: keys have heads of their own
     is_list      block_tables names keys
     key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
-    pads_lse     the LSE is [B, num_qo_heads, q_len] in natural log
-    natural_lse  the LSE has natural logarithms, as one that is padded must
+    natural_lse  the LSE has natural logarithms
     lse_form     flags of params.LSE_WITHOUT_SINKS, params.LSE_OF_NO_KEYS_IS_INFINITE
     request_tokens  of lists: tokens in turn that are one request of kv_lens
     counts_later a token counts one entry of its list less for each token of its request behind it;
@@ -255,8 +254,7 @@ class LengthForm(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """A checked call. Views of q, out and lse have their leading axes merged; an LSE of latent rows
-    that is padded is viewed as [B, q_len, heads], or [B, heads] of one row each.
+    """A checked call. Views of q, out and lse have their leading axes merged, but for a padded LSE.
 
     q, keys    of latent rows their latent parts, which are values too
     form, extents  what lengths are made of
@@ -331,19 +329,12 @@ class Call:
     def launches(self) -> bool:
         """Whether there is something to write."""
         has_lse = self.lse is not None and self.pads_lse and self.lse.shape[0] > 0
-        return self.q.shape[0] > 0 or (has_lse and self.queries is None)
+        return self.q.shape[0] > 0 or has_lse
 
     def view_lse(self, lse: Any) -> ArrayView:
         """The LSE as kernels write it, heads last: its leading axes merged where they are q's."""
         v = array.view(lse, "lse")
-        if not self.pads_lse:
-            return merge_leading(v, "lse", 1)
-        if self.queries is None:
-            return v
-        (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
-        if rows == 1 == self.options.q_len:
-            return array.as_strided(v, (count, heads), (step, of_head))
-        return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
+        return v if self.pads_lse else merge_leading(v, "lse", 1)
 
 
 class Rows(NamedTuple):
@@ -646,8 +637,6 @@ def _view_mask(mask: Any, options: Options, lengths: Lengths) -> tuple[ArrayView
 
 def _padded_lse_shape(call: Call, options: Options) -> tuple[int, ...]:
     num_rows, num_heads, _ = call.q.shape
-    if call.queries is not None:
-        return call.lengths.num_requests, num_heads, options.q_len
     name = options.names.max_q_len
     max_rows = require_int(options.max_q_len, name, min(1, num_rows))
     shape = call.lengths.num_requests, max_rows, num_heads
@@ -811,8 +800,7 @@ def _check_places(call: Call, names: Names) -> None:
     dtype_o = call.geometry.spec.dtype_o
     match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)
     if call.queries is not None and call.lse is not None and len(call.lse.shape) == 2:
-        if not call.pads_lse:
-            lse_shape = math.prod(lse_shape[:-1]), lse_shape[-1]  # rows of all requests
+        lse_shape = math.prod(lse_shape[:-1]), lse_shape[-1]  # rows of all requests
     match_output(call.lse, lse_shape, dtypes.float32, "lse", **inputs)
     match_output(call.max_logits, call.q.shape[:2], dtypes.float32, "max_logits", **inputs)
     if call.out is not None:

@@ -277,8 +277,6 @@ def attend(call: Call, arrays: Arrays, append: Callable[[], None] | None = None)
         lse, owned = _padded(call, requests, lse), np.ones(len(requests), np.bool_)
     if call.lse is not None:
         lse = lse.reshape(call.lse.shape)
-    elif call.pads_lse and call.queries is not None:
-        lse = lse.swapaxes(-1, -2)
     else:
         lse = lse.reshape(call.lse_shape)
     lse = cpu.deliver(np.ascontiguousarray(lse, np.float32), call.lse, call.q, owned)
@@ -364,7 +362,7 @@ def _options(call: Call) -> Callable[[int], dict[str, Any]]:
 def _padded_shape(call: Call) -> tuple[int, int, int]:
     """(requests, rows of each, heads) of an LSE that is padded."""
     count, rows, heads = call.lse_shape
-    return (count, rows, heads) if call.queries is None else (count, heads, rows)
+    return count, rows, heads
 
 
 def _padded(call: Call, requests: list[cpu.Request], lse: np.ndarray) -> np.ndarray:

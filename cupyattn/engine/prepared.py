@@ -367,9 +367,8 @@ def _lse_form(call: Call) -> tuple[tuple[int, ...], tuple[int, ...] | None, bool
     vlse = call.lse
     if vlse is None:
         return call.lse_shape, None, call.pads_lse
-    if call.queries is None:
-        return call.lse_shape, vlse.strides, call.pads_lse
-    return vlse.shape, vlse.strides, len(vlse.shape) == 3
+    shape = call.lse_shape if call.queries is None else vlse.shape
+    return shape, vlse.strides, call.pads_lse
 
 
 def _mask_bits(call: Call, num_rows: int) -> MaskBits:

@@ -95,7 +95,6 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
         q_len=1 if is_ragged else vq.shape[1],
         max_q_len=max_seqlen_q,
         causal=parse.flag(options.causal, "causal"),
-        pads_lse=return_lse and not is_ragged,
         natural_lse=return_lse,
         return_lse=return_lse,
         key_share=options.key_share,
@@ -113,7 +112,7 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
         sinks=arrays.sinks,
     )
     result = run(parts, latent)
-    if return_lse and is_ragged:
+    if return_lse:
         return result[0], result[1].swapaxes(-1, -2)
     return result
 
