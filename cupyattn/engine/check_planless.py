@@ -538,7 +538,7 @@ def _scales(arrays: Arrays, options: Options, dims: Dims, keys: Keys, owners: in
         (options.sm_scale, options.kv_scale, options.output_scale),
         (names.sm_scale, names.k_scale, names.output_scale),
         dims["head_dim_qk"],
-        keys.k.dtype.is_fp8,
+        keys.v.dtype.is_fp8,
         (owners, dims["num_kv_heads"]) if options.scales_by_head else None,
     )
 

@@ -49,7 +49,8 @@ def refused_clusters(
     """Why decode has no clusters, where it has none. heads: key heads, and those of a group."""
     num_kv_heads, group_size = heads
     is_decode = (
-        requests.qo_len.size > 0 and row_class_of(requests.qo_range()[1] * group_size) == DECODE
+        requests.qo_len.size > 0
+        and row_class_of(requests.qo_range()[1] * group_size, problem) == DECODE
     )
     if problem.is_wide or not is_decode or any(" cluster" in name for name in offered):
         return []

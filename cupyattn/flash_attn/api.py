@@ -475,7 +475,7 @@ def _refuse_others(arguments: dict[str, Any]) -> None:
 def with_no_mask(result: Any, q: Any) -> Any:
     """(out, lse) with what FlashAttention-2 returns as a mask of dropout: nothing."""
     vq = array.view(q, "q")
-    dtype = dtypes.bfloat16 if vq.dtype.is_fp8 else vq.dtype
+    dtype = dtypes.bfloat16 if vq.dtype.is_fp8 else vq.dtype.of_output
     return *result, array.deliver(array.empty((0,), dtype, vq), vq)
 
 

@@ -17,7 +17,7 @@ from ..engine.chunks import split_by_chunks
 from ..engine.index_arrays import compute, progression, steps_of
 from ..engine.run_planless import run
 from ..engine.views import Names, merge_leading, next_power_of_two
-from ..engine.widening import widened, widened_pair
+from ..engine.widening import keeps_8bit, widened, widened_pair
 from ..errors import ArgumentError, UnsupportedError
 from . import padding
 from .batch import MANY_ROWS, Batch, parse_window
@@ -43,10 +43,11 @@ def attend(batch: Batch) -> Any:
         raise ArgumentError(f"q: shape is {list(vq.shape)}; wanted {wanted}")
     if math.prod(vq.shape[:-2]) > MAX_LENGTH:
         raise UnsupportedError(f"q: shape is {list(vq.shape)}; at most {MAX_LENGTH} rows")
-    if vq.dtype.is_fp8:
+    if vq.dtype.itemsize == 1:
         batch.is_fp8_q = True
-        batch.take(q=widened_queries(vq, arrays.k, names))
-        vq = array.view(batch.arrays.q, "q")
+        if vq.dtype.is_fp8 and not _keeps_8bit(batch, vq):
+            batch.take(q=widened_queries(vq, arrays.k, names))
+            vq = array.view(batch.arrays.q, "q")
     if padding.needs_copies(batch, vq):
         return _attend_copies(batch, vq)
     if not is_ragged:
@@ -181,6 +182,16 @@ def _attend_by_chunks(batch: Batch, vq: ArrayView) -> Any:
     return output, lse.reshape(-1, *shape[:2]).swapaxes(0, 1)
 
 
+def _keeps_8bit(batch: Batch, vq: ArrayView) -> bool:
+    """Whether fp8 queries are multiplied as they are."""
+    arrays, names = batch.arrays, batch.names
+    if batch.qv is not None:
+        return False
+    vk, vv = array.view(arrays.k, names.k), array.view(arrays.v, names.v)
+    is_paged = arrays.block_tables is not None and len(vk.shape) == 4
+    return keeps_8bit(vq, vk, vv, vk.shape[1] if is_paged else 0)
+
+
 def widened_queries(vq: ArrayView, k: Any, names: Names) -> Any:
     """fp8 queries in 16 bits: those of k, or bfloat16."""
     vk = array.view(k, names.k)
@@ -191,6 +202,8 @@ def _widen_keys(batch: Batch, vq: ArrayView) -> None:
     """fp8 keys and values in 16 bits where so many rows read them that one conversion ahead takes
     less than each tile's own. Those of pages stay: a pool holds more than a call reads."""
     arrays = batch.arrays
+    if vq.dtype.itemsize == 1:
+        return
     if vq.device.kind == "cpu" or arrays.block_tables is not None or batch.append is not None:
         return
     views = array.view(arrays.k, batch.names.k), array.view(arrays.v, batch.names.v)
@@ -244,7 +257,7 @@ def _descales(batch: Batch, vq: ArrayView) -> dict[str, Any]:
     of_q, of_k, of_v = arrays.scale_q, arrays.scale_k, arrays.scale_v
     if of_q is of_k is of_v is None:
         return {}
-    if not (batch.is_fp8_k or array.view(arrays.k, batch.names.k).dtype.is_fp8):
+    if not (batch.is_fp8_k or array.view(arrays.k, batch.names.k).dtype.itemsize == 1):
         of_k = of_v = None
     if not batch.is_fp8_q:
         of_q = None

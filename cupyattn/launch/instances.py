@@ -213,8 +213,8 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     if has_prompts:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
     for problem, page_size in problems(chosen):
-        names = {*rows}
-        if LARGE in rows:
+        names = {LARGE} if problem.is_8bit else {*rows}
+        if LARGE in names:
             props = replace(NO_GPU, arch=arch, max_smem_per_block=SHARED_BYTES[arch])
             names |= {*large_tiles(problem, props, page_size)}
         for name in sorted(names):

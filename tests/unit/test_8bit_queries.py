@@ -144,3 +144,78 @@ def test_an_output_of_8_bits_has_its_own_scale() -> None:
     exact, _ = reference.attention(*drawn.real)
     assert out.dtype == E4M3
     assert np.array_equal(out.view(np.uint8), reference.to_fp8(exact, 1.0, E4M3).view(np.uint8))
+
+
+# --- doors of other libraries ---
+
+
+class Batch:
+    """Two requests of e4m3 with FlashAttention-3's descales, [batch, KV heads]."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(5)
+        self.q, self.k, self.v = (
+            numbers(rng, "float8_e4m3fn", 2, n, heads, DIM)
+            for n, heads in ((9, HEADS), (20, KV_HEADS), (20, KV_HEADS))
+        )
+        self.descales = {
+            f"{name}_descale": rng.uniform(0.5, 2, (2, KV_HEADS)).astype(np.float32)
+            for name in "qkv"
+        }
+
+    def check(self, out: np.ndarray, with_descales: bool = True) -> None:
+        """out [2, 9, heads, head_dim] of causal attention, rounded to bfloat16."""
+        assert out.dtype == ml_dtypes.bfloat16
+        for i in range(2):
+            arrays = [self.q[i], self.k[i], self.v[i]]
+            if with_descales:
+                arrays = [
+                    real(x, np.repeat(scale[i], x.shape[1] // KV_HEADS))
+                    for x, scale in zip(arrays, self.descales.values(), strict=True)
+                ]
+            exact, _ = reference.attention(*arrays, causal=True)
+            assert np.abs(out[i].astype(np.float64) - exact).max() < 1e-2
+
+    @property
+    def offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([0, 9, 18], np.int32), np.array([0, 20, 40], np.int32)
+
+
+def test_flash_attention_takes_descales_by_request() -> None:
+    from cupyattn import flash_attn, flash_attn_interface
+
+    batch = Batch()
+    arrays = batch.q, batch.k, batch.v
+    for library in (flash_attn, flash_attn_interface):
+        batch.check(library.flash_attn_func(*arrays, causal=True, **batch.descales))
+    lens = np.array([20, 20], np.int32)
+    batch.check(
+        flash_attn.flash_attn_with_kvcache(
+            *arrays, cache_seqlens=lens, causal=True, **batch.descales
+        )
+    )
+    rows = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+    out = flash_attn.flash_attn_varlen_func(
+        *rows, *batch.offsets, 9, 20, causal=True, **batch.descales
+    )
+    batch.check(out.reshape(2, 9, HEADS, DIM))
+
+
+def test_trtllm_takes_them() -> None:
+    batch = Batch()
+    pages = np.stack([batch.k, batch.v], 1).swapaxes(2, 3)
+    table, lens = np.array([[0], [1]], np.int32), np.array([20, 20], np.int32)
+    out = cupyattn.trtllm_batch_context_with_kv_cache(
+        batch.q.reshape(-1, HEADS, DIM),
+        pages,
+        np.zeros(1 << 22, np.uint8),
+        table,
+        lens,
+        9,
+        20,
+        DIM**-0.5,
+        1.0,
+        2,
+        *batch.offsets,
+    )
+    batch.check(out.reshape(2, 9, HEADS, DIM), with_descales=False)

@@ -180,7 +180,7 @@ class BatchLauncher(Binder):
         """`choose` for decode of so many requests, whatever their lengths; None if those decide, or
         it is no decode."""
         max_rows = qo_len * self.group_size
-        if row_class_of(max_rows) != DECODE or self._is_debugging():
+        if row_class_of(max_rows, self.problem) != DECODE or self._is_debugging():
             return None
         return self._kernels.only_blocks(num_requests, max_rows)
 
@@ -272,7 +272,7 @@ class BatchLauncher(Binder):
         minimum, maximum = requests.qo_range()
         if (
             minimum <= 0
-            or maximum * self.group_size > MAX_ROWS[DECODE]
+            or row_class_of(maximum * self.group_size, self.problem) != DECODE
             or not self._kernels.is_paged
         ):
             return None
@@ -289,7 +289,7 @@ class BatchLauncher(Binder):
 
     def batch_of(self, requests: BatchRequests) -> Batch:
         """What candidates are made for."""
-        classes = group_by_row_class(requests, self.group_size)
+        classes = group_by_row_class(requests, self.group_size, self.problem)
         parts = [(row_class, self._works(x)) for row_class, x in classes]
         prompts, load = None, None
         decodes = [x for row_class, x in classes if row_class not in (SMALL, LARGE)]
@@ -347,7 +347,7 @@ class BatchLauncher(Binder):
 
     def choose(self, keys: Keys, max_qo_len: int, splitting: Splitting) -> tuple[str, TileShape]:
         """The kernel of a plan of such requests, and what the plan must know of its tiles."""
-        row_class = row_class_of(max_qo_len * self.group_size)
+        row_class = row_class_of(max_qo_len * self.group_size, self.problem)
         if splitting.is_given:
             return row_class, self._kernels.get(row_class).shapes[0]
         return self._choose_of(self._kernels, keys, max_qo_len)
@@ -356,7 +356,7 @@ class BatchLauncher(Binder):
         max_rows = max_qo_len * self.group_size
         if self.masking.window_left >= 0:
             keys = keys.within(int(self.masking.keys_among(self.masking.window_left + max_qo_len)))
-        return kernels.choose(row_class_of(max_rows), keys, max_rows)
+        return kernels.choose(row_class_of(max_rows, self.problem), keys, max_rows)
 
     def reserve(
         self,
@@ -399,7 +399,7 @@ class BatchLauncher(Binder):
         None where another plan, which takes so many microseconds to make, is still done sooner."""
         works = self._works(requests)
         batch = Batch(
-            [(row_class_of(works.max_rows), works)],
+            [(row_class_of(works.max_rows, self.problem), works)],
             works,
             num_kv_heads=self.num_kv_heads,
             group_size=self.group_size,
@@ -574,13 +574,14 @@ class BatchLauncher(Binder):
         if capacity is not None:
             lengths = np.array([longest for _, longest in capacity.levels])
         rows, chosen = lengths * self.group_size, np.arange(len(requests.qo_len))
-        is_large, groups = rows > MAX_ROWS[SMALL], []
+        serves_all = self.problem.is_8bit  # tiles of prefill_sm90, whatever the rows
+        is_large, groups = (rows > MAX_ROWS[SMALL]) | serves_all, []
         if is_large.any() and self._kernels.get(LARGE).kinds[0].is_sm90:
             # Its blocks are like those of no other kernel, which serves the rest.
-            of_large = requests.qo_len * self.group_size > MAX_ROWS[SMALL]
+            of_large = (requests.qo_len * self.group_size > MAX_ROWS[SMALL]) | serves_all
             groups = [self._kernels.group(LARGE, requests, np.flatnonzero(of_large))]
             if is_large.all():
-                if capacity is None:
+                if capacity is None or serves_all:
                     return groups
                 rows = np.array([MAX_ROWS[SMALL]])  # of a later plan
             else:

@@ -323,6 +323,8 @@ class Kernels:
 
         None if all are of one kind, or there is no such kernel.
         """
+        if self._problem.is_8bit:
+            return None
         rows, edge = lengths * self._group_size, MAX_ROWS[VERIFY]
         maximum = max_of(rows) if rows.size else 0
         if maximum <= edge or min_of(rows) > edge:
@@ -347,10 +349,14 @@ class Kernels:
         return [(x, requests.select(x)) for x in chosen]
 
 
-def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRequests]]:
+def group_by_row_class(
+    requests: BatchRequests, group_size: int, problem: AttentionProblem
+) -> list[tuple[str, BatchRequests]]:
     """The requests of each row class, the largest tiles first."""
     if len(requests.qo_len) == 0:
         return []
+    if problem.is_8bit:
+        return [(row_class_of(0, problem), requests)]
     minimum, maximum = requests.qo_range()
     name = row_class_of(maximum * group_size)
     if minimum == maximum or row_class_of(minimum * group_size) == name:

@@ -149,7 +149,7 @@ class AttentionLauncher:
         """What serves a batch of this request alone soonest, without a list, and its name."""
         requests = BatchRequests(_ZERO + qo_len, _ZERO + kv_len, _ZERO, _ZERO, uniform=qo_len)
         works = TileWork(requests, self.group_size, self._masking, splits_alike=True)
-        parts = [(row_class_of(works.max_rows), works)]
+        parts = [(row_class_of(works.max_rows, self.problem), works)]
         batch = Batch(
             parts,
             works,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ...core.problem import AttentionProblem
+
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
 MAX_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
@@ -27,8 +29,11 @@ LARGE_TILES = (
 ONE_AN_SM = {DECODE: "decode_one_an_sm", VERIFY: "verify_one_an_sm"}
 
 
-def row_class_of(rows: int) -> str:
-    """The kernel family for this many packed query rows (query tokens times group size)."""
+def row_class_of(rows: int, problem: AttentionProblem | None = None) -> str:
+    """The kernel family for this many packed query rows (query tokens times group size). A problem
+    of 8-bit queries has one for all: few rows then have the bits of many."""
+    if problem is not None and problem.is_8bit:
+        return LARGE
     for name, maximum in MAX_ROWS.items():
         if rows <= maximum:
             return name

@@ -9,10 +9,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Protocol
 
+from ...core.device import DeviceProps
 from ...core.problem import AttentionProblem
 from ...errors import UnsupportedError
 from . import decode_sm80, prefill_sm80, prefill_sm90, wide_decode_sm90, wide_sm80, wide_sm90
 from .config import HOPPER, Target, TileConfig
+from .row_classes import LARGE
 
 
 class Kernel(Protocol):
@@ -34,6 +36,12 @@ KERNELS: tuple[Kernel, ...] = (
     prefill_sm80,
     wide_sm80,
 )
+
+
+def serves_8bit(problem: AttentionProblem, props: DeviceProps, page_size: int) -> bool:
+    """Whether a device has a kernel that multiplies the 8 bits of a problem's queries."""
+    target = Target(props.arch, props.max_smem_per_block, page_size)
+    return prefill_sm90.refusal(problem, LARGE, target) is None
 
 
 @lru_cache(maxsize=4096)

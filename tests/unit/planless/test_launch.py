@@ -598,13 +598,17 @@ def test_lengths_on_the_host_are_cudnns(gpu: Gpu, make: Make) -> None:
         calls(calls.arguments())
 
 
-def test_fp8_queries_have_no_kernel(gpu: Gpu, make: Make) -> None:
+def test_fp8_queries_need_keys_of_their_dtype(gpu: Gpu, make: Make) -> None:
     if not hasattr(make(1), "untyped_storage"):
         pytest.skip("CuPy has no fp8 of its own")
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
-    calls.changes = {"query": lambda make: make(B, HQ, D, dtype="float8_e4m3fn")}
-    with pytest.raises(UnsupportedError, match="q: dtype float8_e4m3fn"):
-        calls(calls.arguments())
+    for dtype, error, words in (
+        ("float8_e4m3fn", ArgumentError, "with q of dtype float8_e4m3fn; wanted k of float8_e4m3"),
+        ("float8_e5m2", UnsupportedError, "q: dtype float8_e5m2"),
+    ):
+        calls.changes = {"query": lambda make, dtype=dtype: make(B, HQ, D, dtype=dtype)}
+        with pytest.raises(error, match=words):
+            calls(calls.arguments())
 
 
 # --- the room of plans ---
