@@ -30,9 +30,10 @@ class Call(calls.Call):
         problem, heads = case.problem, case.num_kv_heads
         rows = (sum(case.qo_len), case.num_qo_heads)
         self.q = self.values(*rows, problem.dims[0], dtype=problem.dtype)
+        self.kv_dtypes = batches.dtype_of_keys(problem.dtype, problem.kv_dtype), problem.kv_dtype
+        kinds = list(zip(problem.dims, self.kv_dtypes, strict=True))
         self.keys = [
-            [self.values(n, heads, dim, dtype=problem.kv_dtype) for dim in problem.dims]
-            for n in case.kv_len
+            [self.values(n, heads, dim, dtype=kind) for dim, kind in kinds] for n in case.kv_len
         ]
         for request, name, index, value in spoil:
             self.keys[request]["kv".index(name)][index] = value
@@ -45,7 +46,8 @@ class Call(calls.Call):
         self.qo_indptr = offsets(case.qo_len)
         self.device_q = self.embed_rows("q", self.q)
         self._place_keys()
-        out_dtype = dtypes.parse(problem.o_dtype or problem.dtype).numpy
+        of_output = dtypes.parse(problem.dtype).of_output
+        out_dtype = dtypes.parse(problem.o_dtype or of_output.name).numpy
         self.answer_shape = case.num_qo_heads, problem.dims[1], out_dtype
         shape = (*rows, problem.dims[1])
         self.out = self.blank("out", shape, out_dtype, self.strides(shape))
@@ -91,7 +93,9 @@ class Call(calls.Call):
     def _scales(self) -> dict[str, Any]:
         case, rng = self.case, self.rng
         scales: dict[str, Any] = {}
-        if case.problem.prescale_logits:
+        if case.problem.dtype in ("float8_e4m3fn", "int8"):
+            scales |= self._scales_of_8_bits()
+        elif case.problem.prescale_logits:
             scales["k_scale"] = rng.uniform(0.3, 1.5, case.num_kv_heads).astype(np.float32)
             scales["q_scale"] = float(rng.uniform(0.3, 1.5))
         elif rng.random() < 0.3:
@@ -106,14 +110,26 @@ class Call(calls.Call):
                 scales["q_scale"] = -0.7
         return scales
 
+    def _scales_of_8_bits(self) -> dict[str, Any]:
+        """Of queries and keys, each a number or one for each head; int8 has units."""
+        case, rng = self.case, self.rng
+        scales: dict[str, Any] = {}
+        unit = batches.INT8_UNIT if case.problem.dtype == "int8" else 1.0
+        for name, heads in (("q_scale", case.num_qo_heads), ("k_scale", case.num_kv_heads)):
+            values = (unit * rng.uniform(0.3, 1.5, heads)).astype(np.float32)
+            form = pick(rng, ("number", "heads") if unit != 1.0 else ("none", "number", "heads"))
+            if form != "none":
+                scales[name] = values if form == "heads" and heads > 1 else float(values[0])
+        return scales
+
     def _place_keys(self) -> None:
         case = self.case
-        kind = dtypes.parse(case.problem.kv_dtype).numpy
+        kinds = [dtypes.parse(x).numpy for x in self.kv_dtypes]
         inner = [(case.num_kv_heads, dim) for dim in case.problem.dims]
         if not case.page_size:
             self.kv_indptr = offsets(case.kv_len)
             whole = [
-                np.concatenate([np.zeros((0, *shape), kind), *(pair[i] for pair in self.keys)])
+                np.concatenate([np.zeros((0, *shape), kinds[i]), *(pair[i] for pair in self.keys)])
                 for i, shape in enumerate(inner)
             ]
             if case.kv_layout == "HND":
@@ -125,7 +141,14 @@ class Call(calls.Call):
         self.kv_indptr = offsets(pages)
         order, dims = self.rng.permutation(sum(pages) + 3), case.problem.dims
         pools = batches.make_pools(
-            self.keys, (order, order), size, case.num_kv_heads, dims, kind, case.kv_layout
+            self.keys,
+            (order, order),
+            size,
+            case.num_kv_heads,
+            dims,
+            kinds[1],
+            case.kv_layout,
+            kinds[0],
         )
         self.last_page_len = batches.last_page_len(case.kv_len, size, of_none=-9)
         self.table = np.concatenate([order[: sum(pages)], [2**31 - 1, -(2**31), 123456789]])

@@ -77,8 +77,24 @@ class Batch:
         return [rng.random((q, kv)) < 0.6 for q, kv in shapes]
 
 
+# A number of int8 stands for so much.
+INT8_UNIT = 1 / 32
+
+
 def normal(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32).astype(dtypes.parse(dtype).numpy)
+    return stored(rng.standard_normal(shape).astype(np.float32), dtype)
+
+
+def stored(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounded to a dtype; to int8 in its units."""
+    if dtype == "int8":
+        return np.clip(np.rint(x / INT8_UNIT), -127, 127).astype(np.int8)
+    return x.astype(dtypes.parse(dtype).numpy)
+
+
+def dtype_of_keys(dtype_q: str, dtype_kv: str) -> str:
+    """Keys are int8 beside int8 queries, else of the values' dtype."""
+    return "int8" if dtype_q == "int8" else dtype_kv
 
 
 def as_layout(x: np.ndarray, layout: str) -> np.ndarray:
@@ -96,7 +112,9 @@ def last_page_len(kv_len: Sequence[int], page_size: int, of_none: int = 0) -> np
 
 
 def blank_pages(*shape: int, dtype: np.dtype) -> np.ndarray:
-    """Pages of one kind, [pages, page_size, heads, dim], all NaN."""
+    """Pages of one kind, [pages, page_size, heads, dim], all NaN; of int8 all -128."""
+    if dtype == np.int8:
+        return np.full(shape, -128, np.int8)
     return np.full(shape, np.nan, np.float32).astype(dtype)
 
 
@@ -120,12 +138,14 @@ def make_pools(
     dims: Sequence[int],
     dtype: np.dtype,
     layout: str = "NHD",
+    dtype_k: np.dtype | None = None,
 ) -> list[np.ndarray]:
     """Pools of K and of V, each with the pages of all requests in an order of its own; whatever no
     request owns is NaN: slots behind a request's last token, spare pages."""
     pools = []
+    kinds = dtype_k or dtype, dtype
     for part, (order, dim) in enumerate(zip(orders, dims, strict=True)):
-        pool = blank_pages(len(order), page_size, heads, dim, dtype=dtype)
+        pool = blank_pages(len(order), page_size, heads, dim, dtype=kinds[part])
         values = [own[part] for own in keys]
         for pages, x in zip(own_pages(order, [*map(len, values)], page_size), values, strict=True):
             fill_pages(pool, pages, x)

@@ -146,6 +146,13 @@ class Call(Placed):
         """(o, lse) in float64, and in the kernels' precision."""
         return attend(self.requests(), *self.answer_shape)
 
+    def slack(self) -> np.ndarray | float:
+        """What honest answers to 8-bit queries differ by; 0 for others."""
+        if self.q.dtype.itemsize != 1:
+            return 0.0
+        blank = np.zeros((0, self.answer_shape[0]))
+        return np.concatenate([blank, *(lowprec.slack_of_8_bits(**x) for x in self.requests())])
+
     def check(
         self, out: np.ndarray, lse: np.ndarray | None, *, may_be_hoppers: bool | None = None
     ) -> None:
@@ -162,7 +169,8 @@ class Call(Placed):
             *ref,
             *low,
             self.case,
-            p_dtype=self.q.dtype,
+            p_dtype=self.q.dtype if self.q.dtype.itemsize > 1 else out.dtype,
+            slack=self.slack(),
             logit_magnitude=self.logit_magnitude,
             has_coarse_cap=may_be_hoppers and self.has_coarse_cap,
             head_dim_qk=self.head_dim_qk,

@@ -12,7 +12,7 @@ import numpy as np
 from cupyattn.core import dtypes
 from cupyattn.reference import attention as exact_attention
 
-from . import lowprec
+from . import batches, lowprec
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def out_dtype(self) -> np.dtype:
-        return dtypes.parse(self.o_dtype or self.dtype).numpy
+        return dtypes.parse(self.o_dtype or dtypes.parse(self.dtype).of_output.name).numpy
 
     @property
     def multiplies(self) -> int:
@@ -137,6 +137,7 @@ def make_inputs(case: Case) -> dict[str, Any]:
     if case.kv_layout == "HND":
         kv_shape = kv_shape[::-1]
     kv_dtype = dtypes.parse(case.kv_dtype).numpy
+    unit = batches.INT8_UNIT if case.dtype == "int8" else 1.0
     q = rng.standard_normal((case.qo_len, case.num_qo_heads, case.head_dim_qk))
     mask = _mask(case, rng) if case.mask_kind != "none" else None
     packed = None
@@ -152,14 +153,14 @@ def make_inputs(case: Case) -> dict[str, Any]:
         keys = k if case.kv_layout == "NHD" else k.swapaxes(0, 1)
         keys[::61] *= case.outliers
     return {
-        "q": q.astype(dtypes.parse(case.dtype).numpy),
-        "k": k.astype(kv_dtype),
+        "q": batches.stored(q, case.dtype),
+        "k": batches.stored(k, batches.dtype_of_keys(case.dtype, case.kv_dtype)),
         "v": v.astype(kv_dtype),
         "mask": mask,
         "packed_mask": packed,
         "sinks": rng.normal(0, 2, case.num_qo_heads).astype(np.float32) if case.has_sinks else None,
-        "scale_q": _scale(rng, case.scale_q, case.num_qo_heads),
-        "scale_k": _scale(rng, case.scale_k, case.num_kv_heads),
+        "scale_q": _scale(rng, case.scale_q, case.num_qo_heads, unit),
+        "scale_k": _scale(rng, case.scale_k, case.num_kv_heads, unit),
         "scale_v": _scale(rng, case.scale_v, case.num_kv_heads),
     }
 
@@ -267,10 +268,12 @@ def _mask(case: Case, rng: np.random.Generator) -> np.ndarray:
     return rng.random(shape) < (0.5 if case.mask_pattern == "random" else 0.02)
 
 
-def _scale(rng: np.random.Generator, kind: str, num_heads: int) -> float | np.ndarray | None:
+def _scale(
+    rng: np.random.Generator, kind: str, num_heads: int, unit: float = 1.0
+) -> float | np.ndarray | None:
     if kind == "none":
         return None
-    values = rng.uniform(0.5, 1.5, num_heads).astype(np.float32)
+    values = (unit * rng.uniform(0.5, 1.5, num_heads)).astype(np.float32)
     return values if kind == "per_head" else float(values[0])
 
 

@@ -5,17 +5,26 @@ base-2 softmax over tiles of keys. Each rounding the kernels make is made here i
 
   rotated q and k            float32, then rounded to q's dtype
   logits, softmax, row sum   float32
-  probabilities              rounded to q's dtype before P @ V
+  probabilities              rounded to q's dtype before P @ V; under 8-bit queries to e4m3
   P @ V                      float32 accumulation
   output                     rounded once, after division by the row sum and scale_v
 
 fp8 keys and values convert to either 16-bit type without rounding, so they enter as they are.
+Products of e4m3 queries and keys are summed as Hopper sums them; int8 ones are exact.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 
+from benchmarks.eight_bits.products import STEP, add_product
+
+_E4M3, _BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
+# Probabilities under 8-bit queries are stored times this.
+_STORED = np.float32(256)
 _LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -42,13 +51,15 @@ def attention(
     o_dtype: np.dtype | None = None,
     kv_tile: int = 64,
     is_reversed: bool = False,
+    state_type: type[_State] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Arguments and shapes of `cupyattn.reference.attention`.
 
-    Returns (o [Lq, Hq, Dvo] of `o_dtype`, default q's; lse float32 [Lq, Hq], base 2). `kv_tile` and
-    `is_reversed` choose other, equally honest, orders of the keys; `rope_start`, the position of
-    the first key, another rounding of what is rotated.
+    Returns (o [Lq, Hq, Dvo] of `o_dtype`, default q's, of 8-bit queries bfloat16; lse float32
+    [Lq, Hq], base 2). `kv_tile` and `is_reversed` choose other, equally honest, orders of the keys;
+    `rope_start`, the position of the first key, another rounding of what is rotated.
     """
+    is_8bit = q.dtype.itemsize == 1
     if kv_layout == "NHD":
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     (qo_len, num_heads, head_dim), (num_kv_heads, kv_len, _) = q.shape, k.shape
@@ -66,12 +77,15 @@ def attention(
         slopes = alibi_slopes(num_heads) if pos_encoding_mode == "ALIBI" else None
         shape = (num_kv_heads, group * qo_len, head_dim)
         tiles = range(0, kv_len, kv_tile)
-        state = _State(num_heads, qo_len, v.shape[2])
+        state = (state_type or _State)(num_heads, qo_len, v.shape[2])
         for begin in reversed(tiles) if is_reversed else tiles:
             keys = slice(begin, min(begin + kv_tile, kv_len))
             if not seen[:, keys].any():
                 continue
-            s = q32.reshape(shape) @ k32[:, keys].swapaxes(1, 2)
+            if q.dtype == _E4M3:
+                s = _cut_products(q32.reshape(shape), k32[:, keys])
+            else:
+                s = q32.reshape(shape) @ k32[:, keys].swapaxes(1, 2)
             s = s.reshape(num_heads, qo_len, -1) * scale[:, None, None]
             if slopes is not None:
                 position = np.arange(qo_len)[:, None] + kv_len - qo_len
@@ -80,10 +94,35 @@ def attention(
             if logits_soft_cap:
                 cap = np.float32(logits_soft_cap)
                 s = np.tanh(s / cap) * cap
-            state.update(s * _LOG2_E, seen[:, keys], v32[:, keys], q.dtype)
+            state.update(s * _LOG2_E, seen[:, keys], v32[:, keys], _E4M3 if is_8bit else q.dtype)
         o, lse = state.finish(sinks)
         o = o * np.repeat(_heads(scale_v, num_kv_heads), group)[:, None, None]
-        return o.transpose(1, 0, 2).astype(o_dtype or q.dtype), lse.T.copy()
+        kind = o_dtype or (_BF16 if is_8bit else q.dtype)
+        return o.transpose(1, 0, 2).astype(kind), lse.T.copy()
+
+
+def slack_of_8_bits(**arguments: Any) -> np.ndarray:
+    """[Lq, Hq]: how far honest answers to 8-bit queries may be from each other, in float64.
+
+    `arguments` are those of `attention`. A probability is rounded by up to 2^-4 of itself, by
+    another draw under each maximum that a kernel may have taken: 4 deviations of the sum of that.
+    Sums of products are cut, until 512 keys or fewer have come: 2^-7 of the sum of magnitudes.
+    """
+    options = {"kv_tile": 1 << 30, "o_dtype": np.dtype(np.float64), "state_type": _Spread}
+    both, _ = attention(**arguments, **options)
+    magnitudes, deviations = np.split(np.abs(both), 2, axis=-1)
+    return (4 * deviations + 2.0**-7 * magnitudes).max(-1, initial=0.0)
+
+
+def _cut_products(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """q [heads, rows, dim] times k [heads, keys, dim], in steps of 32 columns."""
+    missing = -q.shape[-1] % STEP
+    q, k = (np.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (q, k))
+    is_bad = ~(np.isfinite(q).all(-1)[:, :, None] & np.isfinite(k).all(-1)[:, None])
+    q, k = np.nan_to_num(q), np.nan_to_num(k)
+    zeros = np.zeros((q.shape[1], k.shape[1]), np.float32)
+    products = np.stack([add_product(zeros, *pair) for pair in zip(q, k, strict=True)])
+    return np.where(is_bad, np.float32(np.nan), products)
 
 
 class _State:
@@ -100,7 +139,11 @@ class _State:
         shift = self._raise_top(s.max(axis=-1))
         p = np.exp2(s - shift[..., None])
         self.total += p.sum(axis=-1)
-        p = p.astype(p_dtype).astype(np.float32)
+        self.add(p, seen, v, p_dtype)
+
+    def add(self, p: np.ndarray, seen: np.ndarray, v: np.ndarray, p_dtype: np.dtype) -> None:
+        """P V of a tile to the output."""
+        p = _rounded(p, p_dtype)
         packed = (len(v), self.o.shape[0] // len(v) * self.o.shape[1], v.shape[1])
         hidden = ~np.isfinite(v).all(axis=(0, 2))
         self.o += (p.reshape(packed) @ np.where(hidden[:, None], 0, v)).reshape(self.o.shape)
@@ -126,6 +169,27 @@ class _State:
         self.o *= rescale[..., None]
         self.top = top
         return shift
+
+
+class _Spread(_State):
+    """Of one tile: magnitudes of the output's terms, and beside them the deviation of their sum
+    where each probability is rounded to e4m3."""
+
+    def __init__(self, num_heads: int, qo_len: int, head_dim_vo: int) -> None:
+        super().__init__(num_heads, qo_len, 2 * head_dim_vo)
+
+    def add(self, p: np.ndarray, seen: np.ndarray, v: np.ndarray, p_dtype: np.dtype) -> None:
+        packed = (len(v), self.o.shape[0] // len(v) * self.o.shape[1], v.shape[1])
+        finite = np.where(np.isfinite(v), np.abs(v), 0)
+        magnitudes = p.reshape(packed) @ finite
+        squares = (p * p).reshape(packed) @ (finite * finite)
+        deviations = np.float32(2.0**-4 / 3**0.5) * np.sqrt(squares)
+        self.o += np.concatenate([magnitudes, deviations], -1).reshape(self.o.shape)
+
+
+def _rounded(p: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    scale = _STORED if dtype == _E4M3 else np.float32(1)
+    return (p * scale).astype(dtype).astype(np.float32) / scale
 
 
 def _seen(

@@ -21,6 +21,7 @@ class Call(calls.Call):
         self.is_decode = is_decode
         self.inputs = inputs = cases.make_inputs(case)
         self.q = inputs["q"]
+        self.answer_shape = case.num_qo_heads, case.head_dim_vo, case.out_dtype
         self.head_dim_qk = case.head_dim_qk
         self.has_coarse_cap = cases.has_coarse_cap(case)
         self.logit_magnitude = cases.logit_magnitude(case)
@@ -76,6 +77,9 @@ class Call(calls.Call):
                 lse=lse,
             )
         assert (result[0] if case.return_lse else result) is out
+
+    def requests(self) -> list[dict[str, Any]]:
+        return [cases.arguments(self.case, self.inputs)]
 
     def expected(self) -> tuple[calls.States, calls.States]:
         ref = cases.reference(self.case, self.inputs)
