@@ -13,6 +13,7 @@ from .core.names import missing
 from .core.problem import KV_LAYOUTS
 from .core.tracing import exported, is_exporting, untraced
 from .engine import geometry, logits
+from .engine.block_scales import BlockScales
 from .engine.run_single import make_arrays, make_options, run
 from .errors import ArgumentError
 from .typing import Array, ArrayT, Scale, returns_lse
@@ -140,10 +141,17 @@ def single_prefill_with_kv_cache(
     mask_fn: str | None = None,
     logits_params: Mapping[str, Any] | None = None,
     output_gate: Array | None = None,
+    q_block_scales: Array | None = None,
+    k_block_scales: Array | None = None,
+    v_block_scales: Array | None = None,
+    k_mean: Array | None = None,
+    block_size: int = 64,
 ) -> Any:
     """Attention of one request's new tokens, which end its KV cache.
 
-    q       [qo_len, num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too).
+    q       [qo_len, num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too), or
+            float8_e4m3fn or int8, which are multiplied as they are: with k of the same dtype, v of
+            float8_e4m3fn and head dims that are multiples of 16.
     k, v    [kv_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads, kv_len, head_dim] ("HND"),
             dtype of q, float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims
             are multiples of 8 up to 256 and may differ between k and v. q is NHD in both layouts.
@@ -151,7 +159,8 @@ def single_prefill_with_kv_cache(
             [num_kv_heads]: the first two multiply the logits, the last the output. They multiply
             q_scale, k_scale and v_scale, which are numbers. Default 1.
     o_dtype dtype of the output: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default
-            that of q. fp8 is saturated; v_scale multiplies it before it is rounded.
+            that of q, and bfloat16 for q of 8 bits. fp8 is saturated; v_scale multiplies it before
+            it is rounded.
     custom_mask         bool [qo_len, kv_len], or flattened, True where a row sees a key; causal is
             then ignored.
     packed_custom_mask  uint8 [>= ceil(qo_len * kv_len / 8)]: the same as little-endian bits
@@ -178,6 +187,12 @@ def single_prefill_with_kv_cache(
             float16, bfloat16, int32, uint8 or bool; contiguous).
     output_gate         [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo], dtype of q or
             float32: the output is multiplied by its sigmoid before it is rounded.
+    q_block_scales, k_block_scales, v_block_scales  float32 [ceil(tokens / block_size), heads],
+            beside q, k and v of 8 bits: what each block of block_size (64 or 128) tokens is
+            multiplied by, as `quantize_qkv` gives them. They multiply with the scales above. CPU
+            arrays only yet. Default 1.
+    k_mean  float32 [1, num_kv_heads, head_dim_qk], what was subtracted from keys before they were
+            quantized: the LSE, soft caps and sinks are of whole keys again. Default 0.
     out, lse            arrays to write instead of new ones; lse float32, base 2.
 
     Returns out [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse
@@ -236,6 +251,9 @@ def single_prefill_with_kv_cache(
             scale_v=scale_v,
             output_gate=output_gate,
         )
+    if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
+        blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
+        arrays = arrays._replace(blocks=BlockScales._make(blocks))
     if not (logits_transform is mask_fn is logits_params is None):
         expression, read = logits.read(logits_transform, mask_fn, logits_params)
         options = options._replace(logits=expression)

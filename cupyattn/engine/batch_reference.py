@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +15,13 @@ from .kv_cache import Keys
 from .requests import Batch
 from .wrapper import Plan
 
+# What reference.attention is told of a request of a batch, which has this index.
+RequestOptions = Callable[[Batch, int], dict[str, Any]]
 
-def requests_of(plan: Plan, keys: Keys, vmask: ArrayView | None) -> Iterator[Request]:
+
+def requests_of(
+    plan: Plan, keys: Keys, vmask: ArrayView | None, scales: RequestOptions
+) -> Iterator[Request]:
     """The requests of a plan. vmask: a run's mask of rows, in place of the plan's."""
     spec, batch = plan.geometry.spec, plan.batch
     k, v = (tokens_first(x, spec.kv_layout) for x in (keys.k, keys.v))
@@ -35,7 +41,9 @@ def requests_of(plan: Plan, keys: Keys, vmask: ArrayView | None) -> Iterator[Req
         else:
             mask = row_mask.with_earlier_keys(seen[rows], kv_len, **positions)
         own_k, own_v = (_keys_of(x, batch, index, kv_len) for x in (k, v))
-        options = positions if spec.logits is None else {**positions, "batch": index}
+        options = {**positions, **scales(batch, index)}
+        if spec.logits is not None:
+            options["batch"] = index
         yield Request(rows, own_k, own_v, mask, options=options)
 
 

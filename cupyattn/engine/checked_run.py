@@ -16,6 +16,7 @@ from ..array.match import are_rows_aligned, match_output, require_contiguous_las
 from ..core import dtypes
 from . import output_gate
 from .arrays import RunArrays
+from .block_scales import NO_BLOCKS, CheckedBlocks
 from .cpu import Request
 from .geometry import Variant
 from .kv_cache import KeyStrides
@@ -37,6 +38,7 @@ class CheckedRun:
     head_scales  arrays of scales, scale_q, scale_k and scale_v by name
     logits       what the expressions of the plan read
     second       of latent rows, what a launch is told of their second parts
+    blocks       scales of blocks of tokens
     on_cpu       (rows of q, requests) for the reference
     """
 
@@ -52,6 +54,7 @@ class CheckedRun:
     head_scales: dict[str, ArrayView] = field(default_factory=dict)
     logits: tuple[ArrayView, ...] = ()
     second: Second | None = None
+    blocks: CheckedBlocks = NO_BLOCKS
 
     @property
     def variant(self) -> Variant:

@@ -30,7 +30,7 @@ def view_gate(x: Any, leading: Sequence[int], spec: AttentionSpec) -> ArrayView 
         return None
     v = array.view(x, NAME)
     require_shape(v, (*leading, spec.num_qo_heads, spec.head_dim_vo))
-    require_dtype(v, (spec.dtype_q, dtypes.float32), NAME)
+    require_dtype(v, (spec.dtype_q.of_output, dtypes.float32), NAME)
     if spec.latent:
         raise UnsupportedError(
             f"{NAME}: latent attention has none, whose output is not yet multiplied by the values' "

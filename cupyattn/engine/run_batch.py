@@ -24,16 +24,18 @@ from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
-from . import cpu, logits, output_gate, row_mask
+from . import block_scales, cpu, logits, output_gate, row_mask
 from .arrays import RunArrays
 from .batch_logits import check as check_logits
-from .batch_reference import requests_of
+from .batch_reference import RequestOptions, requests_of
+from .block_scales import BlockScales, CheckedBlocks
 from .call_cache import Apart, Argument, CallCache, Found
 from .checked_run import CheckedRun, Layout, check_outputs, view_optional
 from .geometry import Variant
 from .key_share import require_sinks_once
 from .kv_cache import Keys, pack_strides, planned, require_k_dtype, view_paged, view_ragged
 from .latent_rows import Second
+from .requests import Batch
 from .row_mask import MaskBits
 from .run_latent import LATENT
 from .workspace import clear_of, refuse_capture
@@ -46,13 +48,15 @@ class RunOptions(NamedTuple):
     """The options of a run over heads of their own, as given.
 
     q_scale, k_scale, v_scale  factors of the logits (q, k) and of the output (v): numbers, or
-                               arrays with one a head
+                               arrays with one a head, or for each request and head
+    blocks                     scales of blocks of tokens
     """
 
     return_lse: Any = False
     q_scale: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    blocks: BlockScales | None = None
 
 
 make_options, NO_OPTIONS = maker(RunOptions), RunOptions()
@@ -375,7 +379,7 @@ def _run_on_cpu(wrapper: BatchWrapper, plan: Plan, checked: CheckedRun) -> tuple
     spec = replace(plan.geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
     extras = {"sinks": views.sinks, output_gate.NAME: views.output_gate}
     if not checked.key_scales:  # else the keys have them
-        extras |= checked.head_scales
+        extras |= {name: v for name, v in checked.head_scales.items() if len(v.shape) == 1}
     out, lse = cpu.attend(spec, rows, requests, extras, checked.logits)
     lse = cpu.float32_lse(lse * lse_scale)
     return cpu.deliver(out, views.out, views.q), cpu.deliver(lse, views.lse, views.q)
@@ -484,6 +488,10 @@ class _Scales(NamedTuple):
     output: float
     by_head: dict[str, ArrayView]
 
+    def by_request(self, blocks: CheckedBlocks) -> RequestOptions:
+        """What the reference is told of a request's scales."""
+        return functools.partial(_scales_of_request, self.by_head, blocks)
+
 
 def _check(
     plan: Plan, arrays: RunArrays, options: RunOptions, logits_arrays: tuple[ArrayView, ...]
@@ -506,6 +514,11 @@ def _check(
     inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": sinks, "mask": mask}
     gate = output_gate.view_gate(arrays.output_gate, (batch.num_rows,), spec)
     inputs |= {**scales.by_head, output_gate.NAME: gate}
+    counts, kind = (batch.num_rows, keys.size), vq.device.kind
+    blocks = block_scales.check(options.blocks, spec, counts, batch.num_requests, kind)
+    if blocks.views and batch.parts:
+        raise UnsupportedError("q_block_scales: are not supported in a cascade; pass None")
+    inputs |= blocks.views
     if spec.logits is not None:
         if mask is not None and spec.mask_form == "expression":
             raise UnsupportedError(
@@ -519,12 +532,13 @@ def _check(
         factors=(scales.logits, scales.output, 1.0),
         num_keys=keys.size,
         key_strides=keys.strides,
-        on_cpu=functools.partial(_on_cpu, plan, vq, keys, mask),
+        on_cpu=functools.partial(_on_cpu, plan, vq, keys, mask, scales.by_request(blocks)),
         prescale_logits=bool(scales.by_head.keys() & {"scale_q", "scale_k"})
         or scales.logits <= 0.0,
         is_one_tensor=arrays.v is None,
         head_scales=scales.by_head,
         logits=logits_arrays,
+        blocks=blocks,
     )
 
 
@@ -577,8 +591,8 @@ def _read_scales(options: RunOptions, spec: AttentionSpec) -> _Scales:
         ("v", options.v_scale, spec.num_kv_heads),
     ):
         shape: Any = getattr(scale, "shape", ())
-        has_axis = isinstance(shape, tuple) and len(shape) == 1
-        if has_axis and (shape[0] == heads or shape[0] != 1):
+        has_axis = isinstance(shape, tuple) and len(shape) in (1, 2)
+        if has_axis and shape != (1, 1) and (shape[0] != 1 or shape[-1] == heads):
             arrays[f"scale_{name}"] = array.view(scale, f"{name}_scale")
         else:
             numbers[name] = parse.finite(scale, f"{name}_scale", 1.0)
@@ -592,10 +606,37 @@ def _check_by_head(plan: Plan, views: dict[str, ArrayView | None]) -> None:
         if v is not None:
             heads = "num_qo_heads" if name in ("sinks", "scale_q") else "num_kv_heads"
             label = name if name == "sinks" else f"{name[-1]}_scale"
-            match_array(v, heads, dtypes.float32, label, planned(plan.geometry))
+            dims = planned(plan.geometry)
+            if len(v.shape) == 2 and name != "sinks":
+                dims["batch"] = plan.batch.num_requests
+                heads = f"batch {heads}"
+            match_array(v, heads, dtypes.float32, label, dims)
+            if len(v.shape) == 2 and (v.device.kind != "cpu" or plan.batch.parts):
+                raise UnsupportedError(
+                    f"{label}: has no kernel in planned batches with a scale for each request and "
+                    "head; pass one for each head (flash_attn's functions take both)"
+                )
+
+
+def _scales_of_request(
+    by_head: dict[str, ArrayView], blocks: CheckedBlocks, batch: Batch, index: int
+) -> dict[str, Any]:
+    """Of one request of a batch: its own scales of heads, and those of its blocks."""
+    result: dict[str, Any] = {
+        name: array.as_numpy(v)[index] for name, v in by_head.items() if len(v.shape) == 2
+    }
+    if not blocks.views:
+        return result
+    lengths, page_ids = batch.requests, None
+    (q_start, qo_len, kv_start, kv_len) = (
+        int(x[index]) for x in (lengths.q_start, lengths.qo_len, lengths.kv_start, lengths.kv_len)
+    )
+    if batch.page_ids is not None:
+        page_ids = batch.page_ids[int(batch.kv_indptr[index]) : int(batch.kv_indptr[index + 1])]
+    return result | blocks.of_request(index, (q_start, qo_len), (kv_start, kv_len), page_ids)
 
 
 def _on_cpu(
-    plan: Plan, vq: ArrayView, keys: Keys, mask: ArrayView | None
+    plan: Plan, vq: ArrayView, keys: Keys, mask: ArrayView | None, scales: RequestOptions
 ) -> tuple[np.ndarray, Iterator[cpu.Request]]:
-    return array.as_numpy(vq), requests_of(plan, keys, mask)
+    return array.as_numpy(vq), requests_of(plan, keys, mask, scales)

@@ -30,7 +30,8 @@ from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.attention.single import AttentionLauncher
 from ..launch.driver import params, scratch
-from . import cpu, logits, output_gate
+from . import block_scales, cpu, logits, output_gate
+from .block_scales import BlockScales, CheckedBlocks
 from .call_cache import Argument, CallCache, Found, after_launch
 from .kv_cache import dtype_kv, match_keys, require_kv_dtypes
 from .spec import RawOptions, make_spec, require_group
@@ -43,6 +44,7 @@ class Arrays(NamedTuple):
     q      [Hq, D] for decode, else [Lq, Hq, D]
     k, v   tokens of the cache, in the layout that the options name
     custom_mask, packed_custom_mask   the packed one holds if both are given
+    blocks       scales of blocks of tokens
     """
 
     q: Any
@@ -57,10 +59,11 @@ class Arrays(NamedTuple):
     scale_k: Any = None
     scale_v: Any = None
     output_gate: Any = None
+    blocks: BlockScales | None = None
 
 
 make_arrays, make_options = maker(Arrays), maker(RawOptions)
-_OPTIONAL = Arrays._fields[Arrays._fields.index("sinks") :]
+_OPTIONAL = Arrays._fields[Arrays._fields.index("sinks") : -1]
 
 
 @dataclass(slots=True)
@@ -161,10 +164,10 @@ def run(
     read: what the expressions of the options read, in their order.
     workspace: of a wrapper that works on after this call, in which no array may lie.
     """
-    q, k, v, out, lse, sinks, mask, packed_mask, scale_q, scale_k, scale_v, gate = arrays
+    q, k, v, out, lse, sinks, mask, packed_mask, scale_q, scale_k, scale_v, gate, blocks = arrays
     calls: CallCache[_Checked] | None = None
     known: tuple[Any, ...] = q, k, v, out
-    is_plain = lse is mask is packed_mask is scale_q is scale_k is scale_v is gate is None
+    is_plain = lse is mask is packed_mask is scale_q is scale_k is scale_v is gate is blocks is None
     if is_plain and return_lse is False and not read:
         try:
             calls = _CALLS.get((is_decode, options.kv_layout))
@@ -187,10 +190,14 @@ def run(
     if workspace is not None:
         own = {"q": call.q, "k": call.k, "v": call.v, "out": call.out, "lse": call.lse}
         require_apart(workspace, **own, **views)
+    counts, kind = (call.qo_len, call.kv_len), call.q.device.kind
+    checked = block_scales.check(blocks, call.entry.spec, counts, 1, kind)
+    if checked.views:
+        array.same_device(q=call.q, **checked.views)
 
     # --- 2. Compute on the CPU ---
     if call.q.device.kind == "cpu":
-        out, lse = _run_reference(call, views)
+        out, lse = _run_reference(call, views, checked)
         return (out, lse) if return_lse else out
 
     # --- 3. Launch on the caller's stream ---
@@ -655,7 +662,9 @@ def _pack_mask(mask: ArrayView, like: ArrayView, stream: int) -> ArrayView:
     return packed
 
 
-def _run_reference(call: _Call, views: dict[str, ArrayView]) -> tuple[Any, Any]:
+def _run_reference(
+    call: _Call, views: dict[str, ArrayView], blocks: CheckedBlocks
+) -> tuple[Any, Any]:
     spec, q = call.entry.spec, array.as_numpy(call.q)
     q = q[None] if call.is_decode else q
     k, v = (cpu.tokens_first(x, spec.kv_layout) for x in (call.k, call.v))
@@ -665,7 +674,9 @@ def _run_reference(call: _Call, views: dict[str, ArrayView]) -> tuple[Any, Any]:
     if bits is not None:
         mask = reference.unpack_mask(array.as_numpy(bits), len(q), len(k))
     arrays = logits.pop_arrays(spec, extras)
-    o, lse = cpu.attend(spec, q, [cpu.Request(slice(len(q)), k, v, mask)], extras, arrays)
+    options = blocks.of_request(0, (0, len(q)), (0, len(k)))
+    request = cpu.Request(slice(len(q)), k, v, mask, options=options)
+    o, lse = cpu.attend(spec, q, [request], extras, arrays)
     if call.is_decode:
         o, lse = o[0], lse[0]
     lse = cpu.float32_lse(lse)

@@ -188,6 +188,11 @@ def attention(
     output_gate: np.ndarray | None = None,
     key_positions: np.ndarray | None = None,
     whole_len: int = -1,
+    q_block_scales: np.ndarray | None = None,
+    k_block_scales: np.ndarray | None = None,
+    v_block_scales: np.ndarray | None = None,
+    k_mean: np.ndarray | None = None,
+    block_size: int = 64,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention with every option of the library, freely combined.
 
@@ -216,6 +221,10 @@ def attention(
     key_positions, whole_len   k and v are some keys of a sequence of whole_len, those at these
                  places [kv_len], which rise: rows, windows, rotations and biases go by them. A mask
                  is of these keys alone.
+    q_block_scales, k_block_scales, v_block_scales   [ceil(tokens / block_size), heads]: what each
+                 block of tokens is multiplied by, besides the scales above.
+    k_mean       [num_kv_heads, head_dim_qk]: was subtracted from the keys that k stands for, with
+                 all scales, and is added to them again.
 
     Returns (o [qo_len, num_qo_heads, head_dim_vo], lse [qo_len, num_qo_heads]), float64; the LSE
     is base 2. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink's own LSE).
@@ -228,6 +237,12 @@ def attention(
     if parse.kv_layout(kv_layout) == "HND":
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
     _check_shapes(q, k, v)
+    q = scaled_blocks(q, q_block_scales, block_size, "q_block_scales")
+    k = scaled_blocks(k, k_block_scales, block_size, "k_block_scales")
+    v = scaled_blocks(v, v_block_scales, block_size, "v_block_scales")
+    if k_mean is not None:
+        of_heads = _per_head("scale_k", scale_k, k.shape[1])[:, None]
+        k, scale_k = k.astype(np.float64) * of_heads + k_mean, None
     (qo_len, num_qo_heads, head_dim_qk), (kv_len, num_kv_heads, _) = q.shape, k.shape
     mode = parse.pos_encoding_mode(pos_encoding_mode)
     variant = _Variant(
@@ -266,6 +281,19 @@ def attention(
         if output_gate is not None:
             o *= _gate_factors(output_gate, o.shape)
     return o, lse
+
+
+def scaled_blocks(
+    x: np.ndarray, scales: np.ndarray | None, block_size: int, name: str
+) -> np.ndarray:
+    """x [tokens, heads, head_dim] times the scales [ceil(tokens / block_size), heads] of blocks."""
+    if scales is None:
+        return x
+    shape = -(-len(x) // block_size), x.shape[1]
+    if scales.shape != shape:
+        raise ArgumentError(f"{name}: got shape {list(scales.shape)}; wanted {list(shape)}")
+    factors = np.repeat(scales.astype(np.float64), block_size, axis=0)[: len(x)]
+    return x.astype(np.float64) * factors[..., None]
 
 
 def _gate_factors(gate: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

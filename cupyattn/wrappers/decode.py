@@ -13,6 +13,7 @@ from ..core.tracing import untraced
 from ..engine import geometry
 from ..engine.batch_logits import check as check_logits
 from ..engine.batch_logits import with_request_indices
+from ..engine.block_scales import BlockScales
 from ..engine.key_share import read_share, with_whole_lengths
 from ..engine.logits import read as read_logits
 from ..engine.mask import NO_MASK
@@ -220,6 +221,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         mask: Array | None = None,
         logits_params: Mapping[str, Any] | None = None,
         output_gate: Array | None = None,
+        q_block_scales: Array | None = None,
+        k_block_scales: Array | None = None,
+        v_block_scales: Array | None = None,
+        k_mean: Array | None = None,
+        block_size: int = 64,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -228,8 +234,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 num_kv_heads, page_size, head_dim] ("HND"), or a pair (K, V) without the 2, each
                 with strides of its own; without the axis of size page_size if that is 1.
         q_scale, k_scale, v_scale  numbers, or float32 arrays [num_qo_heads], [num_kv_heads],
-                [num_kv_heads]; the first two multiply the logits, the last the output. A number in
-                an array on a GPU is waited for. Also by position, followed by return_lse.
+                [num_kv_heads], on the CPU also with an axis of requests ahead; the first two
+                multiply the logits, the last the output. A number in an array on a GPU is waited
+                for. Also by position, followed by return_lse.
         out, lse   arrays to write instead of new ones; lse float32, base 2.
         sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator.
         mask    which of a request's q = q_len_per_req own tokens each of them sees (a tree of draft
@@ -244,6 +251,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         logits_params  arrays in place of those of the plan that have these names.
         output_gate  [rows, num_qo_heads] or [rows, num_qo_heads, head_dim], dtype of q or float32:
                 the output is multiplied by its sigmoid before it is rounded.
+        q_block_scales, k_block_scales, v_block_scales  float32, beside q, k and v of 8 bits: what
+                each block of block_size (64 or 128) tokens of a request is multiplied by, for each
+                head, as `quantize_qkv` gives them. Rows of q: [ceil(rows / block_size) + B,
+                num_qo_heads], where block b of a request whose rows begin at `start` is row start
+                // block_size + request + b; pages: [num_pages, page_size / block_size,
+                num_kv_heads]. They multiply with the scales above. CPU arrays only yet.
+        k_mean  float32 [B, num_kv_heads, head_dim], what was subtracted from keys before they were
+                quantized: the LSE, soft caps and sinks are of whole keys again. Default 0.
         window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
                 for compatibility, and so is skip_softmax_threshold_scale_factor, which allows less
                 exact outputs.
@@ -262,6 +277,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         if args:
             order = "q_scale", "k_scale", "v_scale", "return_lse"
             options = read_options(args, options, order)
+        if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
+            blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
+            options = options._replace(blocks=BlockScales._make(blocks))
         if not (
             window_left
             is q_len_per_req

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..engine import geometry
+from ..engine.block_scales import BlockScales
 from ..engine.key_share import read_share, with_whole_lengths
 from ..engine.logits import read as read_logits
 from ..engine.mask import read_intervals, read_mask
@@ -314,6 +315,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         lse_layout: str = "NH",
         logits_params: Mapping[str, Any] | None = None,
         output_gate: Array | None = None,
+        q_block_scales: Array | None = None,
+        k_block_scales: Array | None = None,
+        v_block_scales: Array | None = None,
+        k_mean: Array | None = None,
+        block_size: int = 64,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -327,6 +333,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         lse_layout   likewise: "NH" for [rows, num_qo_heads], or "HN" for [num_qo_heads, rows].
         logits_params  arrays in place of those of the plan that have these names.
         output_gate    [rows, num_qo_heads] or [rows, num_qo_heads, head_dim_vo], as there.
+        q_block_scales, k_block_scales, v_block_scales, k_mean, block_size  as there.
         enable_pdl is accepted for compatibility, and so are skip_softmax_threshold_scale_factor,
         use_fp16_softmax and uses_spcompress, which allow less exact outputs.
 
@@ -344,6 +351,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         if args or self._takes_sinks:
             order = "k_scale", "v_scale", "return_lse"
             sinks, options = self._read_positional(args, sinks, options, order)
+        if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
+            blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
+            options = options._replace(blocks=BlockScales._make(blocks))
         if not (window_left is skip_softmax_threshold_scale_factor is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
@@ -550,6 +560,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         lse_layout: str = "NH",
         logits_params: Mapping[str, Any] | None = None,
         output_gate: Array | None = None,
+        q_block_scales: Array | None = None,
+        k_block_scales: Array | None = None,
+        v_block_scales: Array | None = None,
+        k_mean: Array | None = None,
+        block_size: int = 64,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -561,6 +576,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         window_left  if given, must be the plan's. enable_pdl is accepted for compatibility; o_scale
                 and kv_cache_sf must be None.
         lse_base, lse_layout, output_gate  as in BatchPrefillWithPagedKVCacheWrapper.run.
+        q_block_scales, k_block_scales, v_block_scales, k_mean, block_size  as there, but scales of
+                rows of k and v are [ceil(rows / block_size) + B, num_kv_heads], placed as q's.
 
         Returns and raises as BatchPrefillWithPagedKVCacheWrapper.run.
         """
@@ -571,6 +588,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             )
         if args or self._takes_sinks:
             sinks, options = self._read_positional(args, sinks, options, ("return_lse",))
+        if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
+            blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
+            options = options._replace(blocks=BlockScales._make(blocks))
         if not (window_left is o_scale is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf)

@@ -231,6 +231,9 @@ RULES = _named(
     (nothing, "packed_custom_mask_d kv_block_lens q2k_indices q2k_num qv q_v score_mod mask_mod"),
     (nothing, "block_sparse_tensors aux_tensors aux_tensor_leading_dims metadata"),
     (nothing, "kv_len ckv_scale ckv_scale_arr kpe_scale"),
+    # of queries of 8 bits alone
+    (nothing, "q_block_scales k_block_scales v_block_scales k_mean"),
+    (ignored, "block_size"),
     (_nones, "sage_attn_sfs"),
     # what is not read
     (ignored, "enable_pdl non_blocking is_cuda_graph_compatible seq_lens_q max_item_len_ptr"),

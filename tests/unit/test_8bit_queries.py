@@ -146,6 +146,217 @@ def test_an_output_of_8_bits_has_its_own_scale() -> None:
     assert np.array_equal(out.view(np.uint8), reference.to_fp8(exact, 1.0, E4M3).view(np.uint8))
 
 
+# --- scales of blocks, and of requests ---
+
+
+class Blocks:
+    """Two requests of 8 bits whose blocks of tokens have scales, and means of their keys."""
+
+    QO_LENS, KV_LENS = (70, 131), (200, 330)
+
+    def __init__(self, seed: int, dtype: str, size: int, has_mean: bool = True) -> None:
+        rng, self.size, unit = np.random.default_rng(seed), size, UNITS[dtype]
+        qo, kv = sum(self.QO_LENS), sum(self.KV_LENS)
+        self.qo_indptr = np.cumsum([0, *self.QO_LENS]).astype(np.int32)
+        self.kv_indptr = np.cumsum([0, *self.KV_LENS]).astype(np.int32)
+        self.q = numbers(rng, dtype, qo, HEADS, DIM)
+        self.k = numbers(rng, dtype, kv, KV_HEADS, DIM)
+        self.v = numbers(rng, "float8_e4m3fn", kv, KV_HEADS, DIM)
+        self.of_q, self.of_k, self.of_v = (
+            (x * rng.uniform(0.5, 2, (-(-len(rows) // size) + 2, rows.shape[1]))).astype(np.float32)
+            for x, rows in ((unit, self.q), (unit, self.k), (1.0, self.v))
+        )
+        self.mean = rng.standard_normal((2, KV_HEADS, DIM)).astype(np.float32)
+        if not has_mean:
+            self.mean *= 0
+
+    def arguments(self, **changes: Any) -> dict[str, Any]:
+        own = {
+            "q_block_scales": self.of_q,
+            "k_block_scales": self.of_k,
+            "v_block_scales": self.of_v,
+            "k_mean": self.mean,
+            "block_size": self.size,
+        }
+        return own | changes
+
+    def _tokens(self, x: np.ndarray, scales: np.ndarray, start: int, end: int, index: int) -> Any:
+        """Rows of a request as what they stand for, token by token."""
+        first = start // self.size + index
+        return np.stack(
+            [real(x[t], scales[first + (t - start) // self.size]) for t in range(start, end)]
+        )
+
+    def real(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows, keys = self.qo_indptr[index : index + 2], self.kv_indptr[index : index + 2]
+        return (
+            self._tokens(self.q, self.of_q, *rows, index),
+            self._tokens(self.k, self.of_k, *keys, index) + self.mean[index],
+            self._tokens(self.v, self.of_v, *keys, index),
+        )
+
+    def check(self, out: np.ndarray, lse: np.ndarray, **options: Any) -> None:
+        for index in range(2):
+            rows = slice(*self.qo_indptr[index : index + 2])
+            exact, exact_lse = reference.attention(*self.real(index), causal=True, **options)
+            assert np.abs(out[rows] - exact).max() < 1e-5
+            assert np.abs(lse[rows] - exact_lse).max() < 1e-4
+
+    def plan(self, wrapper: Any, places: tuple[np.ndarray, ...], *sizes: int, **more: Any) -> None:
+        wrapper.plan(
+            *places,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            *sizes,
+            causal=True,
+            q_data_type=self.q.dtype,
+            kv_data_type=self.v.dtype,
+            o_data_type="float32",
+            **more,
+        )
+
+    def ragged(self, **more: Any) -> Any:
+        wrapper = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(np.zeros(1 << 23, np.uint8))
+        self.plan(wrapper, (self.qo_indptr, self.kv_indptr), **more)
+        return wrapper
+
+    def paged(self, page_size: int) -> tuple[Any, tuple[np.ndarray, ...], dict[str, Any]]:
+        """A plan of the same keys in shuffled pages; its pages and their scales."""
+        counts = [-(-n // page_size) for n in self.KV_LENS]
+        ids = np.random.default_rng(7).permutation(sum(counts) + 1).astype(np.int32)[:-1]
+        pools = [
+            np.zeros((len(ids) + 1, page_size, KV_HEADS, DIM), x.dtype) for x in (self.k, self.v)
+        ]
+        per_page = page_size // self.size
+        scales = [np.full((len(ids) + 1, per_page, KV_HEADS), np.nan, np.float32) for _ in "kv"]
+        indptr = np.cumsum([0, *counts]).astype(np.int32)
+        for index, kv_len in enumerate(self.KV_LENS):
+            start = self.kv_indptr[index]
+            for token in range(kv_len):
+                page = ids[indptr[index] + token // page_size]
+                slot, block = token % page_size, start // self.size + index + token // self.size
+                for pool, x in zip(pools, (self.k, self.v), strict=True):
+                    pool[page, slot] = x[start + token]
+                for own, ragged in zip(scales, (self.of_k, self.of_v), strict=True):
+                    own[page, slot // self.size] = ragged[block]
+        last = np.array([(n - 1) % page_size + 1 for n in self.KV_LENS], np.int32)
+        wrapper = cupyattn.BatchPrefillWithPagedKVCacheWrapper(np.zeros(1 << 23, np.uint8))
+        self.plan(wrapper, (self.qo_indptr, indptr, ids, last), page_size)
+        return wrapper, tuple(pools), {"k_block_scales": scales[0], "v_block_scales": scales[1]}
+
+
+by_size = pytest.mark.parametrize("size", [64, 128])
+
+
+@by_dtype
+@by_size
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_blocks_of_tokens_have_scales(dtype: str, size: int, is_paged: bool) -> None:
+    drawn = Blocks(6, dtype, size)
+    if is_paged:
+        wrapper, pages, scales = drawn.paged(128)
+        out, lse = wrapper.run(drawn.q, pages, return_lse=True, **drawn.arguments(**scales))
+    else:
+        wrapper = drawn.ragged()
+        arrays = drawn.q, drawn.k, drawn.v
+        out, lse = wrapper.run(*arrays, return_lse=True, **drawn.arguments())
+    drawn.check(out, lse)
+
+
+@pytest.mark.parametrize("options", [{"logits_soft_cap": 2.0}, {"pos_encoding_mode": "ALIBI"}])
+def test_scales_of_blocks_come_before_all_options(options: dict[str, Any]) -> None:
+    drawn = Blocks(8, "int8", 64)
+    arrays = drawn.q, drawn.k, drawn.v
+    sinks = np.array([0.5, -1, 2, 0], np.float32)
+    run = drawn.ragged(**options).run
+    out, lse = run(*arrays, return_lse=True, sinks=sinks, **drawn.arguments())
+    drawn.check(out, lse, sinks=sinks, **options)
+
+
+@by_dtype
+def test_one_request_has_no_place_for_others(dtype: str) -> None:
+    drawn = Blocks(9, dtype, 64)
+    qo_len, kv_len = drawn.QO_LENS[0], drawn.KV_LENS[0]
+    scales = {
+        f"{name}_block_scales": x[: -(-n // 64)]
+        for name, x, n in (
+            ("q", drawn.of_q, qo_len),
+            ("k", drawn.of_k, kv_len),
+            ("v", drawn.of_v, kv_len),
+        )
+    }
+    out, lse = cupyattn.single_prefill_with_kv_cache(
+        drawn.q[:qo_len],
+        drawn.k[:kv_len],
+        drawn.v[:kv_len],
+        causal=True,
+        o_dtype="float32",
+        return_lse=True,
+        k_mean=drawn.mean[:1],
+        **scales,
+    )
+    exact, exact_lse = reference.attention(*drawn.real(0), causal=True)
+    assert np.abs(out - exact).max() < 1e-5
+    assert np.abs(lse - exact_lse).max() < 1e-4
+
+
+def test_they_multiply_with_scales_of_requests_and_heads() -> None:
+    drawn = Blocks(10, "float8_e4m3fn", 64, has_mean=False)
+    rng = np.random.default_rng(11)
+    of_heads = {
+        f"{name}_scale": rng.uniform(0.5, 2, (2, heads)).astype(np.float32)
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+    }
+    arrays = drawn.q, drawn.k, drawn.v
+    out = drawn.ragged().run(*arrays, **of_heads, **drawn.arguments(k_mean=None))
+    for index in range(2):
+        exact, _ = reference.attention(
+            *(
+                real(x, scale[index])
+                for x, scale in zip(drawn.real(index), of_heads.values(), strict=True)
+            ),
+            causal=True,
+        )
+        assert np.abs(out[slice(*drawn.qo_indptr[index : index + 2])] - exact).max() < 1e-4
+
+
+WRONG_BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
+    "size": ({"block_size": 32}, "block_size: got 32; wanted 64 or 128"),
+    "too few": (
+        {"q_block_scales": np.ones((5, HEADS), np.float32)},
+        "q_block_scales: shape is .*; wanted at least 6 rows, for 201 tokens in blocks of 64 of 2",
+    ),
+    "heads": ({"k_block_scales": np.ones((11, HEADS), np.float32)}, "k_block_scales: .* heads"),
+    "dtype": ({"v_block_scales": np.ones((11, KV_HEADS))}, "v_block_scales: dtype float64 is not"),
+    "mean": ({"k_mean": np.ones((KV_HEADS, DIM), np.float32)}, "k_mean: shape .* wanted 3"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_BLOCKS.values(), ids=WRONG_BLOCKS)
+def test_wrong_scales_of_blocks(changes: dict[str, Any], words: str) -> None:
+    drawn = Blocks(12, "int8", 64)
+    with pytest.raises(cupyattn.ArgumentError, match=words):
+        drawn.ragged().run(drawn.q, drawn.k, drawn.v, **drawn.arguments(**changes))
+
+
+def test_blocks_are_of_queries_of_8_bits_and_whole_in_a_page() -> None:
+    drawn, rows = Blocks(13, "int8", 128), np.zeros((9, HEADS, DIM), np.float16)
+    with pytest.raises(
+        cupyattn.ArgumentError, match="q_block_scales: given with q of dtype float1"
+    ):
+        cupyattn.single_prefill_with_kv_cache(rows, rows, rows, q_block_scales=drawn.of_q)
+    wrapper, pages, scales = drawn.paged(128)
+    arguments = drawn.arguments(**scales)
+    wrapper.run(drawn.q, pages, **arguments)
+    small = cupyattn.BatchPrefillWithPagedKVCacheWrapper(np.zeros(1 << 23, np.uint8))
+    indptr, last = np.array([0, 1, 2], np.int32), np.array([16, 16], np.int32)
+    drawn.plan(small, (drawn.qo_indptr, indptr, indptr[:2], last), 16)
+    pages = tuple(x[:, :16] for x in pages)
+    with pytest.raises(cupyattn.ArgumentError, match="block_size: got 128 with pages of 16"):
+        small.run(drawn.q, pages, **arguments)
+
+
 # --- doors of other libraries ---
 
 

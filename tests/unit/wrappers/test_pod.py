@@ -246,7 +246,7 @@ def test_a_bad_plan_leaves_the_last_one() -> None:
     step.plan(w)
     for changes, match in (
         ({"window_left": -2}, "window_left"),
-        ({"q_data_type": "int8"}, "int8"),
+        ({"q_data_type": "uint8"}, "uint8"),
     ):
         with pytest.raises((ArgumentError, UnsupportedError), match=match):
             step.plan(w, **changes)

@@ -218,7 +218,7 @@ ROWS = [
         unique_kv_cache=of("bfloat16", 8, 2, PAGE, HKV, D)),
     ran("causal", "causal: got 'yes'", causal="yes"),
     ran("scale", "sm_scale: got nan", sm_scale=float("nan")),
-    ran("q's dtype", "q: dtype int8", q=of("int8", 5, HQ, D)),
+    ran("q's dtype", "q: dtype uint8", q=of("uint8", 5, HQ, D)),
     decode_ran("rows", "q: holds 5 rows; the plan has 3", q=of("half", 5, HQ, D)),
     padded("layout", "kv_layout: got 'HDN'", kv_layout="HDN"),
     padded("requests", "k_unique: dimension 0 | is 4; wanted 3, the B of q",
@@ -232,7 +232,7 @@ ROWS = [
     padded("strided", "k_unique: the last dimension has stride 2",
            k_unique=of("half", 3, 5, HKV, 2 * D)[..., ::2]),
     padded("scale", "sm_scale: got inf", sm_scale=float("inf")),
-    padded("q's dtype", "q: dtype int8", q=of("int8", 3, HQ, D)),
+    padded("q's dtype", "q: dtype uint8", q=of("uint8", 3, HQ, D)),
 ]  # fmt: skip
 
 
