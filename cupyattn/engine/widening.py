@@ -14,13 +14,19 @@ from ..core.dtypes import DType
 from ..core.problem import AttentionProblem
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.ops import copy_rows
+from ..launch.tiles.config import Target
 from ..launch.tiles.select import serves_8bit
 
 
-def keeps_8bit(vq: ArrayView, vk: ArrayView, vv: ArrayView, page_size: int = 0) -> bool:
+def keeps_8bit(
+    vq: ArrayView, vk: ArrayView, vv: ArrayView, page_size: int = 0, **options: Any
+) -> bool:
     """Whether queries of 8 bits are multiplied as they are: keys and values are of 8 bits as these
-    want them, and a kernel of the device, or the reference, serves such heads and rows. A call that
-    also takes fp8 queries without one widens them."""
+    want them, and a kernel of the device, or the reference, serves such heads, rows and options. A
+    call that also takes fp8 queries without one widens them.
+
+    options: fields of AttentionProblem.
+    """
     dtype = vq.dtype
     if not dtype.is_8bit_query or vk.dtype is not dtype or vv.dtype is not dtypes.float8_e4m3fn:
         return False
@@ -33,6 +39,7 @@ def keeps_8bit(vq: ArrayView, vk: ArrayView, vv: ArrayView, page_size: int = 0) 
         head_dim_vo=vv.shape[-1],
         paged=page_size > 0,
         aligned=are_rows_aligned(vq.ptr | vk.ptr | vv.ptr, rows),
+        **options,
     )
     try:
         problem.check_supported()
@@ -40,7 +47,8 @@ def keeps_8bit(vq: ArrayView, vk: ArrayView, vv: ArrayView, page_size: int = 0) 
         return False
     if vq.device.kind == "cpu":
         return True
-    return serves_8bit(problem, device_props(vq.device.index), page_size)
+    props = device_props(vq.device.index)
+    return serves_8bit(problem, Target(props.arch, props.max_smem_per_block, page_size))
 
 
 def widened(v: ArrayView, dtype: DType, name: str) -> Any:

@@ -189,7 +189,17 @@ def _keeps_8bit(batch: Batch, vq: ArrayView) -> bool:
         return False
     vk, vv = array.view(arrays.k, names.k), array.view(arrays.v, names.v)
     is_paged = arrays.block_tables is not None and len(vk.shape) == 4
-    return keeps_8bit(vq, vk, vv, vk.shape[1] if is_paged else 0)
+    scales = arrays.scale_q, arrays.scale_k, arrays.scale_v
+    return keeps_8bit(
+        vq,
+        vk,
+        vv,
+        vk.shape[1] if is_paged else 0,
+        soft_cap=bool(batch.options.softcap),
+        pos_encoding="NONE" if arrays.alibi_slopes is None else "ALIBI",
+        prescale_logits=any(x is not None for x in scales),
+        key_share=batch.options.key_share is not None,
+    )
 
 
 def widened_queries(vq: ArrayView, k: Any, names: Names) -> Any:

@@ -294,11 +294,13 @@ class Impl:
         is_mixed = not isinstance(metadata.causal, bool)
         k_cache, v_cache = self._caches(kv_cache)
         scales: dict[str, Any] = {}
-        if k_cache.dtype != query.dtype:
+        if k_cache.dtype.itemsize == 1:
             scales = {
                 "k_descale": layer._k_scale.reshape(1).expand(self.num_kv_heads),
                 "v_descale": layer._v_scale.reshape(1).expand(self.num_kv_heads),
             }
+        if query.dtype.itemsize == 1:
+            scales["q_descale"] = layer._q_scale.reshape(1).expand(self.num_kv_heads)
         return flash_attn_varlen_func(
             query,
             k_cache,

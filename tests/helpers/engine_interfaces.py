@@ -129,7 +129,7 @@ MODULES: dict[str, dict[str, Interface]] = {
                 "output, output_scale=None, output_block_scale=None",
             },
         ),
-        "AttentionLayer": Interface(fields=("_k_scale", "_v_scale", "_k_scale_float")),
+        "AttentionLayer": Interface(fields=("_q_scale", "_k_scale", "_v_scale", "_k_scale_float")),
     },
     "vllm.config.vllm": {"": Interface({"get_current_vllm_config": ""})},
     "vllm.distributed.parallel_state": {"": Interface({"get_dcp_group": ""})},

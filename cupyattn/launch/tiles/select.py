@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Protocol
 
-from ...core.device import DeviceProps
 from ...core.problem import AttentionProblem
 from ...errors import UnsupportedError
 from . import decode_sm80, prefill_sm80, prefill_sm90, wide_decode_sm90, wide_sm80, wide_sm90
@@ -38,9 +37,8 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
-def serves_8bit(problem: AttentionProblem, props: DeviceProps, page_size: int) -> bool:
+def serves_8bit(problem: AttentionProblem, target: Target) -> bool:
     """Whether a device has a kernel that multiplies the 8 bits of a problem's queries."""
-    target = Target(props.arch, props.max_smem_per_block, page_size)
     return prefill_sm90.refusal(problem, LARGE, target) is None
 
 

@@ -376,6 +376,31 @@ def test_vllm_dense(layout: str, kv_dtype: str, engine: Any) -> None:
     assert not impl.forward(layer, q, None, None, cache, None, out).any()
 
 
+def test_vllm_queries_of_fp8_have_their_scale(engine: Any) -> None:
+    torch.manual_seed(0)
+    eight, scales = torch.float8_e4m3fn, (0.25, 0.5, 2.0)
+    shape = vllm.CupyAttnBackend.get_kv_cache_shape(BLOCKS, SIZE, KV_HEADS, 16)
+    cache = torch.randn(shape).to(eight).view(torch.uint8)
+    impl = vllm.CupyAttnImpl(HEADS, 16, 0.2, KV_HEADS, kv_cache_dtype="fp8")
+    layer = SimpleNamespace(
+        **{f"_{name}_scale": torch.tensor(x) for name, x in zip("qkv", scales, strict=True)}
+    )
+    common = SimpleNamespace(
+        num_actual_tokens=3, max_query_len=3, max_seq_len=SIZE, causal=True,
+        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([SIZE], dtype=torch.int32),
+        block_table_tensor=torch.tensor([[5]], dtype=torch.int32), slot_mapping=torch.tensor([0]),
+    )  # fmt: skip
+    metadata = vllm.CupyAttnBuilder(None, ["layer"], None, "cpu").build(0, common)
+    q, out = torch.randn(3, HEADS, 16).to(eight), torch.empty(3, HEADS, 16, dtype=torch.bfloat16)
+    impl.forward(layer, q, None, None, cache, metadata, out)
+    k, v = (x.transpose(0, 1).float().numpy() for x in cache.view(eight)[5].split(16, dim=-1))
+    want, _ = reference.attention(
+        q.float().numpy() * scales[0], k * scales[1], v * scales[2], sm_scale=0.2, causal=True
+    )
+    np.testing.assert_allclose(out.float(), want, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
