@@ -193,7 +193,7 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     is_fused = tiles.fused_merge and shape.is_fused
     capacity = capacity_of(launcher, lengths, shape, waves, not is_fused)
     shares = _shares(launcher, lengths, shape, capacity)
-    capacity, limits, num_blocks = _room(capacity, shares)
+    capacity, limits, num_blocks = _room(capacity, shares, shape)
     config = SHARED if share is not None else _config(lengths, sees_all, shares is not None)
     # Blocks that take their SMs before the plan is there were slower where each SM has several.
     is_one_wave = capacity.num_tiles <= capacity.items_per_wave
@@ -254,10 +254,17 @@ def _planner(device_index: int, config: jit.Config, num_requests: int) -> Launch
     return Launch(function, (1, 1, 1), THREADS, shared_bytes)
 
 
-def _room(capacity: PlanCapacity, shares: Shares | None) -> tuple[PlanCapacity, Limits, int]:
+def _room(
+    capacity: PlanCapacity, shares: Shares | None, shape: TileShape
+) -> tuple[PlanCapacity, Limits, int]:
     """The capacity of parts that are equal, the most that any list has, and how many blocks begin
     with its first items (0: all do)."""
     if shares is None:
+        # Parts of few tiles that cost as much as these fill one wave. More room would be blocks
+        # that find nothing to do, each of which takes an SM for a while.
+        free = capacity.items_per_wave - capacity.num_tiles
+        if shape.takes_cuts and free > 0:
+            capacity = capacity._replace(num_more=min(capacity.num_more, free))
         return capacity, capacity.limits(), 0
     # Items that follow others in their shares lie behind those of all blocks. Shares add no more
     # than a wave of parts; equal parts are as many as there are blocks.

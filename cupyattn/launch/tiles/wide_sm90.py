@@ -31,6 +31,7 @@ TILE_Q = 64
 _THREADS, _REGISTERS = 3 * 128, (40, 232)
 _REGISTERS_CONVERTED = 56, 224
 _THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
+_REGISTERS_OF_LISTS = 40, 216  # consumers of lists that hide keys, without scales
 # So many splits of a tile of so many rows of latent attention are merged by the last of its blocks,
 # and so many of few rows of other wide heads.
 FUSED_SPLITS, FUSED_SPLITS_OF_FEW = {16: 8, 32: 8, 64: 4}, 8
@@ -133,6 +134,8 @@ def config(
         registers = _REGISTERS_CONVERTED
     elif dtype_kv.is_fp8:
         threads, registers = _THREADS_GATHERED, _REGISTERS_GATHERED
+        if sparse and not key_scales:
+            registers = _REGISTERS_OF_LISTS
     # Queries become float16 beside e4m3 keys that have no scales of their own.
     scales_rows = dtype_kv.is_fp8 and not key_scales
     # Where values are not keys too, twice 64 keys do not fit.
