@@ -76,6 +76,9 @@ __device__ __forceinline__ uint32_t e4m3_high_pair_to_half_pair(uint32_t bytes) 
   return pair;
 }
 
+// To nearest, ties to even, saturated; a NaN becomes 0.
+__device__ __forceinline__ int float_to_int_rn(float x) { return __float2int_rn(x); }
+
 // Two floats become two fp8, saturated; the sign of a NaN is not specified. From sm_89 on.
 #if __CUDA_ARCH__ >= 890
 template <typename Fp8>

@@ -73,4 +73,11 @@ inline uint16_t cvt_rn_satfinite_fp8x2(float high, float low) {
   return static_cast<uint16_t>(emulator::encode(high, format) << 8 | emulator::encode(low, format));
 }
 
+inline int float_to_int_rn(float x) {
+  if (x != x) return 0;
+  if (x >= 0x1p31f) return 0x7fffffff;
+  if (x <= -0x1p31f) return static_cast<int>(0x80000000u);
+  return static_cast<int>(__builtin_rintf(x));
+}
+
 }  // namespace cupyattn::ptx

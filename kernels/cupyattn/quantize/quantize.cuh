@@ -1,0 +1,325 @@
+// Rows of queries, keys and values become rows of eight bits with scales, or rows of 16 bits, in
+// arrays or in the pages of a cache. A block takes some tokens of one head: it reads each element
+// once, holds what it read in registers until the scale is known, and writes it.
+#pragma once
+
+#include "cupyattn/quantize/rows.cuh"
+#include "cupyattn/quantize/scales.cuh"
+
+namespace cupyattn {
+
+// Tokens of one head that share what is done to them.
+struct TokenRun {
+  int64_t first;    // of the part's rows
+  int32_t count;    // 0: none
+  int32_t request;  // of all of them, -1: look for that of each
+  float* scale;     // where a scale that is found lies; nullptr: none is found
+  Slot slot;        // of the first one
+  int32_t before;   // tokens of its block of a page that lie ahead of it
+};
+
+template <typename Config>
+class Quantizer {
+  using DType = typename Config::DType;
+  static constexpr int kThreads = Config::kThreads, kLanes = Config::kLanes;
+  static constexpr int kPasses = Config::kPasses;
+  static constexpr int kRows = kThreads / kLanes;  // of one pass
+  static constexpr int kTile = kRows * kPasses;    // tokens of a block at a time
+  // The tokens that a block looks at, those of the last run, and the one ahead.
+  static constexpr int kMaxLooked = 2 * kTile + 1;
+
+ public:
+  struct Shared {
+    uint32_t amax[2][kThreads / kWarpSize];
+    int64_t block[Config::kFindsRuns ? kMaxLooked : 1];
+  };
+
+  __device__ __forceinline__ Quantizer(const QuantizeParams& params, Shared& shared)
+      : params_(params), shared_(shared), lanes_(params), row_(threadIdx.x / kLanes) {}
+
+  template <typename Target, bool kIsKey>
+  __device__ __forceinline__ void run(const QuantizedPart& part, int32_t index) {
+    const int32_t tile = index / part.num_heads;
+    head_ = index - tile * part.num_heads;
+    if constexpr (Config::kNorm && !is_same<Target, void>) {
+      if (part.weight != nullptr) {
+        lanes_.load_weights(static_cast<const typename Config::DTypeWeight*>(part.weight),
+                            part.head_dim, weight_);
+      }
+    }
+    if constexpr (Config::kFindsRuns) {
+      if (part.form == ScaleForm::kOfPageBlocks) return write_runs<Target, kIsKey>(part, tile);
+    }
+    const TokenRun run = part.form == ScaleForm::kOfBlocks ? block_of(part, tile)
+                                                           : rows_of(part, tile);
+    if (run.count > 0) write<Target, kIsKey>(part, run, 0);
+  }
+
+ private:
+  __device__ __forceinline__ static TokenRun rows_of(const QuantizedPart& part, int32_t tile) {
+    const int64_t first = static_cast<int64_t>(tile) * part.tile_rows;
+    const int64_t rest = part.num_rows - first;
+    const int32_t count = static_cast<int32_t>(min_of<int64_t>(rest, part.tile_rows));
+    return TokenRun{first, count, -1, nullptr, {-1, 0}, 0};
+  }
+
+  // The place of a request's first block: nothing tells but where its rows begin.
+  __device__ __forceinline__ static int64_t first_block(const QuantizedPart& part, int32_t request) {
+    return (part.offsets[request] >> part.block_bits) + request;
+  }
+
+  // Block `tile` of all requests. A place that is none has the scale 1.
+  __device__ __forceinline__ TokenRun block_of(const QuantizedPart& part, int32_t tile) const {
+    int64_t begin = 0, end = 0;
+    int32_t request = 0, block = 0;
+    if (part.offsets == nullptr) {
+      const int32_t blocks = part.num_tiles / part.batch_size;
+      request = tile / blocks;
+      block = tile - request * blocks;
+      begin = static_cast<int64_t>(request) * part.rows_per_request;
+      end = begin + part.rows_per_request;
+    } else {
+      int32_t low = 0, high = part.batch_size;
+      while (high - low > 1) {
+        const int32_t middle = (low + high) / 2;
+        (first_block(part, middle) <= tile ? low : high) = middle;
+      }
+      request = low;
+      block = tile - static_cast<int32_t>(first_block(part, request));
+      begin = part.offsets[request];
+      // Offsets that leave the rows, or fall, name none.
+      end = min_of<int64_t>(part.offsets[request + 1], part.num_rows);  // mutate: rows-past-the-end
+      if (begin < 0) end = begin;
+    }
+    float* scale = part.scales + tile * part.scale_stride_n + head_ * part.scale_stride_h;
+    const int64_t first = begin + (static_cast<int64_t>(block) << part.block_bits);
+    const int64_t rest = block < 0 ? 0 : end - first;
+    if (rest <= 0) {
+      if (threadIdx.x == 0) *scale = 1.0f;
+      return TokenRun{0, 0, 0, nullptr, {-1, 0}, 0};
+    }
+    const int32_t count = static_cast<int32_t>(min_of<int64_t>(rest, 1ll << part.block_bits));
+    return TokenRun{first, count, request, scale, {-1, 0}, 0};
+  }
+
+  // Runs of neighbouring tokens whose slots are of one block of a page: those that begin among this
+  // block's tokens. All threads look at the same blocks, so all find the same runs.
+  template <typename Target, bool kIsKey>
+  __device__ __forceinline__ void write_runs(const QuantizedPart& part, int32_t tile) {
+    const int64_t first = static_cast<int64_t>(tile) * part.tile_rows;
+    const int32_t looked = part.tile_rows + (1 << part.block_bits);
+    for (int32_t i = threadIdx.x; i < looked; i += kThreads) {
+      const int64_t token = first - 1 + i;
+      int64_t block = -1;
+      if (token >= 0 && token < part.num_rows) {
+        const Slot slot = slot_of(token);
+        if (slot.page >= 0) {
+          block = (slot.page * params_.table.page_size + slot.offset) >> part.block_bits;
+        }
+      }
+      shared_.block[i] = block;
+    }
+    ptx::block_sync();
+    int parity = 0;
+    for (int32_t i = 1; i <= part.tile_rows; ++i) {
+      const int64_t block = shared_.block[i];
+      if (block < 0 || block == shared_.block[i - 1]) continue;
+      int32_t end = i + 1;
+      while (end < looked && end - i < 1 << part.block_bits && shared_.block[end] == block) ++end;
+      const Slot slot = slot_of(first - 1 + i);
+      const int32_t before = slot.offset & ((1 << part.block_bits) - 1);
+      float* scale = part.scales + slot.page * part.scale_stride_n +
+                     (slot.offset >> part.block_bits) * part.scale_stride_block +
+                     head_ * part.scale_stride_h;
+      const TokenRun run = {first - 1 + i, end - i, -1, scale, slot, before};
+      write<Target, kIsKey>(part, run, parity);
+      parity ^= 1;
+    }
+  }
+
+  __device__ __forceinline__ Slot slot_of(int64_t token) const {
+    constexpr Slot kNone = {-1, 0};
+    if (params_.slots.data == nullptr) {
+      const int64_t position = params_.positions[token];
+      if (position < 0 || position > 0x7fffffff) return kNone;
+      return find_slot(params_.table, params_.batch_indices[token],
+                       static_cast<int32_t>(position));
+    }
+    const int64_t slot = params_.slots[token];
+    if (slot < 0) return kNone;
+    const int64_t page = divide(slot, params_.table.page_size);
+    if (page >= params_.table.num_pages) return kNone;  // mutate: slot-past-the-pages
+    return {page, static_cast<int32_t>(slot - page * params_.table.page_size)};
+  }
+
+  __device__ __forceinline__ int32_t request_of(const QuantizedPart& part, int64_t token) const {
+    int32_t request = 0;
+    if (params_.batch_indices != nullptr) {
+      request = params_.batch_indices[token];
+    } else if (part.offsets == nullptr) {
+      request = static_cast<int32_t>(divide(token, part.rows_per_request));
+    } else {
+      int32_t high = part.batch_size;
+      while (high - request > 1) {
+        const int32_t middle = (request + high) / 2;
+        (part.offsets[middle] <= token ? request : high) = middle;
+      }
+    }
+    return max_of(min_of(request, part.batch_size - 1), 0);
+  }
+
+  template <typename Target, bool kIsKey>
+  __device__ __forceinline__ void write(const QuantizedPart& part, const TokenRun& run,
+                                        int parity) {
+    using Format = Stored<Target>;
+    const bool finds = Format::kIsScaled && run.scale != nullptr;
+    const bool has_requests = part.mean != nullptr || part.form == ScaleForm::kGiven;
+    // Ask for all rows before the first is used.
+    Vector16 raw[kPasses];
+    const DType* source = static_cast<const DType*>(part.source) + head_ * part.source_stride_h;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int32_t row = pass * kRows + row_;
+      raw[pass] = lanes_.load(source + (run.first + row) * part.source_stride_n, part.head_dim,
+                              row < run.count);
+    }
+    float x[kPasses][kChunk], amax = 0.0f;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass * kRows >= run.count) break;
+      const int32_t row = pass * kRows + row_;
+      to_floats<DType>(raw[pass], x[pass]);
+      change<kIsKey>(part, run, run.first + min_of(row, run.count - 1), x[pass]);
+      if (finds && row < run.count) amax = raise_amax(amax, x[pass]);
+    }
+    float scale = part.scale;
+    if (finds) {
+      const float old = run.before > 0 ? *run.scale : 0.0f;
+      amax = block_max<kThreads>(amax, shared_.amax[parity]);
+      scale = new_scale<Target>(part, run, amax, old);
+      if (threadIdx.x == 0) *run.scale = scale;
+    }
+    float inverse = ptx::divide_rn(1.0f, scale);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int32_t row = pass * kRows + row_;
+      if (row >= run.count) break;
+      const int64_t token = run.first + row;
+      Slot place = {0, 0};
+      if (part.is_paged) {
+        place = slot_of(token);
+        if (place.page < 0) continue;
+      }
+      if (has_requests && part.form == ScaleForm::kGiven) {
+        const int32_t request = part.scale_stride_n == 0 ? 0 : request_of(part, token);
+        inverse = ptx::divide_rn(
+            1.0f, part.scales[request * part.scale_stride_n + head_ * part.scale_stride_h]);
+      }
+      const int64_t at = part.is_paged ? place.page * part.target_stride_page +
+                                             place.offset * part.target_stride_n
+                                       : token * part.target_stride_n;
+      store<Target>(part, at + head_ * part.target_stride_h, Format::pack(x[pass], inverse));
+    }
+  }
+
+  // What is done to a row before it is stored.
+  template <bool kIsKey>
+  __device__ __forceinline__ void change(const QuantizedPart& part, const TokenRun& run,
+                                         int64_t token, float (&x)[kChunk]) const {
+    if constexpr (!kIsKey) return;
+    if constexpr (Config::kNorm) {
+      if (part.weight != nullptr) lanes_.normalise(x, weight_, part.head_dim);
+    }
+    if constexpr (Config::kRotary != Rotary::kNone) lanes_.rotate(x, params_.positions[token]);
+    if constexpr (Config::kHadamard) lanes_.transform(x, part.head_dim);
+    if constexpr (Config::kMean) {
+      if (part.mean != nullptr) {
+        const int32_t request = run.request < 0 ? request_of(part, token) : run.request;
+        const float* mean = part.mean + request * part.mean_stride_n + head_ * part.head_dim;
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+          const int column = lanes_.column + e;
+          if (column < part.head_dim) x[e] -= mean[column];
+        }
+      }
+    }
+  }
+
+  // The scale of a block that has tokens already grows by a power of two, which their values are
+  // divided by.
+  template <typename Target>
+  __device__ __forceinline__ float new_scale(const QuantizedPart& part, const TokenRun& run,
+                                             float amax, float old) const {
+    const float needed = scale_for(amax, Stored<Target>::kLargest);
+    if constexpr (!Config::kFindsRuns || !Stored<Target>::kIsScaled) {
+      return needed;
+    } else {
+      // Slots that were never written have no scale.
+      if (!(old > 0.0f && old < ptx::infinity())) return needed;
+      if (amax == 0.0f || needed <= old) return old;
+      const float factor = growth(old, needed);
+      using Format = Stored<Target>;
+      const int64_t first = run.slot.page * part.target_stride_page +
+                            (run.slot.offset - run.before) * part.target_stride_n +
+                            head_ * part.target_stride_h;
+      for (int32_t row = row_; row < run.before; row += kRows) {
+        const int64_t at = first + row * part.target_stride_n;
+        typename Format::Packed packed;
+        if (!load_stored<Target>(part, at, packed)) continue;
+        float x[kChunk];
+        Format::unpack(packed, x);
+        store<Target>(part, at, Format::pack(x, ptx::divide_rn(1.0f, factor)));
+      }
+      return old * factor;
+    }
+  }
+
+  template <typename Target>
+  __device__ __forceinline__ bool load_stored(const QuantizedPart& part, int64_t at,
+                                              typename Stored<Target>::Packed& packed) const {
+    if (lanes_.column >= part.head_dim) return false;
+    const Target* place = static_cast<const Target*>(part.target) + at + lanes_.column;
+    if constexpr (Config::kAligned) {
+      packed = *reinterpret_cast<const typename Stored<Target>::Packed*>(place);
+    } else {
+      const uint8_t* bytes = reinterpret_cast<const uint8_t*>(place);
+      packed = {};
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        const uint32_t byte = lanes_.column + e < part.head_dim ? bytes[e] : 0u;
+        packed.word[e / 4] |= byte << (e % 4 * 8);
+      }
+    }
+    return true;
+  }
+
+  template <typename Target>
+  __device__ __forceinline__ void store(const QuantizedPart& part, int64_t at,
+                                        const typename Stored<Target>::Packed& packed) const {
+    if (lanes_.column >= part.head_dim) return;
+    Target* place = static_cast<Target*>(part.target) + at + lanes_.column;
+    if constexpr (Config::kAligned) {
+      *reinterpret_cast<typename Stored<Target>::Packed*>(place) = packed;
+    } else {
+      constexpr int kPerWord = 4 / static_cast<int>(sizeof(Target));
+      using Bits = conditional<sizeof(Target) == 1, uint8_t, uint16_t>;
+      Bits* bits = reinterpret_cast<Bits*>(place);
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        if (lanes_.column + e < part.head_dim) {
+          bits[e] = static_cast<Bits>(packed.word[e / kPerWord] >>
+                                      (e % kPerWord * 8 * static_cast<int>(sizeof(Target))));
+        }
+      }
+    }
+  }
+
+  const QuantizeParams& params_;
+  Shared& shared_;
+  RowLanes<Config> lanes_;
+  int row_;  // of a pass
+  int32_t head_ = 0;
+  float weight_[Config::kNorm ? kChunk : 1];
+};
+
+}  // namespace cupyattn
