@@ -31,6 +31,8 @@ Latent attention (MLA), planned and with lengths on the GPU; flash_mla has Flash
 Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
+Eight bits, and what comes between a layer's projections and its attention:
+    quantize_qkv, rope_and_cache
 Keys that several GPUs share:
     get_share_seq_lens, get_share_slots, get_share_lists
 Why a kernel runs:
@@ -98,6 +100,9 @@ _EXPORTS = {
     "get_share_lists": "shares",
     "get_share_seq_lens": "shares",
     "get_share_slots": "shares",
+    "QuantizedQKV": "quantize",
+    "quantize_qkv": "quantize",
+    "rope_and_cache": "quantize_pages",
     "packbits": "quantization",
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",

@@ -98,7 +98,7 @@ def view_paged(
             )
         names = name, f"{name}[:, 1]"
         k, v = select_kv(both, 0), select_kv(both, 1)
-    k, v = _with_slots(k, kv_layout), _with_slots(v, kv_layout)
+    k, v = with_slots(k, kv_layout), with_slots(v, kv_layout)
     return match_pages(k, v, kv_layout, dims, names)
 
 
@@ -186,7 +186,7 @@ def select_kv(both: ArrayView, index: int) -> ArrayView:
     return array.as_strided(both, shape, strides, index * both.strides[1])
 
 
-def _with_slots(v: ArrayView, kv_layout: str) -> ArrayView:
+def with_slots(v: ArrayView, kv_layout: str) -> ArrayView:
     """[num_pages, num_kv_heads, head_dim] as pages of one token."""
     if len(v.shape) != 3:
         return v

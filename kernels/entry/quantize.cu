@@ -11,7 +11,7 @@ struct Config {
   using DTypeK = e4m3_t;
   using DTypeV = e4m3_t;
   static constexpr bool kAligned = true, kNorm = false, kHadamard = false, kMean = false;
-  static constexpr bool kFindsRuns = false;
+  static constexpr bool kFindsRuns = false, kCopies = false;
   static constexpr int kRope = 0, kThreads = 256, kLanes = 16, kPasses = 4;
 };
 #endif

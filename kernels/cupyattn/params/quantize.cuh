@@ -18,6 +18,7 @@ enum class ScaleForm : int32_t {
 struct QuantizedPart {
   const void* source;      // [num_rows, num_heads, head_dim] of Config::DType
   void* target;            // rows like those, or pages
+  void* copy;              // rows like those of the source, rotated; may be nullptr
   float* scales;           // [requests, heads], [blocks, heads] or [pages, blocks, heads]
   const float* mean;       // [requests, num_heads, head_dim] to be subtracted; may be nullptr
   const void* weight;      // [head_dim] of an RMS norm, of Config::DTypeWeight; may be nullptr
@@ -28,6 +29,8 @@ struct QuantizedPart {
   int64_t target_stride_page;
   int64_t target_stride_n;
   int64_t target_stride_h;
+  int64_t copy_stride_n;
+  int64_t copy_stride_h;
   int64_t scale_stride_n;  // of a request, a row of blocks or a page
   int64_t scale_stride_block;
   int64_t scale_stride_h;
@@ -63,7 +66,7 @@ struct QuantizeParams {
   uint32_t rope_step[kMaxRopePairs];  // turns per position / 2^32, where there is no table
 };
 
-static_assert(sizeof(QuantizedPart) == 168 && sizeof(QuantizeParams) == 1144,
+static_assert(sizeof(QuantizedPart) == 192 && sizeof(QuantizeParams) == 1216,
               "the structs and their mirrors in launch/ops/quantize.py must agree");
 
 }  // namespace cupyattn

@@ -41,7 +41,7 @@ class Quantizer {
   __device__ __forceinline__ void run(const QuantizedPart& part, int32_t index) {
     const int32_t tile = index / part.num_heads;
     head_ = index - tile * part.num_heads;
-    if constexpr (Config::kNorm && !is_same<Target, void>) {
+    if constexpr (Config::kNorm && kIsKey) {
       if (part.weight != nullptr) {
         lanes_.load_weights(static_cast<const typename Config::DTypeWeight*>(part.weight),
                             part.head_dim, weight_);
@@ -153,6 +153,7 @@ class Quantizer {
   }
 
   __device__ __forceinline__ int32_t request_of(const QuantizedPart& part, int64_t token) const {
+    if (part.batch_size == 1) return 0;
     int32_t request = 0;
     if (params_.batch_indices != nullptr) {
       request = params_.batch_indices[token];
@@ -205,6 +206,12 @@ class Quantizer {
       const int32_t row = pass * kRows + row_;
       if (row >= run.count) break;
       const int64_t token = run.first + row;
+      if constexpr (Config::kCopies) {
+        if (part.copy != nullptr) {
+          store<DType>(part.copy, token * part.copy_stride_n + head_ * part.copy_stride_h,
+                       part.head_dim, Stored<DType>::pack(x[pass], 1.0f));
+        }
+      }
       Slot place = {0, 0};
       if (part.is_paged) {
         place = slot_of(token);
@@ -218,7 +225,8 @@ class Quantizer {
       const int64_t at = part.is_paged ? place.page * part.target_stride_page +
                                              place.offset * part.target_stride_n
                                        : token * part.target_stride_n;
-      store<Target>(part, at + head_ * part.target_stride_h, Format::pack(x[pass], inverse));
+      store<Target>(part.target, at + head_ * part.target_stride_h, part.head_dim,
+                    Format::pack(x[pass], inverse));
     }
   }
 
@@ -268,7 +276,8 @@ class Quantizer {
         if (!load_stored<Target>(part, at, packed)) continue;
         float x[kChunk];
         Format::unpack(packed, x);
-        store<Target>(part, at, Format::pack(x, ptx::divide_rn(1.0f, factor)));
+        store<Target>(part.target, at, part.head_dim,
+                      Format::pack(x, ptx::divide_rn(1.0f, factor)));
       }
       return old * factor;
     }
@@ -294,10 +303,10 @@ class Quantizer {
   }
 
   template <typename Target>
-  __device__ __forceinline__ void store(const QuantizedPart& part, int64_t at,
+  __device__ __forceinline__ void store(void* target, int64_t at, int32_t head_dim,
                                         const typename Stored<Target>::Packed& packed) const {
-    if (lanes_.column >= part.head_dim) return;
-    Target* place = static_cast<Target*>(part.target) + at + lanes_.column;
+    if (lanes_.column >= head_dim) return;
+    Target* place = static_cast<Target*>(target) + at + lanes_.column;
     if constexpr (Config::kAligned) {
       *reinterpret_cast<typename Stored<Target>::Packed*>(place) = packed;
     } else {
@@ -306,7 +315,7 @@ class Quantizer {
       Bits* bits = reinterpret_cast<Bits*>(place);
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) {
-        if (lanes_.column + e < part.head_dim) {
+        if (lanes_.column + e < head_dim) {
           bits[e] = static_cast<Bits>(packed.word[e / kPerWord] >>
                                       (e % kPerWord * 8 * static_cast<int>(sizeof(Target))));
         }

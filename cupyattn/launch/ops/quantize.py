@@ -1,0 +1,278 @@
+"""Launches the quantize kernel: rows of q, k and v to eight bits, into arrays or pages."""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ... import jit
+from ...array import ArrayView
+from ...core import dtypes
+from ...core.device import device_props
+from ...core.dtypes import DType
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
+
+# kernels/cupyattn/params/quantize.cuh
+PART = struct.Struct("<7Q 12q 8i f i")
+SHARED = struct.Struct(f"<Q q Q 2Q 2q 2i Q q Q 2q 2i 3f 4x {4 * params.MAX_ROPE_PAIRS}s")
+MAX_HEAD_DIM = 256
+BLOCK_SIZES = (64, 128)
+_CHUNK = 8  # elements of a lane
+_THREADS = 256
+# As many blocks as keep an SM's memory busy while they wait: fewer tokens a block below it.
+_MANY_BLOCKS = 1024
+_NOTHING = bytes(PART.size)
+
+
+class ScaleForm(enum.IntEnum):
+    """ScaleForm of kernels/cupyattn/params/quantize.cuh."""
+
+    NUMBER, GIVEN, OF_BLOCKS, OF_PAGE_BLOCKS = range(4)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The queries, the keys or the values of a call.
+
+    source          [n, heads, head_dim]; dtype: what is stored
+    target          rows like those, or pages; its strides of a page, a slot or row, and a head
+    copy            rows like those, of source's dtype: what is stored before it is scaled
+    form            where scales are from; scales and their strides of a request, a row of blocks or
+                    a page, of a block of a page, and of a head; scale: one number
+    mean            float32 [requests, heads, head_dim], contiguous, to be subtracted
+    weight          [head_dim] of an RMS norm
+    offsets         int32 [batch_size + 1] rows of requests, or None where each has
+                    rows_per_request
+    """
+
+    source: ArrayView
+    dtype: DType
+    target: ArrayView
+    target_strides: tuple[int, int, int]
+    is_paged: bool = False
+    copy: ArrayView | None = None
+    form: ScaleForm = ScaleForm.NUMBER
+    scale: float = 1.0
+    scales: ArrayView | None = None
+    scale_strides: tuple[int, int, int] = (0, 0, 0)
+    block_size: int = 64
+    mean: ArrayView | None = None
+    weight: ArrayView | None = None
+    offsets: ArrayView | None = None
+    batch_size: int = 1
+    rows_per_request: int = 0
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether a lane may load and store its eight elements at once."""
+        head_dim = self.source.shape[2]
+        of_source = self.source.ptr, *(s * 2 for s in self.source.strides[:2])
+        size = _CHUNK * self.dtype.itemsize
+        of_target = self.target.ptr, *(s * self.dtype.itemsize for s in self.target_strides)
+        copy = self.copy
+        of_copy = () if copy is None else (copy.ptr, *(s * 2 for s in copy.strides[:2]))
+        return (
+            head_dim % _CHUNK == 0
+            and all(x % 16 == 0 for x in (*of_source, *of_copy))
+            and all(x % size == 0 for x in of_target)
+        )
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the parts of a call have in common; addresses come from the arrays.
+
+    slots     [n] page * page_size + offset; else batch_indices, kv_indices and kv_indptr say where
+    cos_sin   [num_positions, rotary_dim], or rope_steps where there is no table
+    """
+
+    slots: ArrayView | None = None
+    batch_indices: ArrayView | None = None
+    kv_indices: ArrayView | None = None
+    kv_indptr: ArrayView | None = None
+    num_pages: int = 0
+    page_size: int = 1
+    positions: ArrayView | None = None
+    cos_sin: ArrayView | None = None
+    rotary_dim: int = 0
+    rope_steps: bytes = b""
+    is_interleaved: bool = False
+    epsilon: float = 0.0
+    weight_bias: float = 0.0
+    uses_hadamard: bool = False
+
+    def pack(self, head_dim: int) -> bytes:
+        def at(v: ArrayView | None) -> int:
+            return 0 if v is None else v.ptr
+
+        def is_wide(v: ArrayView | None) -> int:
+            return int(v is not None and v.dtype is dtypes.int64)
+
+        table = self.cos_sin
+        return SHARED.pack(
+            at(self.slots),
+            is_wide(self.slots),
+            at(self.batch_indices),
+            at(self.kv_indices),
+            at(self.kv_indptr),
+            0 if self.kv_indices is None else self.kv_indices.shape[0],
+            self.num_pages,
+            0 if self.kv_indptr is None else self.kv_indptr.shape[0] - 1,
+            self.page_size,
+            at(self.positions),
+            is_wide(self.positions),
+            at(table),
+            0 if table is None else table.strides[0],
+            0 if table is None else table.shape[0],
+            self.rotary_dim,
+            self.is_interleaved,
+            self.epsilon,
+            self.weight_bias,
+            1.0 / math.sqrt(head_dim) if head_dim else 0.0,
+            self.rope_steps,
+        )
+
+
+@lru_cache(maxsize=1024)
+def config(
+    dtype: DType,
+    targets: tuple[DType, DType, DType],
+    *,
+    is_aligned: bool,
+    tile: tuple[int, int, int],
+    dtype_weight: DType | None = None,
+    dtype_table: DType | None = None,
+    has_steps: bool = False,
+    hadamard: bool = False,
+    has_mean: bool = False,
+    finds_runs: bool = False,
+    copies: bool = False,
+) -> jit.Config:
+    """The kernel's Config; tile: threads, lanes of a row, passes. dtype_weight None: no norm."""
+    threads, lanes, passes = tile
+    values: dict[str, jit.Constant] = {
+        "DType": dtype,
+        "DTypeWeight": dtype_weight or dtype,
+        "DTypeTable": dtype_table or dtypes.float32,
+        "DTypeQ": targets[0],
+        "DTypeK": targets[1],
+        "DTypeV": targets[2],
+        "kAligned": is_aligned,
+        "kNorm": dtype_weight is not None,
+        "kHadamard": hadamard,
+        "kMean": has_mean,
+        "kFindsRuns": finds_runs,
+        "kCopies": copies,
+        "kRope": 1 if dtype_table is not None else 2 if has_steps else 0,
+        "kThreads": threads,
+        "kLanes": lanes,
+        "kPasses": passes,
+    }
+    return jit.Config(values)
+
+
+def lanes_of(head_dim: int) -> int:
+    """The lanes of a row, eight elements each."""
+    return max(8, 1 << max(-(-head_dim // _CHUNK) - 1, 0).bit_length())
+
+
+def choose_tile(lanes: int, block_size: int, num_rows: int) -> tuple[int, int, int]:
+    """(threads, lanes, passes) for blocks of so many tokens whose scale is found, 0 for none, and
+    rows of all heads."""
+    if block_size:
+        passes = block_size * lanes // _THREADS
+        return (_THREADS, lanes, passes) if passes <= 8 else (2 * _THREADS, lanes, passes // 2)
+    rows = _THREADS // lanes
+    return _THREADS, lanes, 4 if num_rows >= _MANY_BLOCKS * 4 * rows else 1
+
+
+def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
+    """Write what becomes of q, k and v; None for one that there is not."""
+    present = [part for part in parts if part is not None and 0 not in part.source.shape]
+    if not present:
+        return
+    first = present[0]
+    device = first.source.device.index
+    lanes = lanes_of(max(part.source.shape[2] for part in present))
+    found = [x.block_size for x in present if x.form >= ScaleForm.OF_BLOCKS]
+    num_rows = sum(part.source.shape[0] * part.source.shape[1] for part in present)
+    tile = choose_tile(lanes, max(found, default=0), num_rows)
+    weights = [part.weight.dtype for part in present if part.weight is not None]
+    filled = [part or first for part in parts]
+    chosen = config(
+        first.source.dtype,
+        (filled[0].dtype, filled[1].dtype, filled[2].dtype),
+        is_aligned=all(part.is_aligned for part in present),
+        tile=tile,
+        dtype_weight=weights[0] if weights else None,
+        dtype_table=None if shared.cos_sin is None else shared.cos_sin.dtype,
+        has_steps=bool(shared.rope_steps),
+        hadamard=shared.uses_hadamard,
+        has_mean=any(part.mean is not None for part in present),
+        finds_runs=any(part.form is ScaleForm.OF_PAGE_BLOCKS for part in present),
+        copies=any(part.copy is not None for part in present),
+    )
+    packed, blocks = [], 0
+    for part in parts:
+        if part is None or 0 in part.source.shape:
+            packed.append(_NOTHING)
+            continue
+        tiles, rows = _tiles_of(part, tile)
+        packed.append(_pack(part, tiles, rows))
+        blocks += tiles * part.source.shape[1]
+    kernel = jit.load("quantize", chosen, device, device_props(device).arch)
+    arguments = params.this_thread.launch_buffer
+    head_dim = max((part.source.shape[2] for part in parts[:2] if part is not None), default=0)
+    arguments.write(b"".join(packed) + shared.pack(head_dim))
+    enqueue(Launch(kernel.function, (blocks, 1, 1), tile[0], 0), arguments, device, stream)
+
+
+def _tiles_of(part: Part, tile: tuple[int, int, int]) -> tuple[int, int]:
+    """(blocks of the grid for a head, tokens that each of them looks at)."""
+    n, heads = part.source.shape[:2]
+    if part.form is ScaleForm.OF_BLOCKS:
+        if part.offsets is None:
+            blocks = -(-part.rows_per_request // part.block_size)
+            return part.batch_size * blocks, part.block_size
+        return -(-n // part.block_size) + part.batch_size, part.block_size
+    if part.form is ScaleForm.OF_PAGE_BLOCKS:
+        # Few tokens may all be of blocks of their own, which a block would write one by one.
+        at_least = -(-n * heads // (4 * _MANY_BLOCKS))
+        rows = min(1 << max(at_least - 1, 0).bit_length(), part.block_size)
+        return -(-n // rows), rows
+    threads, lanes, passes = tile
+    rows = threads // lanes
+    if n * heads >= _MANY_BLOCKS * rows:
+        rows *= passes
+    return -(-n // rows), rows
+
+
+def _pack(part: Part, num_tiles: int, tile_rows: int) -> bytes:
+    source, copy = part.source, part.copy
+    arrays = (part.target, copy, part.scales, part.mean, part.weight, part.offsets)
+    n, heads, head_dim = source.shape
+    return PART.pack(
+        source.ptr,
+        *(0 if v is None else v.ptr for v in arrays),
+        n,
+        *source.strides[:2],
+        *part.target_strides,
+        *((0, 0) if copy is None else copy.strides[:2]),
+        *part.scale_strides,
+        0 if part.mean is None or part.mean.shape[0] == 1 else heads * head_dim,
+        heads,
+        head_dim,
+        num_tiles,
+        tile_rows,
+        part.batch_size,
+        part.rows_per_request,
+        part.block_size.bit_length() - 1,
+        part.is_paged,
+        part.scale,
+        part.form,
+    )

@@ -1,0 +1,366 @@
+"""Queries, keys and values in eight bits, with their scales."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import array
+from .array import ArrayView
+from .array.match import Dims, is_contiguous, match, match_array, require_dtype
+from .core import dtypes, parse
+from .core.dtypes import DType
+from .core.names import refuse_names
+from .core.tracing import untraced
+from .engine.views import merge_leading
+from .engine.workspace import int32_on_device
+from .errors import ArgumentError, UnsupportedError
+from .launch.ops import quantize as launcher
+from .launch.ops.quantize import BLOCK_SIZES, MAX_HEAD_DIM, Part, ScaleForm, Shared
+from .page import view_index
+from .reference import quantize as in_numpy
+from .typing import Array, Scale
+
+__all__ = ["QuantizedQKV", "quantize_qkv"]
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
+
+SOURCE_DTYPES = (dtypes.float16, dtypes.bfloat16)
+Q_DTYPES = (dtypes.float8_e4m3fn, dtypes.int8)
+
+
+class QuantizedQKV(NamedTuple):
+    """What `quantize_qkv` returns; None for what there is not. real = stored * scale.
+
+    q, k, v    in eight bits, of the shapes given
+    scale_q, scale_k, scale_v   numbers or arrays as they were given
+    q_block_scales, k_block_scales, v_block_scales   float32: the scale of each block of tokens and
+               head. Ragged [ceil(n / block_size) + requests, heads]: block b of a request whose
+               rows begin at `start` is row start // block_size + request + b, and rows of no block
+               are 1. Dense [batch, ceil(tokens / block_size), heads]
+    k_mean     float32 [requests, kv heads, head_dim], what was subtracted from k
+    """
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    scale_q: Any = None
+    scale_k: Any = None
+    scale_v: Any = None
+    q_block_scales: Any = None
+    k_block_scales: Any = None
+    v_block_scales: Any = None
+    k_mean: Any = None
+
+
+@untraced
+def quantize_qkv(
+    q: Array | None = None,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
+    qo_indptr: Array | None = None,
+    kv_indptr: Array | None = None,
+    dtype: Any = "float8_e4m3fn",
+    block_size: int = 64,
+    scale_q: Scale = None,
+    scale_k: Scale = None,
+    scale_v: Scale = None,
+    k_mean: Array | None = None,
+    hadamard: bool = False,
+) -> QuantizedQKV:
+    """Queries, keys and values of 16 bits to eight bits with their scales, in one launch.
+
+    q, k, v      float16 or bfloat16 [n, heads, head_dim], ragged, or [batch, tokens, heads,
+                 head_dim], any of them or all; head dims to 256, a contiguous last dimension
+    qo_indptr, kv_indptr   int32 or int64 [requests + 1] rows of q, and of k and v, where they are
+                 ragged (default: one request). On a GPU their values are not known to the host:
+                 rows of offsets that fall, or leave the array, are not written
+    dtype        of q and k: "float8_e4m3fn" or "int8"; v is float8_e4m3fn
+    block_size   64 or 128 tokens of a request share a scale, for each head, where no scale is given
+    scale_q, scale_k, scale_v   scales that are given: numbers above 0, or float32 arrays [heads] or
+                 [requests, heads]
+    k_mean       float32 [requests, kv heads, head_dim], subtracted from k (where `hadamard` rotates
+                 keys, the mean of rotated ones). Logits of a row change by a constant, which
+                 attention does not see but in its LSE
+    hadamard     rotate q and k by a Hadamard matrix over sqrt(head_dim), which spreads outliers
+                 over a head and leaves their products; head dims that are powers of two
+
+    Stored is x times 1 / scale, rounded to nearest, ties to even; beyond the largest value it is
+    that value. A scale that is found is the largest finite magnitude of its block over 448 (int8:
+    127), 1 for zeros. A NaN stays one, but is 0 in int8.
+
+    Returns a QuantizedQKV, whose fields are named as the arguments of attention. Raises
+    ArgumentError for other shapes, dtypes and devices. Source: SageAttention (arXiv 2410.02367) and
+    FlashAttention-3 (arXiv 2407.08608).
+
+    Example:
+
+        x = cupyattn.quantize_qkv(q, k, v, hadamard=True)
+        x.q, x.q_block_scales
+    """
+    q_dtype = dtypes.parse(dtype)
+    if q_dtype not in Q_DTYPES:
+        raise ArgumentError(f"dtype: got {q_dtype}; wanted float8_e4m3fn or int8")
+    if block_size not in BLOCK_SIZES:
+        raise ArgumentError(f"block_size: got {parse.shown(block_size)}; wanted 64 or 128")
+    hadamard = parse.flag(hadamard, "hadamard")
+    # --- 1. Validate ---
+    given = {
+        "q": (q, qo_indptr, scale_q),
+        "k": (k, kv_indptr, scale_k),
+        "v": (v, kv_indptr, scale_v),
+    }
+    rows = {
+        name: _Rows.of(x, indptr, scale, name)
+        for name, (x, indptr, scale) in given.items()
+        if x is not None
+    }
+    if not rows:
+        raise ArgumentError("q, k, v: all are None; wanted one at least")
+    for name, (x, _, scale) in given.items():
+        if x is None and scale is not None:
+            raise ArgumentError(f"scale_{name}: given without {name}")
+    if k_mean is not None:
+        if "k" not in rows:
+            raise ArgumentError("k_mean: given without k")
+        rows["k"] = rows["k"].smoothed(k_mean)
+    require_alike({name: x.view for name, x in rows.items()})
+    if hadamard:
+        for name in {"q", "k"} & {*rows}:
+            require_power_of_two(rows[name].view, name)
+    used = {f"{name}.{field}": v for name, x in rows.items() for field, v in x.arrays().items()}
+    device = array.same_device(**used)
+    like = next(iter(rows.values())).given
+    # --- 2. Make what is returned ---
+    made: dict[str, Any] = {}
+    parts: list[Part | None] = []
+    for name in "qkv":
+        x = rows.get(name)
+        parts.append(None)
+        if x is None:
+            continue
+        stored = dtypes.float8_e4m3fn if name == "v" else q_dtype
+        made[name] = empty_rows(tuple(x.given.shape), stored, like)
+        found = None
+        if x.finds:
+            scales = array.empty(x.scales_shape(block_size), dtypes.float32, like)
+            made[f"{name}_block_scales"] = scales
+            found = array.view(scales, "block scales")
+        parts[-1] = x.part(array.view(made[name], name), found, block_size)
+    # --- 3. On the CPU, or one launch on the caller's stream ---
+    if device.kind == "cpu":
+        for name, part in zip("qkv", parts, strict=True):
+            if part is not None:
+                _quantize_on_cpu(part, hadamard and name != "v")
+    else:
+        array.acquire(like, *used.values())
+        launcher.launch(parts, Shared(uses_hadamard=hadamard), array.current_stream(like))
+        array.release(like, *used.values())
+    delivered = {name: array.deliver(x, like) for name, x in made.items()}
+    return QuantizedQKV(
+        **delivered, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, k_mean=k_mean
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Queries, keys or values as they were given, and as rows [n, heads, head_dim].
+
+    number, scales  a scale that is given, [heads] or [requests, heads]
+    """
+
+    name: str
+    given: ArrayView
+    view: ArrayView
+    offsets: ArrayView | None
+    batch_size: int
+    rows_per_request: int
+    number: float | None
+    scales: ArrayView | None
+    mean: ArrayView | None = None
+
+    @classmethod
+    def of(cls, x: Any, indptr: Any, scale: Any, name: str) -> _Rows:
+        given = array.view(x, name)
+        is_dense = len(given.shape) == 4
+        match_array(given, "b n h d" if is_dense else "n h d", SOURCE_DTYPES, name)
+        offsets, batch, per_request = None, 1, given.shape[0]
+        if is_dense:
+            batch, per_request = given.shape[:2]
+        if indptr is not None:
+            offsets_name = "qo_indptr" if name == "q" else "kv_indptr"
+            if is_dense:
+                raise ArgumentError(f"{offsets_name}: given with {name} of 4 dimensions; wanted 3")
+            offsets = view_index(indptr, "num_offsets", Dims(), offsets_name)
+            batch, per_request = offsets.shape[0] - 1, 0
+            if batch < 1:
+                raise ArgumentError(f"{offsets_name}: has no requests; wanted [requests + 1]")
+            if offsets.device.kind != "cpu":
+                offsets = int32_on_device(offsets, offsets_name)
+            else:
+                _require_offsets(array.as_numpy(offsets), given.shape[0], offsets_name)
+        require_head_dim(given.shape[-1], name)
+        rows = merge_leading(given, name, 2) if is_dense else given
+        heads = rows.shape[1]
+        number, scales = given_scale(scale, f"scale_{name}", (heads,), (batch, heads))
+        return cls(name, given, rows, offsets, batch, per_request, number, scales)
+
+    def smoothed(self, mean: Any) -> _Rows:
+        view = array.view(mean, f"{self.name}_mean")
+        match(view, f"{self.batch_size} {self.view.shape[1]} {self.view.shape[2]}", {}, "k_mean")
+        return replace(self, mean=contiguous_float32(view, "k_mean"))
+
+    def arrays(self) -> dict[str, ArrayView]:
+        named = {"rows": self.given, "indptr": self.offsets, "scale": self.scales}
+        return {name: v for name, v in (named | {"mean": self.mean}).items() if v is not None}
+
+    @property
+    def finds(self) -> bool:
+        """Whether scales of blocks are found."""
+        return self.number is None and self.scales is None
+
+    def scales_shape(self, block_size: int) -> tuple[int, ...]:
+        n, heads = self.view.shape[:2]
+        if len(self.given.shape) == 4:
+            return self.batch_size, -(-self.rows_per_request // block_size), heads
+        return -(-n // block_size) + self.batch_size, heads
+
+    def part(self, out: ArrayView, found: ArrayView | None, block_size: int) -> Part:
+        rows = merge_leading(out, self.name, 2)
+        form, scales, strides = ScaleForm.NUMBER, self.scales, (0, 0, 0)
+        if found is not None:
+            form, scales = ScaleForm.OF_BLOCKS, merge_leading(found, self.name, 1)
+            strides = scales.strides[0], 0, scales.strides[1]
+        elif scales is not None:
+            form, strides = ScaleForm.GIVEN, given_strides(scales)
+        return Part(
+            self.view,
+            out.dtype,
+            rows,
+            (0, *rows.strides[:2]),
+            form=form,
+            scale=1.0 if self.number is None else self.number,
+            scales=scales,
+            scale_strides=strides,
+            block_size=block_size,
+            mean=self.mean,
+            offsets=self.offsets,
+            batch_size=self.batch_size,
+            # One request of ragged rows has the scales of ragged ones.
+            rows_per_request=self.rows_per_request,
+        )
+
+
+def _quantize_on_cpu(part: Part, hadamard: bool) -> None:
+    x = array.as_numpy(part.source).astype(np.float32)
+    out = array.as_numpy(part.target)
+    lengths = _lengths_of(part)
+    requests = np.repeat(np.arange(lengths.size), lengths)
+    n = requests.size
+    x, out = x[:n], out[:n]  # rows of no request stay as they are
+    if hadamard:
+        x = in_numpy.hadamard(x)
+    if part.mean is not None:
+        x = x - array.as_numpy(part.mean)[requests]
+    if part.form is ScaleForm.OF_BLOCKS:
+        assert part.scales is not None
+        scales = array.as_numpy(part.scales)
+        if part.offsets is not None or part.batch_size == 1:
+            in_numpy.quantize_blocks(x, out, scales, lengths, part.block_size)
+            return
+        per_request = scales.shape[0] // part.batch_size
+        for r in range(part.batch_size):
+            rows = slice(r * part.rows_per_request, (r + 1) * part.rows_per_request)
+            own = scales[r * per_request : (r + 1) * per_request]
+            in_numpy.quantize_blocks(x[rows], out[rows], own, lengths[:1], part.block_size)
+        return
+    out[...] = in_numpy.stored(x, _scales_of_rows(part, requests), out.dtype)
+
+
+def _lengths_of(part: Part) -> np.ndarray:
+    if part.offsets is None:
+        return np.full(part.batch_size, part.rows_per_request)
+    return np.diff(array.as_numpy(part.offsets).astype(np.int64))
+
+
+def _scales_of_rows(part: Part, requests: np.ndarray) -> Any:
+    """What broadcasts with rows [n, heads, head_dim]."""
+    if part.scales is None:
+        return np.float32(part.scale)
+    scales = array.as_numpy(part.scales)
+    of_rows = scales[requests] if scales.ndim == 2 else np.broadcast_to(scales, (1, scales.size))
+    return of_rows[..., None]
+
+
+def given_scale(
+    scale: Any, name: str, *shapes: tuple[int, ...]
+) -> tuple[float | None, ArrayView | None]:
+    """A scale that is given, as a number or as an array of one of these shapes."""
+    if scale is None:
+        return None, None
+    if not hasattr(scale, "shape") or isinstance(scale, np.generic):
+        number = float(np.float32(parse.positive(scale, name, 1.0)))
+        if number == 0.0:
+            raise ArgumentError(f"{name}: got {scale!r}, which is 0 in float32; wanted more")
+        return number, None
+    v = array.view(scale, name)
+    require_dtype(v, dtypes.float32, name)
+    if math.prod(v.shape) == 1:
+        return None, array.as_strided(v, shapes[0], (0,))
+    if tuple(v.shape) not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted a number, or {wanted}")
+    return None, v
+
+
+def given_strides(scales: ArrayView) -> tuple[int, int, int]:
+    request = scales.strides[0] if len(scales.shape) == 2 else 0
+    return request, 0, scales.strides[-1]
+
+
+def _require_offsets(offsets: np.ndarray, num_rows: int, name: str) -> None:
+    if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > num_rows:
+        raise ArgumentError(f"{name}: wanted offsets from 0 that never fall, up to {num_rows}")
+
+
+def require_alike(views: dict[str, ArrayView]) -> None:
+    """One dtype for all; as many rows and heads of k as of v."""
+    first = next(iter(views))
+    for name, v in views.items():
+        if v.dtype is not views[first].dtype:
+            raise ArgumentError(f"{name}: dtype is {v.dtype}, of {first} {views[first].dtype}")
+    if {"k", "v"} <= {*views} and views["k"].shape[:2] != views["v"].shape[:2]:
+        raise ArgumentError(
+            f"v: has rows and heads {list(views['v'].shape[:2])}; wanted k's, "
+            f"{list(views['k'].shape[:2])}"
+        )
+
+
+def require_head_dim(head_dim: int, name: str) -> None:
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedError(f"{name}: head_dim is {head_dim}; wanted {MAX_HEAD_DIM} at most")
+
+
+def require_power_of_two(v: ArrayView, name: str) -> None:
+    head_dim = v.shape[-1]
+    if head_dim < 8 or head_dim & (head_dim - 1):
+        raise ArgumentError(
+            f"hadamard: {name} has head_dim {head_dim}; wanted a power of two from 8 on"
+        )
+
+
+def contiguous_float32(v: ArrayView, name: str) -> ArrayView:
+    require_dtype(v, dtypes.float32, name)
+    return v if is_contiguous(v) else array.row_major_view(v)
+
+
+def empty_rows(shape: tuple[int, ...], dtype: DType, like: ArrayView) -> Any:
+    """`array.empty`, of fp8 too, which CuPy makes no arrays of: they lie in an array of bytes."""
+    if like.framework in ("torch", "numpy") or like.device.kind == "cpu" or not dtype.is_fp8:
+        return array.empty(shape, dtype, like)
+    return array.empty(shape, dtypes.uint8, like).view(dtype.numpy)
