@@ -120,7 +120,8 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     while step < d:
         pairs = out.reshape(*x.shape[:-1], d // (2 * step), 2, step)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
-        out = np.stack([low + high, low - high], axis=-2).reshape(x.shape)
+        with np.errstate(invalid="ignore"):
+            out = np.stack([low + high, low - high], axis=-2).reshape(x.shape)
         step *= 2
     return out * np.float32(1.0 / np.sqrt(d))
 

@@ -193,7 +193,7 @@ def choose_tile(lanes: int, block_size: int, num_rows: int) -> tuple[int, int, i
 
 def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     """Write what becomes of q, k and v; None for one that there is not."""
-    present = [part for part in parts if part is not None and 0 not in part.source.shape]
+    present = [part for part in parts if part is not None and _has_work(part)]
     if not present:
         return
     first = present[0]
@@ -219,17 +219,25 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     )
     packed, blocks = [], 0
     for part in parts:
-        if part is None or 0 in part.source.shape:
+        if part is None or not _has_work(part):
             packed.append(_NOTHING)
             continue
         tiles, rows = _tiles_of(part, tile)
         packed.append(_pack(part, tiles, rows))
         blocks += tiles * part.source.shape[1]
+    if not blocks:
+        return
     kernel = jit.load("quantize", chosen, device, device_props(device).arch)
     arguments = params.this_thread.launch_buffer
     head_dim = max((part.source.shape[2] for part in parts[:2] if part is not None), default=0)
     arguments.write(b"".join(packed) + shared.pack(head_dim))
     enqueue(Launch(kernel.function, (blocks, 1, 1), tile[0], 0), arguments, device, stream)
+
+
+def _has_work(part: Part) -> bool:
+    """Whether there are rows, or places of scales that no block has."""
+    n, heads = part.source.shape[:2]
+    return heads > 0 and (n > 0 or part.form is ScaleForm.OF_BLOCKS)
 
 
 def _tiles_of(part: Part, tile: tuple[int, int, int]) -> tuple[int, int]:
