@@ -119,7 +119,17 @@ _EXPORTS = {
 _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
     *("flash_attn_interface", "flash_mla"),
-    *("paging", "quantization", "pod", "shares", "sparse", "errors", "typing"),
+    *(
+        "paging",
+        "quantization",
+        "quantize",
+        "quantize_pages",
+        "pod",
+        "shares",
+        "sparse",
+        "errors",
+        "typing",
+    ),
     *("distributed", "integrations", "reference", "serving"),
 )
 
@@ -196,6 +206,9 @@ if TYPE_CHECKING:
     )
     from .quantization import packbits as packbits
     from .quantization import segment_packbits as segment_packbits
+    from .quantize import QuantizedQKV as QuantizedQKV
+    from .quantize import quantize_qkv as quantize_qkv
+    from .quantize_pages import rope_and_cache as rope_and_cache
     from .shares import get_share_lists as get_share_lists
     from .shares import get_share_seq_lens as get_share_seq_lens
     from .shares import get_share_slots as get_share_slots

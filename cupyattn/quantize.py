@@ -82,8 +82,8 @@ def quantize_qkv(
                  rows of offsets that fall, or leave the array, are not written
     dtype        of q and k: "float8_e4m3fn" or "int8"; v is float8_e4m3fn
     block_size   64 or 128 tokens of a request share a scale, for each head, where no scale is given
-    scale_q, scale_k, scale_v   scales that are given: numbers above 0, or float32 arrays [heads] or
-                 [requests, heads]
+    scale_q, scale_k, scale_v   scales that are given: numbers above 0, or float32 arrays of one
+                 element, [heads] or [requests, heads]
     k_mean       float32 [requests, kv heads, head_dim], subtracted from k (where `hadamard` rotates
                  keys, the mean of rotated ones). Logits of a row change by a constant, which
                  attention does not see but in its LSE
@@ -95,76 +95,103 @@ def quantize_qkv(
     127), 1 for zeros. A NaN stays one, but is 0 in int8.
 
     Returns a QuantizedQKV, whose fields are named as the arguments of attention. Raises
-    ArgumentError for other shapes, dtypes and devices. Source: SageAttention (arXiv 2410.02367) and
-    FlashAttention-3 (arXiv 2407.08608).
+    ArgumentError for other shapes, dtypes and devices. Semantics: SageAttention's smoothing and scales
+    of blocks (arXiv 2410.02367), FlashAttention-3's rotation (arXiv 2407.08608).
 
     Example:
 
         x = cupyattn.quantize_qkv(q, k, v, hadamard=True)
         x.q, x.q_block_scales
     """
-    q_dtype = dtypes.parse(dtype)
-    if q_dtype not in Q_DTYPES:
-        raise ArgumentError(f"dtype: got {q_dtype}; wanted float8_e4m3fn or int8")
-    if block_size not in BLOCK_SIZES:
-        raise ArgumentError(f"block_size: got {parse.shown(block_size)}; wanted 64 or 128")
-    hadamard = parse.flag(hadamard, "hadamard")
-    # --- 1. Validate ---
-    given = {
-        "q": (q, qo_indptr, scale_q),
-        "k": (k, kv_indptr, scale_k),
-        "v": (v, kv_indptr, scale_v),
-    }
     rows = {
         name: _Rows.of(x, indptr, scale, name)
-        for name, (x, indptr, scale) in given.items()
-        if x is not None
+        for name, x, indptr, scale in (
+            ("q", q, qo_indptr, scale_q),
+            ("k", k, kv_indptr, scale_k),
+            ("v", v, kv_indptr, scale_v),
+        )
+        if x is not None or scale is not None
     }
-    if not rows:
-        raise ArgumentError("q, k, v: all are None; wanted one at least")
-    for name, (x, _, scale) in given.items():
-        if x is None and scale is not None:
-            raise ArgumentError(f"scale_{name}: given without {name}")
-    if k_mean is not None:
-        if "k" not in rows:
-            raise ArgumentError("k_mean: given without k")
-        rows["k"] = rows["k"].smoothed(k_mean)
-    require_alike({name: x.view for name, x in rows.items()})
-    if hadamard:
-        for name in {"q", "k"} & {*rows}:
-            require_power_of_two(rows[name].view, name)
-    used = {f"{name}.{field}": v for name, x in rows.items() for field, v in x.arrays().items()}
-    device = array.same_device(**used)
-    like = next(iter(rows.values())).given
+    call = _Call(rows, _parse_dtype(dtype), block_size, parse.flag(hadamard, "hadamard"))
+    # --- 1. Validate ---
+    call.smooth(k_mean)
+    used = call.validate()
     # --- 2. Make what is returned ---
-    made: dict[str, Any] = {}
-    parts: list[Part | None] = []
-    for name in "qkv":
-        x = rows.get(name)
-        parts.append(None)
-        if x is None:
-            continue
-        stored = dtypes.float8_e4m3fn if name == "v" else q_dtype
-        made[name] = empty_rows(tuple(x.given.shape), stored, like)
-        found = None
-        if x.finds:
-            scales = array.empty(x.scales_shape(block_size), dtypes.float32, like)
-            made[f"{name}_block_scales"] = scales
-            found = array.view(scales, "block scales")
-        parts[-1] = x.part(array.view(made[name], name), found, block_size)
+    like = used[0]
+    results: dict[str, Any] = {}
+    parts = [call.part(name, results) for name in "qkv"]
     # --- 3. On the CPU, or one launch on the caller's stream ---
-    if device.kind == "cpu":
+    if like.device.kind == "cpu":
         for name, part in zip("qkv", parts, strict=True):
             if part is not None:
-                _quantize_on_cpu(part, hadamard and name != "v")
+                _quantize_on_cpu(part, call.hadamard and name != "v")
     else:
-        array.acquire(like, *used.values())
-        launcher.launch(parts, Shared(uses_hadamard=hadamard), array.current_stream(like))
-        array.release(like, *used.values())
-    delivered = {name: array.deliver(x, like) for name, x in made.items()}
+        array.acquire(like, *used)
+        launcher.launch(parts, Shared(uses_hadamard=call.hadamard), array.current_stream(like))
+        array.release(like, *used)
+    delivered = {name: array.deliver(x, like) for name, x in results.items()}
     return QuantizedQKV(
         **delivered, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, k_mean=k_mean
     )
+
+
+def _parse_dtype(dtype: Any) -> DType:
+    parsed = dtypes.parse(dtype)
+    if parsed not in Q_DTYPES:
+        raise ArgumentError(f"dtype: got {parsed}; wanted float8_e4m3fn or int8")
+    return parsed
+
+
+@dataclass
+class _Call:
+    """A call in the order of its checks. dtype: of q and k."""
+
+    rows: dict[str, _Rows]
+    dtype: DType
+    block_size: int
+    hadamard: bool
+
+    def smooth(self, mean: Any) -> None:
+        if mean is None:
+            return
+        if "k" not in self.rows:
+            raise ArgumentError("k_mean: given without k")
+        self.rows["k"] = self.rows["k"].smoothed(mean)
+
+    def validate(self) -> list[ArrayView]:
+        """All arrays, on one device."""
+        if self.block_size not in BLOCK_SIZES:
+            raise ArgumentError(
+                f"block_size: got {parse.shown(self.block_size)}; wanted {BLOCK_SIZES[0]} or "
+                f"{BLOCK_SIZES[1]}"
+            )
+        if not self.rows:
+            raise ArgumentError("q, k, v: all are None; wanted one at least")
+        require_alike({name: x.view for name, x in self.rows.items()})
+        if self.hadamard:
+            for name in {"q", "k"} & {*self.rows}:
+                require_power_of_two(self.rows[name].view, name)
+        used = {
+            f"{name}{field}": v for name, x in self.rows.items() for field, v in x.arrays().items()
+        }
+        array.same_device(**used)
+        return [*used.values()]
+
+    def part(self, name: str, results: dict[str, Any]) -> Part | None:
+        """What is launched for q, k or v, and what is returned of it, new, in `results`."""
+        x = self.rows.get(name)
+        if x is None:
+            return None
+        stored = dtypes.float8_e4m3fn if name == "v" else self.dtype
+        results[name] = empty_rows(tuple(x.original.shape), stored, x.original)
+        block_scales = None
+        if x.finds:
+            shape = x.scales_shape(self.block_size)
+            scales = results[f"{name}_block_scales"] = array.empty(
+                shape, dtypes.float32, x.original
+            )
+            block_scales = array.view(scales, "block scales")
+        return x.part(array.view(results[name], name), block_scales, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -175,7 +202,7 @@ class _Rows:
     """
 
     name: str
-    given: ArrayView
+    original: ArrayView
     view: ArrayView
     offsets: ArrayView | None
     batch_size: int
@@ -186,12 +213,14 @@ class _Rows:
 
     @classmethod
     def of(cls, x: Any, indptr: Any, scale: Any, name: str) -> _Rows:
-        given = array.view(x, name)
-        is_dense = len(given.shape) == 4
-        match_array(given, "b n h d" if is_dense else "n h d", SOURCE_DTYPES, name)
-        offsets, batch, per_request = None, 1, given.shape[0]
+        if x is None:
+            raise ArgumentError(f"scale_{name}: given without {name}")
+        original = array.view(x, name)
+        is_dense = len(original.shape) == 4
+        match_array(original, "b n h d" if is_dense else "n h d", SOURCE_DTYPES, name)
+        offsets, batch, per_request = None, 1, original.shape[0]
         if is_dense:
-            batch, per_request = given.shape[:2]
+            batch, per_request = original.shape[:2]
         if indptr is not None:
             offsets_name = "qo_indptr" if name == "q" else "kv_indptr"
             if is_dense:
@@ -203,12 +232,12 @@ class _Rows:
             if offsets.device.kind != "cpu":
                 offsets = int32_on_device(offsets, offsets_name)
             else:
-                _require_offsets(array.as_numpy(offsets), given.shape[0], offsets_name)
-        require_head_dim(given.shape[-1], name)
-        rows = merge_leading(given, name, 2) if is_dense else given
+                _require_offsets(array.as_numpy(offsets), original.shape[0], offsets_name)
+        require_head_dim(original.shape[-1], name)
+        rows = merge_leading(original, name, 2) if is_dense else original
         heads = rows.shape[1]
         number, scales = given_scale(scale, f"scale_{name}", (heads,), (batch, heads))
-        return cls(name, given, rows, offsets, batch, per_request, number, scales)
+        return cls(name, original, rows, offsets, batch, per_request, number, scales)
 
     def smoothed(self, mean: Any) -> _Rows:
         view = array.view(mean, f"{self.name}_mean")
@@ -216,25 +245,25 @@ class _Rows:
         return replace(self, mean=contiguous_float32(view, "k_mean"))
 
     def arrays(self) -> dict[str, ArrayView]:
-        named = {"rows": self.given, "indptr": self.offsets, "scale": self.scales}
+        named = {"rows": self.original, "indptr": self.offsets, "scale": self.scales}
         return {name: v for name, v in (named | {"mean": self.mean}).items() if v is not None}
 
     @property
     def finds(self) -> bool:
-        """Whether scales of blocks are found."""
+        """Whether scales of blocks are block_scales."""
         return self.number is None and self.scales is None
 
     def scales_shape(self, block_size: int) -> tuple[int, ...]:
         n, heads = self.view.shape[:2]
-        if len(self.given.shape) == 4:
+        if len(self.original.shape) == 4:
             return self.batch_size, -(-self.rows_per_request // block_size), heads
         return -(-n // block_size) + self.batch_size, heads
 
-    def part(self, out: ArrayView, found: ArrayView | None, block_size: int) -> Part:
+    def part(self, out: ArrayView, block_scales: ArrayView | None, block_size: int) -> Part:
         rows = merge_leading(out, self.name, 2)
         form, scales, strides = ScaleForm.NUMBER, self.scales, (0, 0, 0)
-        if found is not None:
-            form, scales = ScaleForm.OF_BLOCKS, merge_leading(found, self.name, 1)
+        if block_scales is not None:
+            form, scales = ScaleForm.OF_BLOCKS, merge_leading(block_scales, self.name, 1)
             strides = scales.strides[0], 0, scales.strides[1]
         elif scales is not None:
             form, strides = ScaleForm.GIVEN, given_strides(scales)

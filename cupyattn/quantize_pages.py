@@ -17,7 +17,7 @@ from .core.tracing import untraced
 from .engine.cpu import tokens_first
 from .engine.kv_cache import match_keys, with_slots
 from .engine.workspace import int32_on_device
-from .errors import ArgumentError
+from .errors import ArgumentError, UnsupportedError
 from .launch.driver import params
 from .launch.ops import quantize as launcher
 from .launch.ops.quantize import BLOCK_SIZES, Part, ScaleForm, Shared
@@ -100,11 +100,12 @@ def rope_and_cache(
     hadamard       rotate q and k by a Hadamard matrix over sqrt(head_dim), behind all that
     scale_q, k_scale, v_scale   what values of eight bits are to be multiplied by later: numbers, or
                    float32 arrays of one element or of one for each head (default 1)
-    k_block_scales, v_block_scales   float32 [num_pages, page_size / size, kv heads], size 64 or
-                   128: the scale of each block of a page, written. A block that is written from
-                   its first slot on has the scale of its largest value. Tokens behind others keep
-                   theirs, or let it grow by a power of two, which what is there is divided by.
-                   Tokens of one block must be neighbours in a call, in the order of their slots
+    k_block_scales, v_block_scales   float32 [num_pages, page_size / size, kv heads], size 64, or
+                   128 up to head_dim 128: the scale of each block of a page, written. A block that
+                   is written from its first slot on has the scale of its largest value. Tokens
+                   behind others keep theirs, or let it grow by a power of two, which what is there
+                   is divided by. Tokens of one block must be neighbours in a call, in the order of
+                   their slots
     k_mean         float32 [requests, kv heads, head_dim], subtracted from k at last; batch_indices
                    say which request a token is of, where there are several
     q_dtype, q_out what q becomes: "float8_e4m3fn", "int8" or its own dtype (default); or an
@@ -128,7 +129,7 @@ def rope_and_cache(
         views=_view_sources(q, k, v),
         caches=(k_cache, v_cache),
         layout=parse.kv_layout(kv_layout),
-        places=_Places.of(slot_mapping, batch_indices, kv_indices, kv_indptr, positions),
+        targets=_Targets.of(slot_mapping, batch_indices, kv_indices, kv_indptr, positions),
         options=_Options(
             parse.flag(interleave, "interleave"),
             parse.flag(hadamard, "hadamard"),
@@ -170,8 +171,8 @@ class _Options(NamedTuple):
 
 def _view_sources(q: Any, k: Any, v: Any) -> dict[str, ArrayView]:
     """q, if there is one, k and v, checked against each other."""
-    given = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
-    views = {name: array.view(x, name) for name, x in given.items()}
+    sources = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
+    views = {name: array.view(x, name) for name, x in sources.items()}
     for name, view in views.items():
         match_array(view, "n h d", SOURCE_DTYPES, name)
         require_head_dim(view.shape[2], name)
@@ -185,7 +186,7 @@ def _view_sources(q: Any, k: Any, v: Any) -> dict[str, ArrayView]:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Targets:
     """Where tokens go, and their positions."""
 
     slots: ArrayView | None
@@ -195,7 +196,7 @@ class _Places:
     positions: ArrayView | None
 
     @classmethod
-    def of(cls, slots: Any, requests: Any, indices: Any, indptr: Any, positions: Any) -> _Places:
+    def of(cls, slots: Any, requests: Any, indices: Any, indptr: Any, positions: Any) -> _Targets:
         has_table = indices is not None or indptr is not None
         if (slots is None) != has_table:
             raise ArgumentError(
@@ -287,7 +288,7 @@ class _Call:
     num_pages: int
     page_size: int
     layout: str
-    places: _Places
+    targets: _Targets
     options: _Options
     rope: _Rope = _NO_ROPE
     weights: dict[str, ArrayView] = field(default_factory=dict)
@@ -300,12 +301,12 @@ class _Call:
         views: dict[str, ArrayView],
         caches: tuple[Any, Any],
         layout: str,
-        places: _Places,
+        targets: _Targets,
         options: _Options,
     ) -> _Call:
         if options.hadamard:
             require_power_of_two(views["k"], "k")
-        places.require_rows(views["k"].shape[0])
+        targets.require_rows(views["k"].shape[0])
         dims = Dims(num_kv_heads=views["k"].shape[1])
         dims.source["num_kv_heads"] = "k"
         viewed: dict[str, ArrayView] = {}
@@ -324,13 +325,13 @@ class _Call:
         of_values = dtypes.float8_e4m3fn if is_int8 else viewed["k"].dtype
         require_dtype(viewed["v"], of_values, "v_cache")
         num_pages, page_size = dims["num_pages"], dims["page_size"]
-        return cls(views, viewed, strides, num_pages, page_size, layout, places, options)
+        return cls(views, viewed, strides, num_pages, page_size, layout, targets, options)
 
     def view_rotation(self, table: Any, theta: Any, scale: Any, rotary_dim: Any) -> None:
         if table is None and theta is None:
             return
         head_dim = self.views["k"].shape[2]
-        if self.places.positions is None:
+        if self.targets.positions is None:
             raise ArgumentError("positions: got None; wanted those that q and k are rotated to")
         if table is not None and theta is not None:
             raise ArgumentError("cos_sin_cache, rope_theta: got both; wanted one")
@@ -342,10 +343,10 @@ class _Call:
             if view.ptr % 16 or view.strides[0] * view.dtype.itemsize % 16:
                 view = array.row_major_view(view)
         if rotary_dim is not None:
-            given = parse.require_int(rotary_dim, "rotary_dim")
-            if view is not None and given != turned:
-                raise ArgumentError(f"rotary_dim: got {given}; cos_sin_cache has {turned}")
-            turned = given
+            asked = parse.require_int(rotary_dim, "rotary_dim")
+            if view is not None and asked != turned:
+                raise ArgumentError(f"rotary_dim: got {asked}; cos_sin_cache has {turned}")
+            turned = asked
         if turned % 16 or not 0 < turned <= head_dim:
             raise ArgumentError(
                 f"rotary_dim: got {turned}; wanted a multiple of 16, up to the head_dim, {head_dim}"
@@ -393,22 +394,22 @@ class _Call:
         if self.q_out is None:
             return None
         q, out = self.views["q"], self.q_out
-        given = given_scale(scale, "scale_q", (q.shape[1],))
+        one = given_scale(scale, "scale_q", (q.shape[1],))
         return Part(
             source=q,
             dtype=out.dtype,
             target=out,
             target_strides=(0, *out.strides[:2]),
             weight=self.weights.get("q"),
-            **_scales(given),
+            **_scales(one),
         )
 
     def cache_part(self, name: str, scale: Any, block_scales: Any, mean: Any) -> Part:
         view, cache = self.views[name], self.caches[name]
-        given = given_scale(scale, f"{name}_scale", (view.shape[1],))
-        scales = _scales(given)
+        one = given_scale(scale, f"{name}_scale", (view.shape[1],))
+        scales = _scales(one)
         if block_scales is not None:
-            if given != (None, None):
+            if one != (None, None):
                 raise ArgumentError(f"{name}_scale: given with {name}_block_scales; wanted one")
             scales = self._block_scales(name, block_scales)
         requests = 1
@@ -416,7 +417,7 @@ class _Call:
             mean = array.view(mean, f"{name}_mean")
             match(mean, f"_ {view.shape[1]} {view.shape[2]}", {}, f"{name}_mean")
             requests = mean.shape[0]
-            if requests != 1 and self.places.batch_indices is None:
+            if requests != 1 and self.targets.batch_indices is None:
                 raise ArgumentError(
                     f"{name}_mean: is of {requests} requests; wanted batch_indices with it"
                 )
@@ -438,11 +439,11 @@ class _Call:
             **scales,
         )
 
-    def _block_scales(self, name: str, given: Any) -> dict[str, Any]:
+    def _block_scales(self, name: str, block_scales: Any) -> dict[str, Any]:
         label, cache = f"{name}_block_scales", self.caches[name]
         if cache.dtype.itemsize > 1:
             raise ArgumentError(f"{label}: given for a cache of {cache.dtype}; wanted 8 bits")
-        v = array.view(given, label)
+        v = array.view(block_scales, label)
         heads = self.views[name].shape[1]
         match(v, f"{self.num_pages} blocks {heads}", {}, label)
         require_dtype(v, dtypes.float32, label)
@@ -453,6 +454,10 @@ class _Call:
                 f"{label}: has {blocks} blocks for pages of {self.page_size}; wanted blocks of 64 "
                 "or 128 tokens"
             )
+        if size == 128 and max(x.shape[2] for x in self.views.values()) > 128:
+            raise UnsupportedError(
+                f"{label}: has blocks of 128 tokens for a head_dim above 128; wanted blocks of 64"
+            )
         return {
             "form": ScaleForm.OF_PAGE_BLOCKS,
             "scales": v,
@@ -462,7 +467,7 @@ class _Call:
 
     def require_outputs(self, parts: Sequence[Part | None]) -> list[ArrayView]:
         """All arrays, on one device, of which those that are written are apart."""
-        inputs = {**self.views, **self.places.arrays()}
+        inputs = {**self.views, **self.targets.arrays()}
         inputs |= {f"{name}_weight": v for name, v in self.weights.items()}
         if self.rope.table is not None:
             inputs["cos_sin_cache"] = self.rope.table
@@ -470,8 +475,8 @@ class _Call:
         for name, part in zip("qkv", parts, strict=True):
             if part is None or part.scales is None:
                 continue
-            found = part.form is ScaleForm.OF_PAGE_BLOCKS
-            (outputs if found else inputs)[f"{name} scales"] = part.scales
+            is_written = part.form is ScaleForm.OF_PAGE_BLOCKS
+            (outputs if is_written else inputs)[f"{name} scales"] = part.scales
             if part.mean is not None:
                 inputs[f"{name}_mean"] = part.mean
         for name, x in (("q", self.q_out), ("k", self.k_out)):
@@ -495,15 +500,15 @@ class _Call:
         return [*inputs.values(), *outputs.values()]
 
     def shared(self) -> Shared:
-        places, options = self.places, self.options
+        targets, options = self.targets, self.options
         return Shared(
-            slots=places.slots,
-            batch_indices=places.batch_indices,
-            kv_indices=places.kv_indices,
-            kv_indptr=places.kv_indptr,
+            slots=targets.slots,
+            batch_indices=targets.batch_indices,
+            kv_indices=targets.kv_indices,
+            kv_indptr=targets.kv_indptr,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            positions=places.positions,
+            positions=targets.positions,
             cos_sin=self.rope.table,
             rotary_dim=self.rope.rotary_dim,
             rope_steps=self.rope.steps(),
@@ -514,7 +519,7 @@ class _Call:
         )
 
     def run_on_cpu(self, parts: Sequence[Part | None]) -> None:
-        slots = self.places.slots_on_cpu(self.num_pages, self.page_size)
+        slots = self.targets.slots_on_cpu(self.num_pages, self.page_size)
         ready = [
             None if part is None else self._changed(part, name != "v")
             for name, part in zip("qkv", parts, strict=True)
@@ -546,8 +551,8 @@ class _Call:
             weight = array.as_numpy(part.weight)
             x = in_numpy.normalise(x, weight, self.options.eps, self.options.weight_bias)
         if self.rope.rotary_dim:
-            assert self.places.positions is not None
-            positions = array.as_numpy(self.places.positions).astype(np.int64)
+            assert self.targets.positions is not None
+            positions = array.as_numpy(self.targets.positions).astype(np.int64)
             x = self.rope.on_cpu(positions, self.options.interleave).rotate(x)
         if self.options.hadamard:
             x = in_numpy.hadamard(x)
@@ -555,16 +560,16 @@ class _Call:
             mean = array.as_numpy(part.mean)
             requests = 0
             if part.batch_size > 1:
-                assert self.places.batch_indices is not None
-                given = array.as_numpy(self.places.batch_indices)
-                requests = np.clip(given, 0, part.batch_size - 1)
+                assert self.targets.batch_indices is not None
+                indices = array.as_numpy(self.targets.batch_indices)
+                requests = np.clip(indices, 0, part.batch_size - 1)
             x = x - mean[requests]
         return x
 
 
-def _scales(given: tuple[float | None, ArrayView | None]) -> dict[str, Any]:
+def _scales(one: tuple[float | None, ArrayView | None]) -> dict[str, Any]:
     """The fields of a Part for a scale that is given."""
-    number, scales = given
+    number, scales = one
     if scales is None:
         return {"scale": 1.0 if number is None else number}
     return {"form": ScaleForm.GIVEN, "scales": scales, "scale_strides": given_strides(scales)}

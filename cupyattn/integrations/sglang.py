@@ -90,6 +90,24 @@ class Backend(FlashAttentionBackend):
     def forward_metadata(self, metadata: Any) -> None:
         self.core.forward_metadata = metadata
 
+    def get_fused_kv_write_buffers(
+        self, layer: Any, forward_batch: Any
+    ) -> tuple[Any, Any, Any] | None:
+        """(keys [slots, heads, head_dim], values, slots of the batch's tokens) for a kernel of
+        SGLang's that rotates and writes; None where such a kernel may not write."""
+        slots = getattr(forward_batch, "out_cache_loc", None)
+        if layer.is_cross_attention or slots is None:
+            return None
+        pool = getattr(forward_batch, "token_to_kv_pool", None) or self.core.pool
+        buffers = pool.get_kv_buffer(layer.layer_id)
+        dims = layer.head_dim, getattr(layer, "v_head_dim", layer.head_dim)
+        for buffer, dim in zip(buffers, dims, strict=True):
+            shape = layer.tp_k_head_num, dim
+            is_plain = tuple(buffer.shape[1:]) == shape and buffer.stride()[-2:] == (dim, 1)
+            if not is_plain or str(buffer.dtype) != "torch.bfloat16":
+                return None
+        return (*buffers, slots)
+
     def forward(
         self,
         q: Any,

@@ -24,6 +24,7 @@ from ..core.problem import LATENT_HEAD_DIMS, MAX_HEAD_DIM, WIDE_HEAD_DIMS
 from ..errors import ArgumentError, UnsupportedError
 from ..flash_attn import flash_attn_varlen_func
 from ..mla import trtllm_batch_decode_with_kv_cache_mla
+from ..quantize_pages import rope_and_cache
 from ..shares import get_share_seq_lens
 from ..slots import reshape_and_cache
 from .engines import joined
@@ -253,6 +254,101 @@ class Impl:
             scales = {"k_scale": layer._k_scale.reshape(1), "v_scale": layer._v_scale.reshape(1)}
         count = slot_mapping.shape[0]
         reshape_and_cache(key[:count], value[:count], k_cache, v_cache, slot_mapping, **scales)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Whether vLLM may leave rotary positions to the write of the cache."""
+        return self.head_size % 16 == 0 and self.head_size <= MAX_HEAD_DIM
+
+    def fused_qk_norm_rope_kvcache_supported(self) -> bool:
+        """The same of the norm of queries and keys ahead of that."""
+        return self.fused_rope_kvcache_supported()
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        positions: Any,
+        cos_sin_cache: Any,
+        is_neox: bool,
+        kv_cache: Any,
+        layer_slot_mapping: Any,
+    ) -> None:
+        """Rotate query and key in place, and write key and value to slots of the cache: one launch.
+
+        query [tokens, num_heads, head_size], key and value [tokens, kv_heads, head_size], or their
+        heads as columns. positions [tokens], cos_sin_cache [positions, rotary_dim].
+        """
+        q, k, v = (self._by_head(x, layer_slot_mapping) for x in (query, key, value))
+        self._fill_cache(
+            (q, k, v),
+            (q, k),
+            layer,
+            kv_cache,
+            layer_slot_mapping,
+            positions=positions[: q.shape[0]],
+            cos_sin_cache=cos_sin_cache,
+            interleave=not is_neox,
+        )
+
+    def do_qk_norm_rope_kvcache_update(
+        self,
+        layer: Any,
+        qkv: Any,
+        q_out: Any,
+        k_out: Any,
+        positions: Any,
+        q_weight: Any,
+        k_weight: Any,
+        rms_norm_eps: float,
+        cos_sin_cache: Any,
+        is_neox: bool,
+        kv_cache: Any,
+        layer_slot_mapping: Any,
+    ) -> None:
+        """Normalise and rotate the queries and keys of qkv [tokens, (num_heads + 2 * kv_heads) *
+        head_size] to q_out and k_out, and write keys and values to slots of the cache: one launch.
+        """
+        of_q, of_kv = (n * self.head_size for n in (self.num_heads, self.num_kv_heads))
+        parts = qkv.split([of_q, of_kv, of_kv], dim=-1)
+        q, k, v = (self._by_head(x, layer_slot_mapping) for x in parts)
+        self._fill_cache(
+            (q, k, v),
+            tuple(self._by_head(x, layer_slot_mapping) for x in (q_out, k_out)),
+            layer,
+            kv_cache,
+            layer_slot_mapping,
+            positions=positions[: q.shape[0]],
+            cos_sin_cache=cos_sin_cache,
+            interleave=not is_neox,
+            q_weight=q_weight.reshape(-1),
+            k_weight=k_weight.reshape(-1),
+            eps=rms_norm_eps,
+        )
+
+    def _by_head(self, x: Any, slot_mapping: Any) -> Any:
+        """Rows that have slots, [tokens, heads, head_size], in place."""
+        count = slot_mapping.shape[0]
+        return x[:count].view(count, -1, self.head_size)
+
+    def _fill_cache(
+        self,
+        qkv: tuple[Any, Any, Any],
+        outputs: tuple[Any, ...],
+        layer: Any,
+        kv_cache: Any,
+        slot_mapping: Any,
+        **options: Any,
+    ) -> None:
+        k_cache, v_cache = self._caches(kv_cache)
+        if k_cache.dtype != qkv[1].dtype:
+            options["k_scale"], options["v_scale"] = (
+                x.reshape(1) for x in (layer._k_scale, layer._v_scale)
+            )
+        q, k, v = qkv
+        q_out, k_out = outputs
+        rope_and_cache(q, k, v, k_cache, v_cache, slot_mapping, q_out=q_out, k_out=k_out, **options)
 
     def forward(
         self,

@@ -34,6 +34,7 @@ from .ops import (
     get_batch_indices_positions,
     get_seq_lens,
     merge_states,
+    quantize,
     serving_metadata,
     share_indices,
     store_kv,
@@ -54,6 +55,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "cascade": "requests that share prefixes",
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
+        "quantize": "queries, keys and values to eight bits, and norms and positions ahead",
         "merge": "merging attention states",
         "exchange": "merging the attention states of several GPUs",
         "page": "page table arithmetic on the device, metadata of serving steps",
@@ -95,7 +97,7 @@ SHARED_BYTES = {
 class Selection:
     """Kinds of calls: those that have one value of each field.
 
-    operations  names of OPERATIONS; by default those of one GPU
+    operations  names of OPERATIONS; by default those of one GPU that all programs have
     dtypes      of q (and o), and of k and v
     head_dims   of q and k, and of v and o
     groups      query heads that share a KV head
@@ -104,7 +106,9 @@ class Selection:
     alignments  whether every row of an array starts on a 16-byte boundary
     """
 
-    operations: tuple[str, ...] = tuple(name for name in OPERATIONS if name != "exchange")
+    operations: tuple[str, ...] = tuple(
+        name for name in OPERATIONS if name not in ("exchange", "quantize")
+    )
     dtypes: tuple[tuple[DType, DType], ...] = (
         (dtypes.bfloat16, dtypes.bfloat16),
         (dtypes.float16, dtypes.float16),
@@ -329,6 +333,7 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             for table in dict.fromkeys((dtypes.float32, q)):
                 if q in append_new_kv.ROTATED_DTYPES and not (kv.is_fp8 and aligned):
                     yield "append_new_kv", append_new_kv.config(kv, table, aligned, q)
+    yield from _quantizers(chosen)
     if "merge" in chosen.operations:
         outputs = dict.fromkeys([*(q for q, _ in chosen.dtypes), dtypes.float32])
         dims = [dim for _, dim in chosen.head_dims]
@@ -344,6 +349,14 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
         yield from (("share_indices", config) for config in share_indices.CONFIGS)
     if "packbits" in chosen.operations:
         yield "packbits", PACKBITS_CONFIG
+
+
+def _quantizers(chosen: Selection) -> Iterator[Instance]:
+    """Kernels between a layer's projections and its attention."""
+    if "quantize" in chosen.operations:
+        for (q, kv), dims in product(chosen.dtypes, chosen.head_dims):
+            if max(dims) <= quantize.MAX_HEAD_DIM:
+                yield from (("quantize", config) for config in quantize.configs(q, kv, max(dims)))
 
 
 def _exchanges(chosen: Selection) -> Iterator[Instance]:

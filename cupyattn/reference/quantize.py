@@ -25,7 +25,7 @@ def largest_of(dtype: np.dtype) -> np.float32:
     return np.float32(ml_dtypes.finfo(dtype).max)
 
 
-def stored(x: np.ndarray, scale: np.ndarray | float, dtype: np.dtype) -> np.ndarray:
+def stored(x: np.ndarray, scale: np.ndarray | np.floating | float, dtype: np.dtype) -> np.ndarray:
     """x times 1 / scale, both rounded to float32, in eight bits: to nearest, ties to even.
 
     Beyond the largest value it is that value with its sign. A NaN is 0x7f, 0 in int8. Of 16 bits
@@ -191,7 +191,8 @@ def quantize_to_pages(
     A block that is written from its first slot on has a new scale. One that has tokens ahead keeps
     its own, or as large a power of two times it as the new ones need; what it has is divided by it.
     """
-    for run in runs_of(*slots, block_size):
+    rows, pages, offsets = slots
+    for run in runs_of(rows, pages, offsets, block_size):
         block = int(run.offsets[0]) // block_size
         begin = block * block_size
         before = slice(begin, int(run.offsets[0]))

@@ -11,7 +11,8 @@ struct Config {
   using DTypeK = e4m3_t;
   using DTypeV = e4m3_t;
   static constexpr bool kAligned = true, kNorm = false, kHadamard = false, kMean = false;
-  static constexpr bool kFindsRuns = false, kCopies = false;
+  static constexpr bool kFinds = true, kFindsRuns = false,
+                        kCopies = false;
   static constexpr int kRope = 0, kThreads = 256, kLanes = 16, kPasses = 4;
 };
 #endif
@@ -20,18 +21,23 @@ namespace cupyattn {
 
 struct QuantizeConfig : Config {
   static constexpr Rotary kRotary = static_cast<Rotary>(Config::kRope);
+  // Rows that are found a scale for wait for each other: an SM needs threads of other blocks.
+  static constexpr bool kIsPlain = Config::kRope == 0 && !Config::kNorm && !Config::kHadamard &&
+                                   !Config::kMean && !Config::kFindsRuns && Config::kAligned;
+  static constexpr int kMinBlocks = kIsPlain && Config::kPasses <= 4 ? 1024 / Config::kThreads : 1;
 };
 
 }  // namespace cupyattn
 
 // Grid: blocks of tokens × heads, of q, then of k, then of v.
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
+extern "C" __global__ void
+    __launch_bounds__(Config::kThreads, cupyattn::QuantizeConfig::kMinBlocks)
     cupyattn_quantize(const __grid_constant__ cupyattn::QuantizeParams params) {
   using namespace cupyattn;
   __shared__ Quantizer<QuantizeConfig>::Shared shared;
   Quantizer<QuantizeConfig> quantizer(params, shared);
-  const int32_t of_q = params.parts[0].num_tiles * params.parts[0].num_heads;
-  const int32_t of_k = params.parts[1].num_tiles * params.parts[1].num_heads;
+  const int32_t of_q = params.parts[0].num_tiles * quantizer.blocks_per_tile(params.parts[0]);
+  const int32_t of_k = params.parts[1].num_tiles * quantizer.blocks_per_tile(params.parts[1]);
   int32_t index = blockIdx.x;
   if (index < of_q) return quantizer.run<typename Config::DTypeQ, true>(params.parts[0], index);
   index -= of_q;

@@ -149,7 +149,9 @@ MODULES: dict[str, dict[str, Interface]] = {
         # What an implementation has beyond the base: the layer calls it where forward() does not
         # write the cache.
         "TritonAttentionImpl": Interface(
-            {"do_kv_cache_update": "self, layer, key, value, kv_cache, slot_mapping"}
+            {"do_kv_cache_update": "self, layer, key, value, kv_cache, slot_mapping",
+             "do_rope_and_kv_cache_update": "self, layer, query, key, value, positions, "
+             "cos_sin_cache, is_neox, kv_cache, layer_slot_mapping"}
         ),
     },
     "vllm.model_executor.layers.attention.mla_attention": {

@@ -17,6 +17,9 @@ _WIDE = ("float16", "bfloat16")
 _DIMS = (8, 20, 64, 96, 128, 192, 256)
 
 
+E4M3 = dtypes.float8_e4m3fn.numpy
+
+
 def _numpy(name: str) -> np.dtype:
     return dtypes.parse(name).numpy
 
@@ -138,6 +141,8 @@ class OfPages(calls.Placed):
         self.cache_dtypes = _numpy(k_dtype), _numpy(v_dtype)
         self.has_blocks = self.cache_dtypes[0].itemsize == 1 and bool(rng.random() < 0.5)
         self.block_size = int(rng.choice([64, 128]))
+        if self.has_blocks and max(self.dims) > 128:
+            self.block_size = 64
         self.page = self.block_size * int(rng.integers(1, 3)) if self.has_blocks else 16
         self.pages = int(rng.integers(2, 4)) if self.has_blocks else int(rng.integers(2, 30))
         self.layout = str(rng.choice(["NHD", "HND"]))

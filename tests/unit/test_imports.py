@@ -29,7 +29,8 @@ _RANKS = {
             ("launch/attention",),
             ("engine", "launch/instances"),
             ("page", "quantization", "shares"),
-            ("slots",),
+            ("quantize", "slots"),
+            ("quantize_pages",),
             ("wrappers",),
             (
                 *("attention", "cascade", "decode", "mla", "prefill", "pod", "sparse"),

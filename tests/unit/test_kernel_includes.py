@@ -8,7 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "kernels"
 # From the top down. A header includes those of its folder, and of folders below.
 _FOLDERS = (
-    *("entry", "sm80", "sm90", "merge", "exchange", "page", "plan", "shared", "tile", "ptx"),
+    *(
+        "entry",
+        "sm80",
+        "sm90",
+        "merge",
+        "exchange",
+        "quantize",
+        "page",
+        "plan",
+        "shared",
+        "tile",
+        "ptx",
+    ),
     *("params", "common"),
 )
 # Folders of roles, and the kernels that have them.

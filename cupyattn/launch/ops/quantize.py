@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from ... import jit
 from ...array import ArrayView
@@ -53,7 +54,7 @@ class Part:
     source: ArrayView
     dtype: DType
     target: ArrayView
-    target_strides: tuple[int, int, int]
+    target_strides: tuple[int, ...]
     is_paged: bool = False
     copy: ArrayView | None = None
     form: ScaleForm = ScaleForm.NUMBER
@@ -150,6 +151,7 @@ def config(
     has_steps: bool = False,
     hadamard: bool = False,
     has_mean: bool = False,
+    finds: bool = False,
     finds_runs: bool = False,
     copies: bool = False,
 ) -> jit.Config:
@@ -166,6 +168,7 @@ def config(
         "kNorm": dtype_weight is not None,
         "kHadamard": hadamard,
         "kMean": has_mean,
+        "kFinds": finds,
         "kFindsRuns": finds_runs,
         "kCopies": copies,
         "kRope": 1 if dtype_table is not None else 2 if has_steps else 0,
@@ -176,6 +179,24 @@ def config(
     return jit.Config(values)
 
 
+def configs(dtype: DType, dtype_cache: DType, head_dim: int) -> Iterator[jit.Config]:
+    """Those of ordinary calls: blocks of an array to e4m3, and rows behind a norm or none, rotated
+    by a table, to a cache."""
+    lanes, e4m3 = lanes_of(head_dim), dtypes.float8_e4m3fn
+    for block_size in BLOCK_SIZES:
+        tile = choose_tile(lanes, block_size, 0)
+        yield config(dtype, (e4m3, e4m3, e4m3), is_aligned=True, tile=tile, finds=True)
+    for num_rows, norm, table in product((0, 2**31), (None, dtype), (dtypes.float32, dtype)):
+        yield config(
+            dtype,
+            (dtype, dtype_cache, dtype_cache),
+            is_aligned=True,
+            tile=choose_tile(lanes, 0, num_rows),
+            dtype_weight=norm,
+            dtype_table=table,
+        )
+
+
 def lanes_of(head_dim: int) -> int:
     """The lanes of a row, eight elements each."""
     return max(8, 1 << max(-(-head_dim // _CHUNK) - 1, 0).bit_length())
@@ -183,10 +204,10 @@ def lanes_of(head_dim: int) -> int:
 
 def choose_tile(lanes: int, block_size: int, num_rows: int) -> tuple[int, int, int]:
     """(threads, lanes, passes) for blocks of so many tokens whose scale is found, 0 for none, and
-    rows of all heads."""
+    rows of all heads. Passes are over the tokens of a block, or over heads where none is found."""
     if block_size:
         passes = block_size * lanes // _THREADS
-        return (_THREADS, lanes, passes) if passes <= 8 else (2 * _THREADS, lanes, passes // 2)
+        return (_THREADS, lanes, passes) if passes <= 4 else (2 * _THREADS, lanes, passes // 2)
     rows = _THREADS // lanes
     return _THREADS, lanes, 4 if num_rows >= _MANY_BLOCKS * 4 * rows else 1
 
@@ -199,9 +220,9 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     first = present[0]
     device = first.source.device.index
     lanes = lanes_of(max(part.source.shape[2] for part in present))
-    found = [x.block_size for x in present if x.form >= ScaleForm.OF_BLOCKS]
+    sizes = [x.block_size for x in present if x.form >= ScaleForm.OF_BLOCKS]
     num_rows = sum(part.source.shape[0] * part.source.shape[1] for part in present)
-    tile = choose_tile(lanes, max(found, default=0), num_rows)
+    tile = choose_tile(lanes, max(sizes, default=0), num_rows)
     weights = [part.weight.dtype for part in present if part.weight is not None]
     filled = [part or first for part in parts]
     chosen = config(
@@ -214,6 +235,7 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
         has_steps=bool(shared.rope_steps),
         hadamard=shared.uses_hadamard,
         has_mean=any(part.mean is not None for part in present),
+        finds=bool(sizes),
         finds_runs=any(part.form is ScaleForm.OF_PAGE_BLOCKS for part in present),
         copies=any(part.copy is not None for part in present),
     )
@@ -224,7 +246,8 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
             continue
         tiles, rows = _tiles_of(part, tile)
         packed.append(_pack(part, tiles, rows))
-        blocks += tiles * part.source.shape[1]
+        heads = part.source.shape[1]
+        blocks += tiles * (heads if part.form >= ScaleForm.OF_BLOCKS else -(-heads // tile[2]))
     if not blocks:
         return
     kernel = jit.load("quantize", chosen, device, device_props(device).arch)
@@ -241,7 +264,7 @@ def _has_work(part: Part) -> bool:
 
 
 def _tiles_of(part: Part, tile: tuple[int, int, int]) -> tuple[int, int]:
-    """(blocks of the grid for a head, tokens that each of them looks at)."""
+    """(blocks of the grid for some heads, tokens that each of them looks at)."""
     n, heads = part.source.shape[:2]
     if part.form is ScaleForm.OF_BLOCKS:
         if part.offsets is None:
@@ -253,10 +276,7 @@ def _tiles_of(part: Part, tile: tuple[int, int, int]) -> tuple[int, int]:
         at_least = -(-n * heads // (4 * _MANY_BLOCKS))
         rows = min(1 << max(at_least - 1, 0).bit_length(), part.block_size)
         return -(-n // rows), rows
-    threads, lanes, passes = tile
-    rows = threads // lanes
-    if n * heads >= _MANY_BLOCKS * rows:
-        rows *= passes
+    rows = tile[0] // tile[1]
     return -(-n // rows), rows
 
 

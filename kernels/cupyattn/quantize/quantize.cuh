@@ -1,6 +1,6 @@
 // Rows of queries, keys and values become rows of eight bits with scales, or rows of 16 bits, in
-// arrays or in the pages of a cache. A block takes some tokens of one head: it reads each element
-// once, holds what it read in registers until the scale is known, and writes it.
+// arrays or in the pages of a cache. A block reads each element once. Where it finds a scale, it has
+// some tokens of one head, and holds what it read in registers until the scale is known.
 #pragma once
 
 #include "cupyattn/quantize/rows.cuh"
@@ -25,6 +25,10 @@ class Quantizer {
   static constexpr int kPasses = Config::kPasses;
   static constexpr int kRows = kThreads / kLanes;  // of one pass
   static constexpr int kTile = kRows * kPasses;    // tokens of a block at a time
+  static constexpr bool kChanges = Config::kNorm || Config::kHadamard || Config::kMean ||
+                                   Config::kRotary != Rotary::kNone;
+  static constexpr bool kKeepsWeights = Config::kNorm && kPasses <= 4;  // registers are few
+  using Turn = typename RowLanes<Config>::Turn;
   // The tokens that a block looks at, those of the last run, and the one ahead.
   static constexpr int kMaxLooked = 2 * kTile + 1;
 
@@ -37,30 +41,38 @@ class Quantizer {
   __device__ __forceinline__ Quantizer(const QuantizeParams& params, Shared& shared)
       : params_(params), shared_(shared), lanes_(params), row_(threadIdx.x / kLanes) {}
 
+  // Blocks of the grid for the heads of some tokens: each has a head whose scale it finds, or as
+  // many heads as it has passes, whose rotation is the same.
+  static __device__ __forceinline__ int32_t blocks_per_tile(const QuantizedPart& part) {
+    return finds(part) ? part.num_heads : ceil_div(part.num_heads, kPasses);
+  }
+
   template <typename Target, bool kIsKey>
   __device__ __forceinline__ void run(const QuantizedPart& part, int32_t index) {
-    const int32_t tile = index / part.num_heads;
-    head_ = index - tile * part.num_heads;
-    if constexpr (Config::kNorm && kIsKey) {
-      if (part.weight != nullptr) {
-        lanes_.load_weights(static_cast<const typename Config::DTypeWeight*>(part.weight),
-                            part.head_dim, weight_);
+    const int32_t heads = blocks_per_tile(part);
+    const int32_t tile = index / heads;
+    head_ = index - tile * heads;
+    if constexpr (kKeepsWeights && kIsKey) {
+      if (part.weight != nullptr) load_weights(part, weight_);
+    }
+    if constexpr (Stored<Target>::kIsScaled && Config::kFinds) {
+      if constexpr (Config::kFindsRuns) {
+        if (part.form == ScaleForm::kOfPageBlocks) return write_runs<Target, kIsKey>(part, tile);
+      }
+      if (part.form == ScaleForm::kOfBlocks) {
+        const TokenRun run = block_of(part, tile);
+        if (run.count > 0) write_block<Target, kIsKey>(part, run, 0);
+        return;
       }
     }
-    if constexpr (Config::kFindsRuns) {
-      if (part.form == ScaleForm::kOfPageBlocks) return write_runs<Target, kIsKey>(part, tile);
-    }
-    const TokenRun run = part.form == ScaleForm::kOfBlocks ? block_of(part, tile)
-                                                           : rows_of(part, tile);
-    if (run.count > 0) write<Target, kIsKey>(part, run, 0);
+    head_ *= kPasses;
+    write_rows<Target, kIsKey>(part, static_cast<int64_t>(tile) * kRows + row_);
   }
 
  private:
-  __device__ __forceinline__ static TokenRun rows_of(const QuantizedPart& part, int32_t tile) {
-    const int64_t first = static_cast<int64_t>(tile) * part.tile_rows;
-    const int64_t rest = part.num_rows - first;
-    const int32_t count = static_cast<int32_t>(min_of<int64_t>(rest, part.tile_rows));
-    return TokenRun{first, count, -1, nullptr, {-1, 0}, 0};
+  static __device__ __forceinline__ bool finds(const QuantizedPart& part) {
+    return Config::kFinds &&
+           (part.form == ScaleForm::kOfBlocks || part.form == ScaleForm::kOfPageBlocks);
   }
 
   // The place of a request's first block: nothing tells but where its rows begin.
@@ -132,7 +144,7 @@ class Quantizer {
                      (slot.offset >> part.block_bits) * part.scale_stride_block +
                      head_ * part.scale_stride_h;
       const TokenRun run = {first - 1 + i, end - i, -1, scale, slot, before};
-      write<Target, kIsKey>(part, run, parity);
+      write_block<Target, kIsKey>(part, run, parity);
       parity ^= 1;
     }
   }
@@ -169,81 +181,145 @@ class Quantizer {
     return max_of(min_of(request, part.batch_size - 1), 0);
   }
 
+  // A token's rows of some heads, by scales that are known.
   template <typename Target, bool kIsKey>
-  __device__ __forceinline__ void write(const QuantizedPart& part, const TokenRun& run,
-                                        int parity) {
-    using Format = Stored<Target>;
-    const bool finds = Format::kIsScaled && run.scale != nullptr;
-    const bool has_requests = part.mean != nullptr || part.form == ScaleForm::kGiven;
+  __device__ __forceinline__ void write_rows(const QuantizedPart& part, int64_t token) const {
+    const bool is_row = token < part.num_rows;
+    if (!is_row) token = part.num_rows - 1;
     // Ask for all rows before the first is used.
     Vector16 raw[kPasses];
+    const DType* source = static_cast<const DType*>(part.source) + token * part.source_stride_n;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int32_t head = head_ + i;
+      raw[i] = lanes_.load(source + head * part.source_stride_h, part.head_dim,
+                           is_row && head < part.num_heads);
+    }
+    Turn turn;
+    if constexpr (kIsKey && Config::kRotary != Rotary::kNone) {
+      turn = lanes_.turn_to(params_.positions[token]);
+    }
+    Slot place = {0, static_cast<int32_t>(0)};
+    if (part.is_paged) place = slot_of(token);
+    const int64_t at = part.is_paged ? place.page * part.target_stride_page +
+                                           place.offset * part.target_stride_n
+                                     : token * part.target_stride_n;
+    const bool has_requests = part.mean != nullptr || part.scale_stride_n != 0;
+    const int32_t request = has_requests ? request_of(part, token) : 0;
+    float inverse = ptx::divide_rn(1.0f, part.scale);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int32_t head = head_ + i;
+      if (head >= part.num_heads) break;
+      float x[kChunk];
+      to_floats<DType>(raw[i], x);
+      change<kIsKey>(part, request, head, turn, x);
+      if (!is_row) continue;
+      if constexpr (Config::kCopies) {
+        if (part.copy != nullptr) {
+          store<DType>(part.copy, token * part.copy_stride_n + head * part.copy_stride_h,
+                       part.head_dim, Stored<DType>::pack(x, 1.0f));
+        }
+      }
+      if (part.is_paged && place.page < 0) continue;
+      if (Stored<Target>::kIsScaled && part.form == ScaleForm::kGiven) {
+        inverse = ptx::divide_rn(
+            1.0f, part.scales[request * part.scale_stride_n + head * part.scale_stride_h]);
+      }
+      store<Target>(part.target, at + head * part.target_stride_h, part.head_dim,
+                    Stored<Target>::pack(x, inverse));
+    }
+  }
+
+  // Rows of one head, by a scale that is found of them all.
+  template <typename Target, bool kIsKey>
+  __device__ __forceinline__ void write_block(const QuantizedPart& part, const TokenRun& run,
+                                              int parity) {
+    using Format = Stored<Target>;
+    // Rows that are changed are held as floats, and few are under way; others as they were read.
+    constexpr bool kHolds = kIsKey && kChanges;
+    constexpr int kAhead = !kHolds ? kPasses : kPasses > 4 ? 1 : kPasses;
     const DType* source = static_cast<const DType*>(part.source) + head_ * part.source_stride_h;
+    Vector16 raw[kHolds ? kAhead : kPasses];
+    float held[kHolds ? kPasses : 1][kChunk], amax = 0.0f;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int32_t row = pass * kRows + row_;
-      raw[pass] = lanes_.load(source + (run.first + row) * part.source_stride_n, part.head_dim,
-                              row < run.count);
-    }
-    float x[kPasses][kChunk], amax = 0.0f;
+    for (int group = 0; group < kPasses; group += kAhead) {
+      if (group * kRows >= run.count) break;
+      // Ask for some rows before the first is used.
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      if (pass * kRows >= run.count) break;
-      const int32_t row = pass * kRows + row_;
-      to_floats<DType>(raw[pass], x[pass]);
-      change<kIsKey>(part, run, run.first + min_of(row, run.count - 1), x[pass]);
-      if (finds && row < run.count) amax = raise_amax(amax, x[pass]);
+      for (int i = 0; i < kAhead; ++i) {
+        const int32_t row = (group + i) * kRows + row_;
+        raw[i] = lanes_.load(source + (run.first + row) * part.source_stride_n, part.head_dim,
+                             row < run.count);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int32_t row = (group + i) * kRows + row_;
+        float(&x)[kChunk] = held[kHolds ? group + i : 0];
+        to_floats<DType>(raw[i], x);
+        if constexpr (kHolds) {
+          const int64_t token = run.first + min_of(row, run.count - 1);
+          Turn turn;
+          if constexpr (Config::kRotary != Rotary::kNone) {
+            turn = lanes_.turn_to(params_.positions[token]);
+          }
+          int32_t request = run.request;
+          if (request < 0 && part.mean != nullptr) request = request_of(part, token);
+          change<kIsKey>(part, request, head_, turn, x);
+        }
+        if (row < run.count) amax = raise_amax(amax, x);
+      }
     }
-    float scale = part.scale;
-    if (finds) {
-      const float old = run.before > 0 ? *run.scale : 0.0f;
-      amax = block_max<kThreads>(amax, shared_.amax[parity]);
-      scale = new_scale<Target>(part, run, amax, old);
-      if (threadIdx.x == 0) *run.scale = scale;
-    }
-    float inverse = ptx::divide_rn(1.0f, scale);
+    const float old = run.before > 0 ? *run.scale : 0.0f;
+    amax = block_max<kThreads>(amax, shared_.amax[parity]);
+    const float scale = new_scale<Target>(part, run, amax, old);
+    if (threadIdx.x == 0) *run.scale = scale;
+    const float inverse = ptx::divide_rn(1.0f, scale);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int32_t row = pass * kRows + row_;
       if (row >= run.count) break;
-      const int64_t token = run.first + row;
-      if constexpr (Config::kCopies) {
-        if (part.copy != nullptr) {
-          store<DType>(part.copy, token * part.copy_stride_n + head_ * part.copy_stride_h,
-                       part.head_dim, Stored<DType>::pack(x[pass], 1.0f));
-        }
+      int64_t at = (run.first + row) * part.target_stride_n;
+      if (Config::kFindsRuns && part.is_paged) {
+        const Slot place = slot_of(run.first + row);
+        at = place.page * part.target_stride_page + place.offset * part.target_stride_n;
       }
-      Slot place = {0, 0};
-      if (part.is_paged) {
-        place = slot_of(token);
-        if (place.page < 0) continue;
-      }
-      if (has_requests && part.form == ScaleForm::kGiven) {
-        const int32_t request = part.scale_stride_n == 0 ? 0 : request_of(part, token);
-        inverse = ptx::divide_rn(
-            1.0f, part.scales[request * part.scale_stride_n + head_ * part.scale_stride_h]);
-      }
-      const int64_t at = part.is_paged ? place.page * part.target_stride_page +
-                                             place.offset * part.target_stride_n
-                                       : token * part.target_stride_n;
+      float(&x)[kChunk] = held[kHolds ? pass : 0];
+      if constexpr (!kHolds) to_floats<DType>(raw[pass], x);
       store<Target>(part.target, at + head_ * part.target_stride_h, part.head_dim,
-                    Format::pack(x[pass], inverse));
+                    Format::pack(x, inverse));
+    }
+  }
+
+  __device__ __forceinline__ void load_weights(const QuantizedPart& part,
+                                               float (&weight)[kChunk]) const {
+    if constexpr (Config::kNorm) {
+      lanes_.load_weights(static_cast<const typename Config::DTypeWeight*>(part.weight),
+                          part.head_dim, weight);
     }
   }
 
   // What is done to a row before it is stored.
   template <bool kIsKey>
-  __device__ __forceinline__ void change(const QuantizedPart& part, const TokenRun& run,
-                                         int64_t token, float (&x)[kChunk]) const {
+  __device__ __forceinline__ void change(const QuantizedPart& part, int32_t request, int32_t head,
+                                         const Turn& turn, float (&x)[kChunk]) const {
     if constexpr (!kIsKey) return;
     if constexpr (Config::kNorm) {
-      if (part.weight != nullptr) lanes_.normalise(x, weight_, part.head_dim);
+      if (part.weight != nullptr) {
+        if constexpr (kKeepsWeights) {
+          lanes_.normalise(x, weight_, part.head_dim);
+        } else {
+          float weight[kChunk];
+          load_weights(part, weight);
+          lanes_.normalise(x, weight, part.head_dim);
+        }
+      }
     }
-    if constexpr (Config::kRotary != Rotary::kNone) lanes_.rotate(x, params_.positions[token]);
+    if constexpr (Config::kRotary != Rotary::kNone) lanes_.rotate(x, turn);
     if constexpr (Config::kHadamard) lanes_.transform(x, part.head_dim);
     if constexpr (Config::kMean) {
       if (part.mean != nullptr) {
-        const int32_t request = run.request < 0 ? request_of(part, token) : run.request;
-        const float* mean = part.mean + request * part.mean_stride_n + head_ * part.head_dim;
+        const float* mean = part.mean + request * part.mean_stride_n + head * part.head_dim;
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
           const int column = lanes_.column + e;
@@ -259,7 +335,7 @@ class Quantizer {
   __device__ __forceinline__ float new_scale(const QuantizedPart& part, const TokenRun& run,
                                              float amax, float old) const {
     const float needed = scale_for(amax, Stored<Target>::kLargest);
-    if constexpr (!Config::kFindsRuns || !Stored<Target>::kIsScaled) {
+    if constexpr (!Config::kFindsRuns) {
       return needed;
     } else {
       // Slots that were never written have no scale.
@@ -328,7 +404,7 @@ class Quantizer {
   RowLanes<Config> lanes_;
   int row_;  // of a pass
   int32_t head_ = 0;
-  float weight_[Config::kNorm ? kChunk : 1];
+  float weight_[kKeepsWeights ? kChunk : 1];
 };
 
 }  // namespace cupyattn

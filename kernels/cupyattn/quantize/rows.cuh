@@ -87,49 +87,57 @@ struct RowLanes {
     for (int e = 0; e < kChunk; ++e) x[e] = x[e] * factor * weight[e];
   }
 
-  // Cosines and sines of the pairs of this lane: of its eight elements, or of their four pairs.
-  __device__ __forceinline__ void load_rotation(int64_t position, int first_pair,
-                                                float (&cosine)[kChunk],
-                                                float (&sine)[kChunk]) const {
+  // What the elements of a lane are rotated by.
+  struct Turn {
+    float cosine[kChunk], sine[kChunk];
+    bool is_known;
+  };
+
+  // Positions beyond the table are not known.
+  __device__ __forceinline__ Turn turn_to(int64_t position) const {
+    Turn turn;
+    const int half = params.rotary_dim / 2;
+    // Lanes that do not turn look where others do.
+    const int within = column < params.rotary_dim ? column : 0;
+    const int first_pair = params.is_interleaved ? within / 2 : within - (within < half ? 0 : half);
     if constexpr (Config::kRotary == Rotary::kSteps) {
-      if (params.is_interleaved) {
+      turn.is_known = true;
 #pragma unroll
-        for (int e = 0; e < kChunk; e += 2) {
-          rotation(params.rope_step[first_pair + e / 2], static_cast<uint32_t>(position),
-                   cosine[e], sine[e]);
-          cosine[e + 1] = cosine[e];
-          sine[e + 1] = sine[e];
-        }
-      } else {
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) {
-          rotation(params.rope_step[first_pair + e], static_cast<uint32_t>(position), cosine[e],
-                   sine[e]);
-        }
+      for (int e = 0; e < kChunk; ++e) {
+        const int pair = first_pair + (params.is_interleaved ? e / 2 : e);
+        rotation(params.rope_step[pair], static_cast<uint32_t>(position), turn.cosine[e],
+                 turn.sine[e]);
       }
     } else {
       using Table = typename Config::DTypeTable;
-      const Table* row =
-          static_cast<const Table*>(params.cos_sin) + position * params.cos_sin_stride + first_pair;
-      const Table* sines = row + params.rotary_dim / 2;
-      if (params.is_interleaved) {
+      turn.is_known = static_cast<uint64_t>(position) < static_cast<uint64_t>(params.num_positions);
+      // mutate: rotation-past-the-table
+      const int64_t row = turn.is_known ? position : 0;
+      const Table* cosines =
+          static_cast<const Table*>(params.cos_sin) + row * params.cos_sin_stride + first_pair;
+      const Table* sines = cosines + half;
+      if (!turn.is_known) {
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) turn.cosine[e] = turn.sine[e] = 0.0f;
+      } else if (params.is_interleaved) {
         float c[kChunk / 2], s[kChunk / 2];
-        load_neighbours(row, c);
+        load_neighbours(cosines, c);
         load_neighbours(sines, s);
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
-          cosine[e] = c[e / 2];
-          sine[e] = s[e / 2];
+          turn.cosine[e] = c[e / 2];
+          turn.sine[e] = s[e / 2];
         }
       } else {
-        load_neighbours(row, cosine);
-        load_neighbours(sines, sine);
+        load_neighbours(cosines, turn.cosine);
+        load_neighbours(sines, turn.sine);
       }
     }
+    return turn;
   }
 
-  // Rotates the first rotary_dim elements; positions beyond the table give NaN.
-  __device__ __forceinline__ void rotate(float (&x)[kChunk], int64_t position) const {
+  // Rotates the first rotary_dim elements; to positions that are not known they are NaN.
+  __device__ __forceinline__ void rotate(float (&x)[kChunk], const Turn& turn) const {
     const int half = params.rotary_dim / 2;
     const bool is_low = column < half;
     const bool turns = column < params.rotary_dim;
@@ -144,19 +152,13 @@ struct RowLanes {
       for (int e = 0; e < kChunk; ++e) other[e] = ptx::shuffle(x[e], source);
     }
     if (!turns) return;
-    const bool is_known =
-        Config::kRotary == Rotary::kSteps ||
-        static_cast<uint64_t>(position) < static_cast<uint64_t>(params.num_positions);
-    const int first_pair = params.is_interleaved ? column / 2 : column - (is_low ? 0 : half);
-    float cosine[kChunk], sine[kChunk];
-    // mutate: rotation-past-the-table
-    load_rotation(is_known ? position : 0, first_pair, cosine, sine);
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) {
       const bool subtracts = params.is_interleaved ? e % 2 == 0 : is_low;
-      const float product = other[e] * sine[e];
-      x[e] = ptx::fma_rn(x[e], cosine[e], subtracts ? -product : product);
-      if (!is_known) x[e] = ptx::nan();
+      const float product = other[e] * turn.sine[e];
+      // mutate: rotated-backwards
+      x[e] = ptx::fma_rn(x[e], turn.cosine[e], subtracts ? -product : product);
+      if (!turn.is_known) x[e] = ptx::nan();
     }
   }
 

@@ -116,10 +116,8 @@ __device__ __forceinline__ float block_max(float value, uint32_t* warps) {
   const uint32_t of_warp = ptx::warp_max(__float_as_uint(value));
   if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = of_warp;
   ptx::block_sync();
-  uint32_t largest = 0u;
-#pragma unroll
-  for (int warp = 0; warp < kThreads / kWarpSize; ++warp) largest = max_of(largest, warps[warp]);
-  return __uint_as_float(largest);
+  const int warp = static_cast<int>(threadIdx.x) % (kThreads / kWarpSize);
+  return __uint_as_float(ptx::warp_max(warps[warp]));
 }
 
 }  // namespace cupyattn

@@ -213,6 +213,20 @@ def test_sglang_serves_prompts_and_decoding(registry: dict[str, Any]) -> None:
             at += count
 
 
+def test_sglang_has_buffers_for_kernels_that_write(registry: dict[str, Any]) -> None:
+    sglang.register()
+    wide = runner()
+    backend = registry["backends"]["cupyattn"](wide)
+    fb = batch("TARGET_VERIFY", [7, 3], [4, 3], wide.req_to_token_pool.req_to_token)
+    assert backend.get_fused_kv_write_buffers(radix(), fb) is None  # of float32
+    buffers = tuple(torch.zeros(64, 2, 16, dtype=torch.bfloat16) for _ in "kv")
+    backend.core.pool = SimpleNamespace(get_kv_buffer=lambda layer_id: buffers)
+    keys, values, slots = backend.get_fused_kv_write_buffers(radix(), fb)
+    assert keys is buffers[0] and values is buffers[1] and slots is fb.out_cache_loc
+    assert backend.get_fused_kv_write_buffers(radix(is_cross_attention=True), fb) is None
+    assert backend.get_fused_kv_write_buffers(radix(head_dim=8), fb) is None
+
+
 def test_sglang_idles(registry: dict[str, Any]) -> None:
     backend = sglang.create(runner())
     idle = SimpleNamespace(forward_mode=Mode(name="IDLE"))
@@ -399,6 +413,59 @@ def test_vllm_queries_of_fp8_have_their_scale(engine: Any) -> None:
         q.float().numpy() * scales[0], k * scales[1], v * scales[2], sm_scale=0.2, causal=True
     )
     np.testing.assert_allclose(out.float(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("is_neox", [False, True])
+def test_vllm_rotates_as_it_writes(kv_dtype: str, is_neox: bool, engine: Any) -> None:
+    """What its two hooks leave is what the norm, the rotation and the write leave one by one."""
+    torch.manual_seed(0)
+    impl = vllm.CupyAttnImpl(HEADS, DIM, 0.2, KV_HEADS, None, None, kv_dtype)
+    assert impl.fused_rope_kvcache_supported() and impl.fused_qk_norm_rope_kvcache_supported()
+    dtype = torch.bfloat16 if kv_dtype == "auto" else torch.uint8
+    shape = vllm.CupyAttnBackend.get_kv_cache_shape(BLOCKS, SIZE, KV_HEADS, DIM)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
+    qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM).bfloat16()
+    table, positions = torch.randn(30, DIM // 2), torch.tensor([3, 29, 0, 7, 11])
+    slots = torch.tensor([4, -1, 40, 17])
+    weight = torch.rand(1, DIM).bfloat16()
+    rest = positions, table, is_neox
+    q_out, k_out = (torch.zeros(5, n, DIM, dtype=torch.bfloat16) for n in (HEADS, KV_HEADS))
+    cache = torch.zeros(shape, dtype=dtype)
+    impl.do_qk_norm_rope_kvcache_update(
+        layer, qkv, q_out, k_out, positions, weight, weight, 1e-5, *rest[1:], cache, slots
+    )
+    q, k, v = qkv.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
+    for x, out in ((q, q_out), (k, k_out)):
+        y = torch.nn.functional.rms_norm(
+            x.float().reshape(5, -1, DIM), (DIM,), weight[0].float(), 1e-5
+        )
+        cosine, sine = (a[:, None] for a in table[positions].chunk(2, dim=-1))
+        half = DIM // 2
+        pair = (y[..., : half // 2], y[..., half // 2 : half])
+        if not is_neox:
+            pair = y[..., 0:half:2], y[..., 1:half:2]
+        turned = pair[0] * cosine - pair[1] * sine, pair[1] * cosine + pair[0] * sine
+        want = y.clone()
+        if is_neox:
+            want[..., :half] = torch.cat(turned, dim=-1)
+        else:
+            want[..., :half] = torch.stack(turned, dim=-1).flatten(-2)
+        torch.testing.assert_close(out[:4].float(), want[:4], atol=0.03, rtol=0.01)
+        assert not out[4:].any()  # of no slot
+    plain = torch.zeros(shape, dtype=dtype)
+    impl.do_kv_cache_update(layer, k_out[:4], v.view(5, -1, DIM)[:4], plain, slots)
+    written = (cache != 0).flatten(1).any(dim=1)
+    assert written.tolist() == (plain != 0).flatten(1).any(dim=1).tolist()
+    # In place, without a norm.
+    q, k, v = (x.reshape(5, -1, DIM).clone() for x in (q, k, v))
+    copies = [x.clone() for x in (q, k)]
+    one, two = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    impl.do_rope_and_kv_cache_update(layer, q, k, v, *rest, one, slots)
+    assert (q[:4] != copies[0][:4]).any() and torch.equal(q[4:], copies[0][4:])
+    impl.do_kv_cache_update(layer, k[:4], v[:4], two, slots)
+    if kv_dtype == "auto":
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize(
