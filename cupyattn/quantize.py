@@ -95,8 +95,8 @@ def quantize_qkv(
     127), 1 for zeros. A NaN stays one, but is 0 in int8.
 
     Returns a QuantizedQKV, whose fields are named as the arguments of attention. Raises
-    ArgumentError for other shapes, dtypes and devices. Semantics: SageAttention's smoothing and scales
-    of blocks (arXiv 2410.02367), FlashAttention-3's rotation (arXiv 2407.08608).
+    ArgumentError for other shapes, dtypes and devices. Semantics: SageAttention's smoothing and
+    scales of blocks (arXiv 2410.02367), FlashAttention-3's rotation (arXiv 2407.08608).
 
     Example:
 

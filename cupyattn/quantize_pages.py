@@ -117,7 +117,7 @@ def rope_and_cache(
 
     Returns q as [n, heads, head_dim], None without q. Raises ArgumentError for other shapes, dtypes
     and devices, and a cache that cannot be written; on the CPU for slots beyond the cache, which a
-    GPU leaves out. Semantics of the norm and the rotation: vLLM's rms_norm and rotary_embedding.
+    GPU leaves out. Semantics: vLLM's rms_norm, rotary_embedding and reshape_and_cache_flash.
 
     Example:
 
