@@ -35,7 +35,8 @@ class CheckedRun:
     factors      scales of the logits, of the output, and of the LSE, which is in base 2
     num_keys     pages, or rows of k and v
     is_one_tensor  k of the run holds the values too, behind the keys
-    head_scales  arrays of scales, scale_q, scale_k and scale_v by name
+    head_scales  arrays of scales, scale_q, scale_k and scale_v by name: of heads, or of requests
+                 and heads
     logits       what the expressions of the plan read
     second       of latent rows, what a launch is told of their second parts
     blocks       scales of blocks of tokens
@@ -66,6 +67,7 @@ class CheckedRun:
             views.mask is not None,
             self.key_scales,
             output_gate.kind_of(views.output_gate),
+            any(len(v.shape) == 2 for v in self.head_scales.values()),
         )
 
     @property

@@ -50,13 +50,19 @@ class PlanOptions(NamedTuple):
 
 class Variant(NamedTuple):
     """What a run decides about the kernel; see AttentionProblem. A run may bring a mask, scales of
-    keys, or gates of the output."""
+    keys, gates of the output, or scales of requests, which then know their place in the batch."""
 
     aligned: bool
     prescale_logits: bool
     has_mask: bool = False
     key_scales: str = ""
     output_gate: OutputGate | None = None
+    scales_requests: bool = False
+
+    @property
+    def needs_places(self) -> bool:
+        """Whether work lists say more than the device's planners write."""
+        return self.has_mask or self.scales_requests
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +85,7 @@ class Geometry:
     def launcher(self, variant: Variant) -> BatchLauncher:
         launcher = self.launchers.get(variant)
         if launcher is None:
-            aligned, prescale_logits, has_mask, key_scales, output_gate = variant
+            aligned, prescale_logits, has_mask, key_scales, output_gate, _ = variant
             spec, index = self.spec, self.options.device.index
             if self.options.device.kind == "cpu":
                 spec, index = spec.as_on_gpu(), NO_GPU.index

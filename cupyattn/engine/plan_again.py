@@ -183,7 +183,7 @@ def _take_listed(wrapper: BatchWrapper, plan: Plan) -> bool:
         if not is_plain or not is_contiguous(v):
             return False
     (variant,) = wrapper._variants(plan.geometry)
-    if variant.has_mask:
+    if variant.needs_places:
         return False
     launcher = plan.geometry.launcher(variant)
     planner = read_tables.planner(launcher, count, requests.uniform)
@@ -346,7 +346,7 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     planner, words = None, 0
     (variant,) = wrapper._variants(geometry)
     launcher = geometry.launcher(variant)
-    if page_size and q_len and split == (0, True) and not variant.has_mask:
+    if page_size and q_len and split == (0, True) and not variant.needs_places:
         planner = read_tables.planner(launcher, count, q_len)
         if planner is not None:
             words = wrapper._next_words.reserve(planner.num_words)

@@ -41,6 +41,8 @@ from .run_latent import LATENT
 from .workspace import clear_of, refuse_capture
 from .wrapper import BatchWrapper, Plan, Prepared
 
+# Masks whose offsets lie where requests would know their place in the batch.
+_IN_BITS = "whole", "runs"
 _MAX_BOUNDS, _PAIRS = 256, (tuple, list)
 
 
@@ -408,9 +410,14 @@ def _launch(wrapper: BatchWrapper, plan: Plan, checked: CheckedRun, variant: Var
         gate_strides=() if gate is None else gate.strides,
     )
     addresses = RunArrays._make(0 if x is None else x.ptr for x in views)
-    scale_q, scale_k, scale_v = (
-        0 if name not in scales else scales[name].ptr for name in ("scale_q", "scale_k", "scale_v")
-    )
+    names = "scale_q", "scale_k", "scale_v"
+    scale_q, scale_k, scale_v = (0 if name not in scales else scales[name].ptr for name in names)
+    steps = params.NO_STEPS
+    if variant.scales_requests:
+        of_requests = (scales.get(name) for name in names)
+        steps = params.STEPS.pack(
+            0, *(v.strides[0] if v and len(v.shape) == 2 else 0 for v in of_requests)
+        )
     read = plan.packed_logits
     if checked.logits is not plan.logits:
         read = params.pack_logits_arrays((v.ptr, v.shape) for v in checked.logits)
@@ -423,7 +430,7 @@ def _launch(wrapper: BatchWrapper, plan: Plan, checked: CheckedRun, variant: Var
         scale_k,
         scale_v,
         0,
-        params.NO_STEPS,
+        steps,
         read,
     )
     q, k, second = addresses.q, addresses.k, checked.second
@@ -533,7 +540,9 @@ def _check(
         num_keys=keys.size,
         key_strides=keys.strides,
         on_cpu=functools.partial(_on_cpu, plan, vq, keys, mask, scales.by_request(blocks)),
+        # Kernels whose rows have scales know those of requests' values too.
         prescale_logits=bool(scales.by_head.keys() & {"scale_q", "scale_k"})
+        or any(len(v.shape) == 2 for v in scales.by_head.values())
         or scales.logits <= 0.0,
         is_one_tensor=arrays.v is None,
         head_scales=scales.by_head,
@@ -611,10 +620,11 @@ def _check_by_head(plan: Plan, views: dict[str, ArrayView | None]) -> None:
                 dims["batch"] = plan.batch.num_requests
                 heads = f"batch {heads}"
             match_array(v, heads, dtypes.float32, label, dims)
-            if len(v.shape) == 2 and (v.device.kind != "cpu" or plan.batch.parts):
+            if len(v.shape) == 2 and (plan.batch.parts or plan.geometry.spec.mask_form in _IN_BITS):
+                what = "in a cascade" if plan.batch.parts else "beside a mask of whole requests"
                 raise UnsupportedError(
-                    f"{label}: has no kernel in planned batches with a scale for each request and "
-                    "head; pass one for each head (flash_attn's functions take both)"
+                    f"{label}: a scale for each request and head is not supported {what}; pass one "
+                    "for each head"
                 )
 
 

@@ -27,7 +27,7 @@ from .graph_buffers import GraphBuffers
 from .key_share import requests_of_share
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
-from .requests import Batch, require_row_limit
+from .requests import Batch, require_row_limit, with_indices
 from .row_mask import NO_BITS, MaskBits
 from .spec import RawOptions
 from .staging import DeviceBuffer, Staging, Upload
@@ -545,9 +545,10 @@ class BatchWrapper(Untraced):
         self, plan: Plan, variant: Variant
     ) -> tuple[BatchLauncher, BatchSchedule]:
         launcher = plan.geometry.launcher(variant)
-        requests = plan.batch.requests
+        batch = with_indices(plan.batch) if variant.scales_requests else plan.batch
+        requests = batch.requests
         if launcher.masking.share is not None:
-            requests = requests_of_share(plan.batch, launcher.masking.share)
+            requests = requests_of_share(batch, launcher.masking.share)
         split_tokens, may_split = plan.split
         room = self._room(variant)
         schedule = launcher.schedule(

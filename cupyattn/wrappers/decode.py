@@ -234,7 +234,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 num_kv_heads, page_size, head_dim] ("HND"), or a pair (K, V) without the 2, each
                 with strides of its own; without the axis of size page_size if that is 1.
         q_scale, k_scale, v_scale  numbers, or float32 arrays [num_qo_heads], [num_kv_heads],
-                [num_kv_heads], on the CPU also with an axis of requests ahead; the first two
+                [num_kv_heads], or with an axis of requests ahead [B, heads]; the first two
                 multiply the logits, the last the output. A number in an array on a GPU is waited
                 for. Also by position, followed by return_lse.
         out, lse   arrays to write instead of new ones; lse float32, base 2.
