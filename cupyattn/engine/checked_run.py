@@ -67,8 +67,13 @@ class CheckedRun:
             views.mask is not None,
             self.key_scales,
             output_gate.kind_of(views.output_gate),
-            any(len(v.shape) == 2 for v in self.head_scales.values()),
+            self._scales_requests,
         )
+
+    @property
+    def _scales_requests(self) -> bool:
+        """Whether each request has scales of its own; those of latent keys are of tokens."""
+        return not self.key_scales and any(len(v.shape) == 2 for v in self.head_scales.values())
 
     @property
     def _is_aligned(self) -> bool:
