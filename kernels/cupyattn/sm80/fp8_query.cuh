@@ -1,9 +1,9 @@
-// Prepares Q in shared memory for keys of fp8. fp8 converts to f16 in one instruction and to bf16
-// in several, so bf16 rows of Q become f16. A power of two puts the largest element of a row at the
-// top of f16's range, which keeps the row's large elements exact; the row's logit scale undoes it.
+// Prepares Q in shared memory for keys of fp8: bf16 rows become f16, times a power of two that the
+// row's logit scale undoes (tile/half_rows.cuh).
 #pragma once
 
 #include "cupyattn/shared/logits.cuh"
+#include "cupyattn/tile/half_rows.cuh"
 #include "cupyattn/tile/shared_tile.cuh"
 
 namespace cupyattn {
@@ -14,7 +14,6 @@ template <typename Tile, int kWarps>
 __device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo* rows, int num_rows,
                                                    int warp, int lane) {
   constexpr int kWords = Tile::kColumns / 2;
-  constexpr int kTopExponent = 127 + 14;  // of 2^14, biased
   for (int row = warp; row < num_rows; row += kWarps) {
     uint32_t* words = reinterpret_cast<uint32_t*>(tile + row * Tile::kRowBytes);
     uint32_t largest = 0;
@@ -22,17 +21,11 @@ __device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo*
       const uint32_t magnitude = words[w] & 0x7fff7fffu;
       largest = max_of(largest, max_of(magnitude & 0xffffu, magnitude >> 16));
     }
-    const int exponent = static_cast<int>(ptx::warp_max(largest) >> 7);
-    // Rows of zeros, and rows with a NaN or infinity, stay as they are.
-    const int shift = exponent == 0 || exponent == 255 ? 0 : min_of(kTopExponent - exponent, 126);
-    const float factor = __uint_as_float(static_cast<uint32_t>(127 + shift) << 23);
-    for (int w = lane; w < kWords; w += kWarpSize) {
-      float low, high;
-      ptx::unpack_pair<bfloat16_t>(words[w], low, high);
-      words[w] = ptx::pack_pair<half_t>(low * factor, high * factor);
-    }
+    const int power = half_power_of_row(static_cast<int>(ptx::warp_max(largest) >> 7));
+    const float factor = power_of_two(power);
+    for (int w = lane; w < kWords; w += kWarpSize) words[w] = half_pair_of(words[w], factor);
     // mutate: row-power-not-undone
-    if (lane == 0) rows[row].scale *= __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
+    if (lane == 0) rows[row].scale *= power_of_two(-power);
   }
 }
 

@@ -8,6 +8,7 @@
 //   await_item            <- scheduler: the item is published
 //   await_queries         <- scheduler: Q has landed
 //   rotate_queries        RoPE: the warpgroup rotates its rows of Q in place
+//   halve_queries         bf16 over fp8: the warpgroup turns its rows of Q to f16 in place
 //   issue_scores          S = Q K^T of the last tile <- producer: K has landed, <- the turn
 //   issue_output          O += P V, the last of the item before <- producer: V has landed
 //   pass_turn             the next warpgroup issues its products
@@ -38,6 +39,7 @@
 #include "cupyattn/shared/hidden_values.cuh"
 #include "cupyattn/shared/key_rows.cuh"
 #include "cupyattn/sm90/roles/softmax.cuh"
+#include "cupyattn/tile/half_rows.cuh"
 
 namespace cupyattn {
 
@@ -78,6 +80,7 @@ struct PrefillSm90Consumer {
   int last_tile = 0;
   int masked_key = -1;  // the first key of the tile of `p`, or -1 if that tile needed no mask
   bool adds_output = false;  // whether O holds a part of the item's sum
+  uint32_t powers = 0;  // of the thread's rows of Q (convert_rows_to_half)
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[Softmax::kSteps][1][4];
   Softmax softmax;
@@ -281,6 +284,7 @@ struct PrefillSm90Consumer {
     tile.nonfinite_keys = 0;
     await_queries();
     if constexpr (Traits::kRope) rotate_queries(item);
+    if constexpr (Traits::kHalvesQueries) halve_queries();
     if constexpr (Traits::LogitsVariant::kScalesQueries) scale_queries();
     issue_scores(tile.s);
     if constexpr (kItemsFollow) issue_output(tile.has_values);
@@ -371,6 +375,10 @@ struct PrefillSm90Consumer {
                                   threadIdx.x % kWarpgroup);
     publish_queries();
   }
+  __device__ __forceinline__ void halve_queries() {
+    powers = convert_rows_to_half<QTile>(shared.q[q_slot()], softmax.rows.warp_row(), lane);
+    publish_queries();
+  }
   // Makes the rows of Q that all threads of the warpgroup have written visible to its products.
   __device__ __forceinline__ void publish_queries() const {
     ptx::fence_proxy_async();
@@ -421,6 +429,9 @@ struct PrefillSm90Consumer {
     ptx::wgmma_wait<kPending>();
     take_results(s);
     release_keys(is_last);
+    if constexpr (Traits::kHalvesQueries) {
+      if (unlikely(ptx::warp_any(powers != 0))) undo_powers(s, powers);
+    }
   }
 
   // The marks of the product's tile, of all keys together.

@@ -16,20 +16,22 @@ struct PrefillSm90Traits : Config {
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
+  // Keys and values of fewer bits than queries are converted, and land in tiles of their own.
+  static constexpr bool kConverts = sizeof(DTypeKV) < sizeof(DTypeQ);
   // What products take: elements of the tiles of keys and of values, and of probabilities, which
-  // meet values. All are the queries' type; products of fp8 would name others.
-  using DTypeKTile = DTypeQ;
-  using DTypeVTile = DTypeQ;
+  // meet values. fp8 that is converted becomes f16, whatever the queries' type is.
+  using DTypeKTile = conditional<kConverts, half_t, DTypeQ>;
+  using DTypeVTile = DTypeKTile;
   using DTypeP = DTypeVTile;
+  // Whether consumers turn their rows of Q to f16 (tile/half_rows.cuh).
+  static constexpr bool kHalvesQueries = !is_same<DTypeKTile, DTypeQ>;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
   // cp.async KV: pages that no box fits are gathered row by row, by a warpgroup of its own or by
   // warps 0, 2 and 3.
   static constexpr bool kGathers = kGatherers > 0;
-  // Keys and values of another type than products take land in tiles of their own and are
-  // converted, by a warpgroup of its own or, if registers forbid one, by warps 2 and 3.
-  static constexpr bool kConverts = !is_same<DTypeKV, DTypeKTile>;
+  // They are converted by a warpgroup of its own or, if registers forbid one, by warps 2 and 3.
   static constexpr int kConverters = kConverts ? Config::kConverters : 0;
   static constexpr bool kHasConverterWarpgroup = kConverters == 4;
   // Boxes of pages start where pages do.
@@ -63,7 +65,7 @@ struct PrefillSm90Traits : Config {
   static constexpr bool kStagesOutput = kSlots > 1 &&
                                         sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
 
-  using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
+  using QTile = PanelTile<DTypeKTile, kTileQ, kHeadDimQK>;
   template <typename Element, int kHeadDim>
   using KeyTileOf = PanelTile<Element, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
   using KTile = KeyTileOf<DTypeKTile, kHeadDimQK>;
