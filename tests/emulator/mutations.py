@@ -61,7 +61,7 @@ PORTABLE = (
     Mutation("p-fragment-swapped", "2 * half + h", "2 * h + half", "prefill"),
     Mutation("fp8-value-columns-swapped", "0, 2>", "0, 1>", "fp8"),
     Mutation("fp8-q-columns-swapped", "a.word[2], b.word[0]", "b.word[0], a.word[2]", "fp8"),
-    Mutation("row-power-not-undone", "(-power)", "(0)", "fp8"),
+    Mutation("row-power-not-undone", "(-power)", "(0)", "rows of any size"),
     Mutation("e4m3-power-lost", "0x5c005c00u", "0x58005800u", "fp8 by shifts"),
     # Softmax and states.
     Mutation("output-not-rescaled", "o[m][n][2 * h + 1] *= factor;", "", "steep"),

@@ -167,6 +167,11 @@ HOPPER = (
         "hopper partial rows",
     ),
     Mutation(
+        "hopper-row-power-not-undone", "-static_cast<int8_t>", "0 & ", "hopper rows of any size"
+    ),
+    Mutation("power-of-another-row", "row / 4", "row % 4", "hopper rows of any size"),
+    Mutation("queries-not-converted", "warp_row()", "warp_row() / 2", "hopper fp8 of bfloat16"),
+    Mutation(
         "converted-before-empty",
         "await_phase(shared.empty_k[k.stage], k.parity ^ 1);",
         "",

@@ -540,6 +540,15 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide pages": _batch((40, 130), (300, 150), num_sms=1, dim=128, split=(None, True)),
     "hopper small pages": _batch((40, 70), (300, 90), page_size=3, num_sms=3),
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
+    "hopper fp8 of bfloat16": _single(
+        {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "kv_len": 500}
+    ),
+    "rows of any size": lambda **facts: test_prefill_sm90_fp8.check_rows_of_any_size(
+        15, (64, 64), "prefill_sm80", **{"is_portable": True, **facts}
+    ),
+    "hopper rows of any size": lambda **facts: test_prefill_sm90_fp8.check_rows_of_any_size(
+        15, (64, 64), **facts
+    ),
     "hopper bad values": _bad_values_of_large_tiles,
     "hopper lean": _lean,
     "hopper small boxes": _small_boxes,

@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers import cases
 from helpers.batch_cases import Problem
 from helpers.share import one_of
 
@@ -37,6 +38,50 @@ def test_fp8(dims: tuple[int, int], dtype: str, kv_dtype: str) -> None:
     test_prefill_sm90.check(case)
     if dims != (256, 256):
         test_prefill_sm90.check(replace(case, kv_len=500, window_left=130, logits_soft_cap=5.0))
+
+
+# bfloat16 rows become float16: large ones, tiny ones and those with elements of both sizes, beside
+# rows of zeros. The scale of the logits makes up for most of the power.
+@pytest.mark.parametrize(
+    ("power", "dims"),
+    one_of(
+        4,
+        product((-30, -12, 15, 60), ((64, 64), (128, 128), (192, 128), (72, 72))),
+        is_several=True,
+    ),
+)
+def test_fp8_under_rows_of_any_size(power: int, dims: tuple[int, int]) -> None:
+    check_rows_of_any_size(power, dims)
+    check_rows_of_any_size(power, dims, "prefill_sm80", is_portable=True)
+
+
+def check_rows_of_any_size(
+    power: int, dims: tuple[int, int], kernel: str = "prefill_sm90", **facts: object
+) -> None:
+    case = replace(FP8, dtype="bfloat16", head_dim_qk=dims[0], head_dim_vo=dims[1])
+    case = replace(case, sm_scale=2.0**-power / np.sqrt(dims[0]), strides=("padded",) * 4)
+    q = cases.make_inputs(case)["q"]
+    powers = np.array([power, power, power - 2, power, power + 1])[np.arange(len(q)) % 5]
+    rows = q.astype(np.float32) * np.exp2(powers)[:, None, None]
+    rows[7] = 0
+    # A row with elements far from its largest.
+    rows[12, :, ::2] *= 2.0**-9
+    answer = run.single(case, spoil={"q": [((slice(None),), rows.astype(q.dtype))]}, **facts)
+    assert test_prefill_sm90.kernels(answer)[0] == kernel
+    answer.check()
+
+
+# What a row cannot say stays its own.
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_fp8_under_rows_that_are_not_finite(value: float) -> None:
+    case = replace(FP8, dtype="bfloat16")
+    clean = run.single(case)
+    spoilt = run.single(case, spoil={"q": [((33, 1, 5), value)]})
+    same = np.ones(clean.out.shape[:2], bool)
+    same[33, 1] = False
+    for a, b in zip(clean.bits(), spoilt.bits(), strict=True):
+        np.testing.assert_array_equal(a[same], b[same])
+    assert not np.isfinite(spoilt.out[33, 1].astype(np.float32)).any()
 
 
 # Rows of whole 16 bytes, and rows whose last 16 have eight of NaN.

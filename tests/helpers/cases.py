@@ -191,7 +191,7 @@ def has_coarse_cap(case: Case) -> bool:
     has_one_scale = "per_head" not in (case.scale_q, case.scale_k)
     return (
         bool(case.logits_soft_cap)
-        and case.dtype == "bfloat16"
+        and case.dtype == case.kv_dtype == "bfloat16"
         and case.pos_encoding_mode != "ALIBI"
         and has_one_scale
     )

@@ -379,7 +379,7 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
         return None  # no tile leaves it registers
     if shape.fp8_stages and problem.custom_mask:
         # Warps that write mask bits take more registers.
-        shape = shape._replace(registers=(48, 208))
+        shape = shape._replace(registers=(48, 208) if shape.converters == 4 else (72, 216))
     if problem.has_large_mask:
         # So do those that evaluate an expression, at the cost of consumers, or of a third consumer.
         if shape.consumers == 3:

@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t convert_rows_to_half(unsigned char* tile, in
   // Eight lanes have a row, and a chunk of it in each panel; a step takes four rows.
   uint32_t powers = 0;  // of the lane's row of each step, in a byte
   unsigned char* const own = tile + (first_row + lane / 8) * Tile::kRowBytes + lane % 8 * 16;
-#pragma unroll 2
+#pragma unroll(Tile::kPanels > 2 ? 1 : 2)
   for (int step = 0; step < 4; ++step) {
     const int column = (lane ^ (4 * step + lane / 8)) & 7;  // in units of chunks
     Vector16* chunks[Tile::kPanels];

@@ -376,6 +376,7 @@ struct PrefillSm90Consumer {
     publish_queries();
   }
   __device__ __forceinline__ void halve_queries() {
+    // mutate: queries-not-converted
     powers = convert_rows_to_half<QTile>(shared.q[q_slot()], softmax.rows.warp_row(), lane);
     publish_queries();
   }
