@@ -460,3 +460,58 @@ def test_trtllm_takes_them() -> None:
         *batch.offsets,
     )
     batch.check(out.reshape(2, 9, HEADS, DIM), with_descales=False)
+
+
+def test_cudnn_takes_them() -> None:
+    batch = Batch()
+    pages = [x.swapaxes(1, 2) for x in (batch.k, batch.v)]
+    lens = [np.array([n, n], np.int32) for n in (9, 20)]
+    out, _ = cupyattn.cudnn_batch_prefill_with_kv_cache(
+        batch.q.reshape(-1, HEADS, DIM),
+        *pages,
+        DIM**-0.5,
+        np.zeros(1 << 22, np.uint8),
+        max_token_per_sequence=9,
+        max_sequence_kv=20,
+        actual_seq_lens_q=lens[0],
+        actual_seq_lens_kv=lens[1],
+        block_tables=np.array([[0], [1]], np.int32),
+        batch_offsets_q=np.array([0, 9, 18], np.int32),
+        batch_offsets_units="tokens",
+        causal=True,
+        return_lse=False,
+        q_scale=0.5,
+        k_scale=2.0,
+        v_scale=1.0,
+    )
+    batch.check(out.reshape(2, 9, HEADS, DIM), with_descales=False)
+
+
+def test_xqa_takes_them() -> None:
+    batch, scale = Batch(), 0.5
+    out = cupyattn.xqa(
+        batch.q[:, -1:],
+        *(x.astype(E4M3) for x in (batch.k, batch.v)),
+        np.array([[0], [1]], np.int32),
+        np.array([[20], [20]], np.uint32),
+        None,
+        np.zeros(1 << 22, np.uint8),
+        num_kv_heads=KV_HEADS,
+        page_size=20,
+        q_scale=2.0,
+        kv_scale=scale,
+    )
+    assert out.dtype == ml_dtypes.bfloat16
+    for i in range(2):
+        exact, _ = reference.attention(batch.q[i, -1:], batch.k[i], batch.v[i])
+        own = out[i].reshape(HEADS, DIM).astype(np.float64)
+        assert (np.abs(own - scale * exact[0]) <= 2**-8 * np.abs(exact[0]) + 1e-6).all()
+
+
+def test_dot_product_attention_takes_them() -> None:
+    batch = Batch()
+    out = cupyattn.dot_product_attention(batch.q, batch.k, batch.v)
+    for i in range(2):
+        exact, _ = reference.attention(batch.q[i], batch.k[i], batch.v[i])
+        assert out.dtype == ml_dtypes.bfloat16
+        assert (np.abs(out[i].astype(np.float64) - exact) <= 2**-8 * np.abs(exact) + 1e-6).all()
