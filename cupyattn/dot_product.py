@@ -97,8 +97,8 @@ def dot_product_attention(
             with kv_lens keys of each request; query [b, t, num_heads, head_dim], or rows with
             cu_seqlens_q.
 
-    query   float16 or bfloat16, on the CPU float32 too. key and value have its dtype or are fp8. All
-            three may be float8_e4m3fn, and the output is then bfloat16. value's head_dim may
+    query   float16 or bfloat16, on the CPU float32 too. key and value have its dtype or are fp8.
+            All three may be float8_e4m3fn, and the output is then bfloat16. value's head_dim may
             differ. Any number of query heads shares a key head. Any strides but a contiguous last
             dimension.
     bias    float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without
