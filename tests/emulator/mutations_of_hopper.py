@@ -235,7 +235,13 @@ HOPPER = (
     ),
     Mutation("found-level-too-high", "+= step", "+= step + (step == 1)", "hopper found items"),
     Mutation("found-places-of-all-requests", "-= begin", "-= 0", "hopper found by offsets"),
-    Mutation("found-request-of-another-rank", "(own - 1)", "own", "hopper found items"),
+    Mutation(
+        "found-request-of-another-rank",
+        "seconds & (bit - 1)",
+        "seconds & bit",
+        "hopper found items",
+    ),
+    Mutation("found-requests-twice", "index + i", "index", "hopper found two a lane"),
     Mutation(
         "found-tiles-past-the-last",
         "static_cast<uint32_t>(from_end) >= num_tiles",
@@ -243,6 +249,9 @@ HOPPER = (
         "hopper found absurd offsets",
     ),
     Mutation("found-split-of-another-request", "end <= place", "end < place", "hopper found parts"),
+    Mutation(
+        "found-splits-of-the-next-request", "end -= num_second", "", "hopper found two a lane"
+    ),
     Mutation(
         "found-splits-are-the-first",
         "tiles_left * num_splits - from_end",

@@ -14,8 +14,9 @@ from cupyattn.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from . import gpu
 
 RAGGED = (33, 0, 129, 64, 17, 300, 1, 70)
-# More than there are lanes.
+# More than lanes hold, and two a lane.
 MANY = tuple((7 * i) % 61 for i in range(70))
+TWO = tuple((11 * i) % 67 for i in range(45))
 ONESHOT = "q64_oneshot"
 TILES = ("persistent", ONESHOT, "lean_persistent", "lean80")
 
@@ -69,8 +70,16 @@ def test_prompts_are_one_launch(tiles: str) -> None:
 
 @pytest.mark.parametrize("tiles", [ONESHOT, "lean_persistent"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_more_requests_than_lanes(tiles: str, causal: bool) -> None:
-    assert check(MANY, MANY, tiles, causal=causal, spare=9) == 2 * ["prefill_sm90"]
+@pytest.mark.parametrize("rows", [TWO, MANY], ids=["two", "many"])
+def test_more_requests_than_lanes(tiles: str, causal: bool, rows: tuple[int, ...]) -> None:
+    assert check(rows, rows, tiles, causal=causal, spare=9) == 2 * ["prefill_sm90"]
+
+
+def test_as_many_requests_as_lanes_hold() -> None:
+    """Some longer than a tile, and rows of nobody."""
+    lengths = (300, *TWO, 129, 0, *MANY[:16])
+    assert len(lengths) == 64
+    check(lengths, lengths, ONESHOT, spare=9)
 
 
 @pytest.mark.parametrize("tiles", [ONESHOT, "persistent"])
@@ -140,8 +149,11 @@ def test_decode_is_one_launch(rows: int, window: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (4, 2)])
-def test_decode_of_as_many_requests_as_lanes(heads: tuple[int, int]) -> None:
+def test_decode_of_as_many_requests_as_lanes_hold(heads: tuple[int, int]) -> None:
     lengths = (*OF_MANY[:31], 9000)
+    assert check_appends(2, lengths, heads=heads, num_sms=160) == 2 * DECODE
+    assert check_appends(2, (*lengths, 9), heads=heads, num_sms=160) == 2 * DECODE
+    lengths = (*OF_MANY[:63], 9000)
     assert check_appends(2, lengths, heads=heads, num_sms=160) == 2 * DECODE
     assert check_appends(2, (*lengths, 9), heads=heads, num_sms=160)[0] == "plan_batch"
 
@@ -152,10 +164,12 @@ def test_appends_are_a_launch_and_a_merge() -> None:
     assert "plan_batch" not in check_appends(40, lengths, window=(700, 0), num_sms=64)
 
 
-def test_appends_of_as_many_requests_as_lanes() -> None:
-    lengths = (*(x + 20 for x in OF_MANY[:31]), 5000)
-    assert check_appends(20, lengths, num_sms=128, room=6000) == 2 * APPEND
-    check_appends(20, (*lengths, 99), num_sms=128, room=6000)
+@pytest.mark.parametrize("count", [32, 33, 64])
+def test_appends_of_as_many_requests_as_lanes_hold(count: int) -> None:
+    lengths = (*(x + 20 for x in OF_MANY[: count - 1]), 5000)
+    assert check_appends(20, lengths, num_sms=4 * count, room=6000) == 2 * APPEND
+    if count == 64:
+        check_appends(20, (*lengths, 99), num_sms=128, room=6000)
 
 
 @pytest.mark.parametrize("rows", [4, 40])
@@ -169,7 +183,7 @@ def test_merges_wait_for_what_blocks_list(rows: int) -> None:
 def check_absurd(seed: int, tiles: str, **facts: Any) -> None:
     """Offsets of rows and keys that are not there: nothing is read or written beside arrays."""
     rng = np.random.default_rng(seed)
-    count, rows, dim = (5, 40)[seed % 2], 90, 64
+    count, rows, dim = (5, 40, 70)[seed % 3], 90, 64
     q, k, v = rng.normal(0, 1, (3, rows, 2, dim)).astype(np.float16)
     absurd = rng.integers(-(2**31), 2**31 - 1, (2, count + 1))
     likely = rng.integers(-9, 2 * rows, (2, count + 1))

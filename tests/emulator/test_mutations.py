@@ -315,6 +315,12 @@ def _found_by_offsets(**facts: object) -> None:
     test_found_items.check(many, many, "q64_oneshot", spare=9, **facts)
 
 
+def _found_two_a_lane(**facts: object) -> None:
+    two = test_found_items.TWO
+    test_found_items.check(two, two, "q64_oneshot", **facts)
+    test_found_items.check_appends(2, (*two[:39], 9000), num_sms=160, **facts)
+
+
 def _found_parts(**facts: object) -> None:
     test_found_items.check_appends(1, test_found_items.LENGTHS, **facts)
     test_found_items.check_appends(40, test_found_items.APPENDED, num_sms=64, **facts)
@@ -378,6 +384,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "exchange": test_exchange.check_small,
     "hopper found items": _found,
     "hopper found by offsets": _found_by_offsets,
+    "hopper found two a lane": _found_two_a_lane,
     "hopper found parts": _found_parts,
     "hopper found absurd offsets": _found_absurd,
     "halves of a window": test_exchange.check_halves,

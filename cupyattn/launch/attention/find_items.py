@@ -32,8 +32,11 @@ from .plan_batch import DevicePlan, Lengths, capacity_of
 _PLAN_US = 4.0
 # Levels of tiles are sums of lengths.
 _MAX_LENGTH = 2**29
-# Requests that a warp looks at together: tiles of more have places by their offsets.
-_TOGETHER = 32
+# Requests that a warp looks at together, two a lane: tiles of more have places by their offsets.
+_TOGETHER = 64
+# Of more than a lane each, keys are split where each tile may have two parts: the longest of many
+# is not worth a merge.
+_A_LANE_EACH = 32
 # Requests are taken for equal if their mean is more than this of an upper bound.
 _EQUAL = 0.5
 _LINE = 128
@@ -52,6 +55,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan | None:
         plan = _prepare_prefill(launcher, lengths, 0.0 if is_decode else _PLAN_US)
     if plan is None and is_decode:
         plan = _prepare_decode(launcher, lengths)
+        if plan is None and row_class != DECODE:
+            plan = _prepare_prefill(launcher, lengths, _PLAN_US)  # what is left is planned
     return plan
 
 
@@ -63,6 +68,8 @@ def _prepare_prefill(
     # A merge goes by a list of equally many tiles of each request.
     may_split = lengths.num_requests <= _TOGETHER and lengths.qo_len > 0
     chosen = _choose(launcher, plan_us, may_split, _likely(lengths))
+    if chosen is not None and chosen[2] and not _splits_all(launcher, lengths, chosen[1]):
+        chosen = _choose(launcher, plan_us, False, _likely(lengths))
     if chosen is None:
         return None
     name, shape, is_split = chosen
@@ -81,6 +88,14 @@ def _prepare_prefill(
     if is_split:
         constants += _pack_splits(shape, slots, 0.0, _costs(shape))
     return _launched_alone(reserved, constants, int(shape.is_persistent))
+
+
+def _splits_all(launcher: BatchLauncher, lengths: Lengths, shape: TileShape) -> bool:
+    """Whether there are slots for two parts of each tile, of requests that are many."""
+    if lengths.num_requests <= _A_LANE_EACH:
+        return True
+    num_tiles = _max_tiles(lengths, launcher.group_size, shape.tile_q)
+    return 2 * num_tiles * launcher.num_kv_heads <= shape.num_slots
 
 
 def _costs(shape: TileShape) -> Costs:

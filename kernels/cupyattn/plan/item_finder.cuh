@@ -1,9 +1,9 @@
 // How a warp finds an item of work by lengths in device memory, where no list was planned. The host
 // knows how many tiles there may be; places past the last tile have no work.
 //
-// Up to 32 requests are a lane each. Their items come in the order of their keys, the longest first,
-// as in a list: a level is what a tile sees in whole tiles, and a search finds the level of a place.
-// Many requests balance by themselves. Each then has places from its first row on, rounded down, and
+// Up to 32 requests are a lane each, and up to 64 two. Their items come in the order of their keys,
+// the longest first, as in a list: a level is what a tile sees in whole tiles, and a search finds the
+// level of a place. Many requests balance by themselves. Each then has places from its first row on, rounded down, and
 // one more, so that they follow from one offset.
 //
 // Lengths are not trusted: rows and keys are cut to what the arrays hold. All code stands once,
@@ -50,19 +50,34 @@ struct ItemFinder {
     int q_start, qo_len, kv_start, kv_len, num_tiles, level;
   };
 
+  // The requests of a lane, one behind the other. A lane of one request has no tiles in `first`.
+  struct Pair {
+    Found first, second;
+  };
+  // The most requests that the lanes hold.
+  enum : int { kMostTogether = 2 * kWarpSize };
+
   // The item at a place, for all lanes; zeros past the last.
   __device__ __forceinline__ WorkItem find(int place) const {
-    int index = lane, from_end = place, source = 0;
-    if (lengths.num_requests > kWarpSize) index = find_request(from_end);
-    const Found found = load(index);
+    int from_end = place, source = 0;
+    int are_two = lengths.num_requests > kWarpSize ? 1 : 0, index = lane << are_two;
+    if (lengths.num_requests > kMostTogether) index = find_request(from_end), are_two = 0;
+    Pair own = load_pair(index, are_two);
     // The shuffle keeps the compiler from making two copies of all, one for each order.
-    if (ptx::warp_uniform(lengths.num_requests) <= kWarpSize) source = find_tile(found, from_end);
+    if (ptx::warp_uniform(lengths.num_requests) <= kMostTogether) source = find_tile(own, from_end);
     if (source < 0) return WorkItem{};
+    const Found& found = own.second;
     // Offsets that do not grow name tiles ahead of the last too.
     const uint32_t num_tiles = ptx::shuffle(found.num_tiles, source);
     // mutate: found-tiles-past-the-last
     if (static_cast<uint32_t>(from_end) >= num_tiles) return WorkItem{};
     return item_of(found, source, from_end);
+  }
+
+  // The requests of each lane, where lanes hold all.
+  __device__ __forceinline__ Pair load_own() const {
+    const int are_two = lengths.num_requests > kWarpSize ? 1 : 0;
+    return load_pair(lane << are_two, are_two);
   }
 
   // Zeros past the last request.
@@ -125,14 +140,27 @@ struct ItemFinder {
     return divide_rows(q_start_of(index) * group_size) + index;
   }
 
-  // The lane of the request of a place by levels, or -1. `place` becomes its tile, counted from the
-  // last.
-  __device__ __forceinline__ int find_tile(const Found& found, int& place) const {
+  // A request as `second`, or two as both.
+  __device__ __forceinline__ Pair load_pair(int index, int are_two) const {
+    Pair pair{};
+#pragma unroll 1
+    for (int i = 0; i <= are_two; ++i) {
+      pair.first = pair.second;
+      pair.second = load(index + i);  // mutate: found-requests-twice
+    }
+    return pair;
+  }
+
+  // The lane of the request of a place by levels, or -1; the request is its `second` then. `place`
+  // becomes its tile, counted from the last.
+  __device__ __forceinline__ int find_tile(Pair& own, int& place) const {
+    Found &first = own.first, &second = own.second;
     // The lowest level that no more than `place` tiles are above of.
     int level = 0, rank = place;
 #pragma unroll 1
     for (int step = lengths.level_step; step > 0; step /= 2) {
-      const int above = sum_of_lanes(clamp(found.level - level - step + 1, found.num_tiles));
+      const int above = sum_of_lanes(clamp(first.level - level - step + 1, first.num_tiles) +
+                                     clamp(second.level - level - step + 1, second.num_tiles));
       if (above > place) {
         level += step;  // mutate: found-level-too-high
       } else {
@@ -140,13 +168,23 @@ struct ItemFinder {
       }
     }
     // A request has one tile of the level or none. They come by request.
-    place = found.level - level;
-    const uint32_t own = place >= 0 && place < found.num_tiles ? 1u << lane : 0;
-    const int before = __popc(ptx::warp_sum(own) & (own - 1));  // mutate: found-request-of-another-rank
-    const bool is_found = own != 0 && before == rank;
-    const int source = sum_of_lanes(is_found ? lane + 1 : 0) - 1;
+    const bool has_first = has_tile(first, level), has_second = has_tile(second, level);
+    const uint32_t bit = 1u << lane;
+    const uint32_t firsts = ptx::warp_sum(has_first ? bit : 0);
+    const uint32_t seconds = ptx::warp_sum(has_second ? bit : 0);
+    // mutate: found-request-of-another-rank
+    const int before = __popc(firsts & (bit - 1)) + __popc(seconds & (bit - 1));
+    const bool is_first = has_first && before == rank;
+    const bool is_second = has_second && before + has_first == rank;
+    if (is_first) second = first;
+    place = second.level - level;
+    const int source = sum_of_lanes(is_first || is_second ? lane + 1 : 0) - 1;
     place = ptx::shuffle(place, source & (kWarpSize - 1));
     return source;
+  }
+
+  static __device__ __forceinline__ bool has_tile(const Found& found, int level) {
+    return static_cast<uint32_t>(found.level - level) < static_cast<uint32_t>(found.num_tiles);
   }
 
   // The last request whose places begin at this one or before, of which 32 are looked at at a time.

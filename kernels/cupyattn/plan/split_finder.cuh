@@ -1,5 +1,5 @@
 // How a block finds its part of a tile's keys where nothing was planned: each makes the same plan of
-// up to 32 requests, a lane each, which takes less than a launch for it would. Keys are split as
+// up to 64 requests, two a lane, which takes less than a launch for it would. Keys are split as
 // schedule/balance.py splits them for one wave of blocks, or for half of one; all tiles of a request
 // have as many parts.
 #pragma once
@@ -21,22 +21,26 @@ struct SplitFinder {
 
   // The item at a place, for all lanes; zeros past the last.
   __device__ __forceinline__ WorkItem find(const AttentionParams& params, int place) const {
-    const ItemFinder::Found found = items.load(items.lane);
-    int keys = found.kv_len;
-    if (params.window_left >= 0) keys = min_of(keys, found.qo_len + params.window_left);
-    keys = divide(keys + splits.tile_kv - 1, splits.tile_kv_magic, splits.tile_kv_shift);
-    const Tiles tiles{found.num_tiles, found.num_tiles > 0 ? static_cast<float>(keys) : 0.0f};
-    const int parts = parts_of(tiles, inverse_of(choose_size(tiles)));
-    const int end = sum_up_to_lane(tiles.rows * parts, items.lane);
+    ItemFinder::Pair own = items.load_own();
+    const Tiles first = tiles_of(params, own.first), second = tiles_of(params, own.second);
+    const float inverse_size = inverse_of(choose_size(first, second));
+    int parts = parts_of(second, inverse_size);
+    const int first_parts = parts_of(first, inverse_size), num_second = second.rows * parts;
+    int end = sum_up_to_lane(first.rows * first_parts + num_second, items.lane);
     // mutate: found-split-of-another-request
     const int source = sum_of_lanes(end <= place ? 1 : 0);
     if (source >= kWarpSize) return WorkItem{};
+    if (place < end - num_second) {
+      own.second = own.first;
+      parts = first_parts;
+      end -= num_second;  // mutate: found-splits-of-the-next-request
+    }
     const int num_splits = ptx::shuffle(parts, source);
     const int from_end = ptx::shuffle(end, source) - place;  // items up to the next request
     const float inverse = ptx::rcp_approx(static_cast<float>(num_splits));
     // Tiles from this one on: both numbers are small.
     const int tiles_left = static_cast<int>((static_cast<float>(from_end) - 0.5f) * inverse) + 1;
-    WorkItem item = items.item_of(found, source, tiles_left - 1);
+    WorkItem item = items.item_of(own.second, source, tiles_left - 1);
     item.num_splits = num_splits;
     item.split = tiles_left * num_splits - from_end;  // mutate: found-splits-are-the-first
     // States and counters have a place for each item.
@@ -58,6 +62,13 @@ struct SplitFinder {
   }
 
  private:
+  __device__ __forceinline__ Tiles tiles_of(const AttentionParams& params,
+                                            const ItemFinder::Found& found) const {
+    int keys = found.kv_len;
+    if (params.window_left >= 0) keys = min_of(keys, found.qo_len + params.window_left);
+    keys = divide(keys + splits.tile_kv - 1, splits.tile_kv_magic, splits.tile_kv_shift);
+    return {found.num_tiles, found.num_tiles > 0 ? static_cast<float>(keys) : 0.0f};
+  }
   // A little less than that: what divides evenly is rounded up to no part more.
   static __device__ __forceinline__ float inverse_of(float size) {
     return 0.999996f * ptx::rcp_approx(size);
@@ -67,17 +78,19 @@ struct SplitFinder {
     return max_of(static_cast<int>(ceilf(tiles.keys * inverse)), 1);
   }
   // The items of all requests.
-  static __device__ __forceinline__ int count_items(const Tiles& tiles, float inverse) {
-    return sum_of_lanes(tiles.rows * parts_of(tiles, inverse));
+  static __device__ __forceinline__ int count_items(const Tiles& first, const Tiles& second,
+                                                    float inverse) {
+    return sum_of_lanes(first.rows * parts_of(first, inverse) +
+                        second.rows * parts_of(second, inverse));
   }
 
   // The most key tiles of one part, for all lanes.
-  __device__ __forceinline__ float choose_size(const Tiles& tiles) const {
-    const int keys = static_cast<int>(tiles.keys);
-    const int longest = max_of(ptx::warp_max(keys), 1);
+  __device__ __forceinline__ float choose_size(const Tiles& first, const Tiles& second) const {
+    const int keys = static_cast<int>(first.keys), more_keys = static_cast<int>(second.keys);
+    const int longest = max_of(ptx::warp_max(max_of(keys, more_keys)), 1);
     float best = static_cast<float>(longest), limit = 0.0f;
     if (!splits.may_split) return best;
-    const float total = static_cast<float>(sum_of_lanes(tiles.rows * keys));
+    const float total = static_cast<float>(sum_of_lanes(first.rows * keys + second.rows * more_keys));
     const float cost = static_cast<float>(longest) * splits.least_part_cost;
     const int least = max_of(static_cast<int>(ceilf(sqrtf(cost))), 1);
     // Whole tiles, parts for a wave, and for half of one, which is nearly as fast where blocks have
@@ -92,14 +105,14 @@ struct SplitFinder {
       while (low < high) {
         const int middle = (low + high) / 2;
         // mutate: found-parts-outgrow-their-wave
-        if (count_items(tiles, inverse_of(static_cast<float>(middle))) <= slots) {
+        if (count_items(first, second, inverse_of(static_cast<float>(middle))) <= slots) {
           high = middle;
         } else {
           low = middle + 1;
         }
       }
       const float size = static_cast<float>(low), inverse = inverse_of(size);
-      const float num_items = static_cast<float>(count_items(tiles, inverse));
+      const float num_items = static_cast<float>(count_items(first, second, inverse));
       const float most = fmaxf(ceilf(static_cast<float>(longest) * inverse), 1.0f);
       const float time = time_of(total, static_cast<float>(longest), num_items, most);
       if (round == 0) {

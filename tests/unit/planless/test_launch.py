@@ -387,9 +387,12 @@ def test_blocks_are_told_where_lengths_are(gpu: Gpu, make: Make) -> None:
         assert got["partial_o"] == pointer(calls.space) < got["partial_lse"]
         assert got["kv_indices"] == pointer(arguments["block_tables"])
         assert attention.kernel.finds_items
-    # More than a warp looks at are planned.
+    # A lane of a warp has two; more are planned.
     gpu.launches.clear()
-    calls(calls.arguments(33, 9, 33))
+    calls(calls.arguments(64, 9, 64))
+    assert [x.kernel.finds_items for x in gpu.launches] == [True]
+    gpu.launches.clear()
+    calls(calls.arguments(65, 9, 65))
     assert [x.kernel for x in gpu.launches[:-1]] == ["plan_batch"]
     assert not gpu.launches[-1].kernel.finds_items
 
