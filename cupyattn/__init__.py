@@ -32,7 +32,7 @@ Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
 Eight bits, and what comes between a layer's projections and its attention:
-    quantize_qkv, rope_and_cache
+    quantize_qkv (a QuantizedQKV), rope_and_cache
 Keys that several GPUs share:
     get_share_seq_lens, get_share_slots, get_share_lists
 Why a kernel runs:

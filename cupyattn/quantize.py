@@ -18,6 +18,7 @@ from .core.tracing import untraced
 from .engine.views import merge_leading
 from .engine.workspace import int32_on_device
 from .errors import ArgumentError, UnsupportedError
+from .launch.ops import find_mean
 from .launch.ops import quantize as launcher
 from .launch.ops.quantize import BLOCK_SIZES, MAX_HEAD_DIM, Part, ScaleForm, Shared
 from .page import view_index
@@ -71,6 +72,7 @@ def quantize_qkv(
     scale_k: Scale = None,
     scale_v: Scale = None,
     k_mean: Array | None = None,
+    smooth_k: bool = False,
     hadamard: bool = False,
 ) -> QuantizedQKV:
     """Queries, keys and values of 16 bits to eight bits with their scales, in one launch.
@@ -87,6 +89,7 @@ def quantize_qkv(
     k_mean       float32 [requests, kv heads, head_dim], subtracted from k (where `hadamard` rotates
                  keys, the mean of rotated ones). Logits of a row change by a constant, which
                  attention does not see but in its LSE
+    smooth_k     find k_mean, the mean of each request and head, by two launches ahead
     hadamard     rotate q and k by a Hadamard matrix over sqrt(head_dim), which spreads outliers
                  over a head and leaves their products; head dims that are powers of two
 
@@ -114,22 +117,29 @@ def quantize_qkv(
     }
     call = _Call(rows, _parse_dtype(dtype), block_size, parse.flag(hadamard, "hadamard"))
     # --- 1. Validate ---
-    call.smooth(k_mean)
+    call.smooth(k_mean, parse.flag(smooth_k, "smooth_k"))
     used = call.validate()
     # --- 2. Make what is returned ---
     like = used[0]
     results: dict[str, Any] = {}
     parts = [call.part(name, results) for name in "qkv"]
+    mean = call.new_mean()
     # --- 3. On the CPU, or one launch on the caller's stream ---
     if like.device.kind == "cpu":
         for name, part in zip("qkv", parts, strict=True):
             if part is not None:
-                _quantize_on_cpu(part, call.hadamard and name != "v")
+                is_smoothed = mean is not None and name == "k"
+                _quantize_on_cpu(part, call.hadamard and name != "v", is_smoothed)
     else:
         array.acquire(like, *used)
-        launcher.launch(parts, Shared(uses_hadamard=call.hadamard), array.current_stream(like))
+        stream = array.current_stream(like)
+        if mean is not None and parts[1] is not None:
+            find_mean.launch(parts[1], mean, call.hadamard, stream)
+        launcher.launch(parts, Shared(uses_hadamard=call.hadamard), stream)
         array.release(like, *used)
     delivered = {name: array.deliver(x, like) for name, x in results.items()}
+    if mean is not None:
+        k_mean = array.deliver(mean.owner, like)
     return QuantizedQKV(
         **delivered, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, k_mean=k_mean
     )
@@ -150,13 +160,25 @@ class _Call:
     dtype: DType
     block_size: int
     hadamard: bool
+    finds_mean: bool = False
 
-    def smooth(self, mean: Any) -> None:
-        if mean is None:
+    def smooth(self, mean: Any, finds_mean: bool) -> None:
+        self.finds_mean = finds_mean
+        if mean is None and not finds_mean:
             return
         if "k" not in self.rows:
-            raise ArgumentError("k_mean: given without k")
-        self.rows["k"] = self.rows["k"].smoothed(mean)
+            raise ArgumentError("k_mean, smooth_k: given without k")
+        if mean is not None and finds_mean:
+            raise ArgumentError("k_mean: given with smooth_k, which finds it; wanted one of them")
+        rows = self.rows["k"]
+        if finds_mean:
+            shape = rows.batch_size, *rows.view.shape[1:]
+            mean = array.empty(shape, dtypes.float32, rows.original)
+        self.rows["k"] = rows.smoothed(mean)
+
+    def new_mean(self) -> ArrayView | None:
+        """What is to be found of k."""
+        return self.rows["k"].mean if self.finds_mean else None
 
     def validate(self) -> list[ArrayView]:
         """All arrays, on one device."""
@@ -285,7 +307,7 @@ class _Rows:
         )
 
 
-def _quantize_on_cpu(part: Part, hadamard: bool) -> None:
+def _quantize_on_cpu(part: Part, hadamard: bool, finds_mean: bool) -> None:
     x = array.as_numpy(part.source).astype(np.float32)
     out = array.as_numpy(part.target)
     lengths = _lengths_of(part)
@@ -295,7 +317,10 @@ def _quantize_on_cpu(part: Part, hadamard: bool) -> None:
     if hadamard:
         x = in_numpy.hadamard(x)
     if part.mean is not None:
-        x = x - array.as_numpy(part.mean)[requests]
+        mean = array.as_numpy(part.mean)
+        if finds_mean:
+            mean[...] = in_numpy.means_of(x, lengths)
+        x = x - mean[requests]
     if part.form is ScaleForm.OF_BLOCKS:
         assert part.scales is not None
         scales = array.as_numpy(part.scales)

@@ -30,6 +30,7 @@ from .ops import (
     append_paged_kv_cache,
     copy_rows,
     exchange_states,
+    find_mean,
     gather_heads,
     get_batch_indices_positions,
     get_seq_lens,
@@ -357,6 +358,15 @@ def _quantizers(chosen: Selection) -> Iterator[Instance]:
         for (q, kv), dims in product(chosen.dtypes, chosen.head_dims):
             if max(dims) <= quantize.MAX_HEAD_DIM:
                 yield from (("quantize", config) for config in quantize.configs(q, kv, max(dims)))
+                for divides in (False, True):
+                    mean = find_mean.config(
+                        q,
+                        quantize.lanes_of(dims[0]),
+                        is_aligned=True,
+                        hadamard=False,
+                        divides=divides,
+                    )
+                    yield "find_mean", mean
 
 
 def _exchanges(chosen: Selection) -> Iterator[Instance]:

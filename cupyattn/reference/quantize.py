@@ -126,6 +126,16 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     return out * np.float32(1.0 / np.sqrt(d))
 
 
+def means_of(x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The means of requests' rows x float32 [n, heads, head_dim], in float64; zeros of no rows."""
+    ends = np.cumsum(lengths)
+    means = np.zeros((lengths.size, *x.shape[1:]), np.float32)
+    for request, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        if length:
+            means[request] = x[end - length : end].astype(np.float64).sum(axis=0) / length
+    return means
+
+
 def blocks_of(lengths: np.ndarray, block_size: int) -> Iterator[tuple[int, int, int, int]]:
     """(row of scales, request, first row, end) of each block of ragged requests."""
     start = 0

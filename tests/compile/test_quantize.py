@@ -9,7 +9,7 @@ import pytest
 from cupyattn import jit
 from cupyattn.core import dtypes
 from cupyattn.jit import compiler
-from cupyattn.launch.ops import quantize
+from cupyattn.launch.ops import find_mean, quantize
 
 _E4M3, _BF16 = dtypes.float8_e4m3fn, dtypes.bfloat16
 
@@ -40,7 +40,12 @@ def _configs() -> Iterator[jit.Config]:
     ["sm_90a", "sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_86", "sm_120a"))],
 )
 def test_no_spills(arch: str) -> None:
-    for config in _configs():
-        report: compiler.PtxasReport = jit.build("quantize", config, arch).info.ptxas
+    means = (
+        find_mean.config(_BF16, lanes, is_aligned=a, hadamard=True, divides=divides)
+        for lanes, a, divides in ((8, True, False), (32, False, False), (16, True, True))
+    )
+    every = [("quantize", x) for x in _configs()] + [("find_mean", x) for x in means]
+    for name, config in every:
+        report: compiler.PtxasReport = jit.build(name, config, arch).info.ptxas
         assert not report.stack_bytes and not report.spill_store_bytes, (config, report)
         assert not report.warnings

@@ -164,6 +164,8 @@ def caches(k: Half, pages: Pages, offsets: Int, mask: Bool) -> None:
     assert_type(cupyattn.get_share_slots(offsets, 2, 0), Int)
     assert_type(cupyattn.get_share_lists(offsets, 2, 0), tuple[Int, Int])
     cupyattn.append_paged_kv_cache(k, k, rows, positions, pages, offsets, offsets, offsets)
+    eight: cupyattn.QuantizedQKV = cupyattn.quantize_qkv(k, k, k, dtype="int8", hadamard=True)
+    cupyattn.rope_and_cache(eight.q, k, k, k, k, rows, positions, rope_theta=1e4)
     assert_type(cupyattn.packbits(mask, "little"), Bool)
     assert_type(cupyattn.segment_packbits(mask, offsets), tuple[Bool, Bool])
 

@@ -69,4 +69,24 @@ struct QuantizeParams {
 static_assert(sizeof(QuantizedPart) == 192 && sizeof(QuantizeParams) == 1216,
               "the structs and their mirrors in launch/ops/quantize.py must agree");
 
+// The means of a request's rows: sums of blocks of rows, then a mean of these.
+struct FindMeanParams {
+  const void* source;      // [num_rows, num_heads, head_dim] of Config::DType
+  double* sums;            // [places of blocks, num_heads, head_dim]
+  float* mean;             // [batch_size, num_heads, head_dim]
+  const int32_t* offsets;  // [batch_size + 1]; nullptr: rows_per_request each
+  int64_t num_rows;
+  int64_t source_stride_n;
+  int64_t source_stride_h;
+  int32_t num_heads;
+  int32_t head_dim;
+  int32_t num_tiles;  // places of blocks
+  int32_t batch_size;
+  int32_t rows_per_request;
+  float hadamard;  // 1 / sqrt(head_dim)
+};
+
+static_assert(sizeof(FindMeanParams) == 80,
+              "the struct and its mirror in launch/ops/find_mean.py must agree");
+
 }  // namespace cupyattn

@@ -35,16 +35,16 @@ __device__ __forceinline__ void load_neighbours(const T* source, float (&value)[
 }
 
 // The lanes of a row are neighbours, kLanes of them.
-template <typename Config>
+template <typename Config, typename Params = QuantizeParams>
 struct RowLanes {
   using DType = typename Config::DType;
   static constexpr int kLanes = Config::kLanes;
 
-  const QuantizeParams& params;
+  const Params& params;
   int lane;  // of the row
   int column;
 
-  __device__ __forceinline__ explicit RowLanes(const QuantizeParams& params)
+  __device__ __forceinline__ explicit RowLanes(const Params& params)
       : params(params), lane(threadIdx.x % kLanes), column(kChunk * lane) {}
 
   // Elements past the head dim, and rows that are none, are zeros.

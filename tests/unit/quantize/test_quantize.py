@@ -76,6 +76,16 @@ def test_a_mean_is_subtracted_of_its_request() -> None:
     np.testing.assert_array_equal(x.k, in_numpy.stored(smooth, 0.01, E4M3))
 
 
+def test_means_of_keys_are_found() -> None:
+    k = _rows(600, 2, 64)
+    k[:, :, 3] += 20
+    x = cupyattn.quantize_qkv(k=k, kv_indptr=np.array([0, 0, 500, 600]), smooth_k=True)
+    assert x.k_mean.shape == (3, 2, 64) and not x.k_mean[0].any()
+    np.testing.assert_allclose(x.k_mean[1], k[:500].astype(np.float64).mean(axis=0), rtol=1e-6)
+    plain = cupyattn.quantize_qkv(k=k, kv_indptr=np.array([0, 0, 500, 600]))
+    assert x.k_block_scales[1:9].max() < plain.k_block_scales[1:9].min() / 2
+
+
 @pytest.mark.parametrize("interleave", [False, True])
 def test_the_norm_and_the_rotation_are_those_of_models(interleave: bool) -> None:
     q, k, v = _rows(3, 2), _rows(3, 1), _rows(3, 1)
@@ -125,7 +135,8 @@ def test_fresh_blocks_of_pages_forget_old_scales() -> None:
         ({"scale_q": 0.0}, "scale_q"),
         ({"scale_q": np.ones(3, np.float32)}, "scale_q: shape is"),
         ({"scale_k": 1.0}, "scale_k: given without k"),
-        ({"k_mean": np.zeros((1, 1, 64), np.float32)}, "k_mean: given without k"),
+        ({"k_mean": np.zeros((1, 1, 64), np.float32)}, "k_mean, smooth_k: given without k"),
+        ({"smooth_k": True}, "k_mean, smooth_k: given without k"),
         ({"qo_indptr": np.array([0, 5, 4, 10])}, "qo_indptr: wanted offsets"),
         ({"qo_indptr": np.array([0, 11])}, "qo_indptr: wanted offsets"),
         ({"v": np.zeros((10, 2, 64), np.float32)}, "v: dtype is float32"),
