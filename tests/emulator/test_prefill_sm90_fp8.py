@@ -11,7 +11,9 @@ from helpers import cases
 from helpers.batch_cases import Problem
 from helpers.share import one_of
 
-from . import run, test_prefill_sm90
+import cupyattn
+
+from . import gpu, run, test_prefill_sm90
 
 FP8 = replace(
     test_prefill_sm90.CAUSAL, kv_dtype="float8_e4m3fn", scale_k="vector", scale_v="scalar"
@@ -82,6 +84,29 @@ def test_fp8_under_rows_that_are_not_finite(value: float) -> None:
     for a, b in zip(clean.bits(), spoilt.bits(), strict=True):
         np.testing.assert_array_equal(a[same], b[same])
     assert not np.isfinite(spoilt.out[33, 1].astype(np.float32)).any()
+
+
+# Both kernels multiply float16 and differ in the order of keys, and in the maxima under which
+# probabilities are rounded.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_row_over_fp8_is_decoded_verified_and_prefilled_alike(dtype: str) -> None:
+    case = replace(FP8, dtype=dtype, kv_len=700, head_dim_qk=128, head_dim_vo=128)
+    inputs = cases.make_inputs(case)
+    answers = []
+    for rows in (80, 8, 1):
+        with gpu.plugged_in() as emulated:
+            out, lse = cupyattn.single_prefill_with_kv_cache(
+                *(inputs["q"][-rows:], inputs["k"], inputs["v"]),
+                causal=True,
+                return_lse=True,
+                o_dtype="float32",
+            )
+        answers.append((emulated.launches[0].name, out[-1], lse[-1]))
+    names, outs, lses = zip(*answers, strict=True)
+    assert names == ("prefill_sm90", "decode_sm80", "decode_sm80")
+    np.testing.assert_array_equal(outs[1], outs[2])
+    np.testing.assert_allclose(outs[0], outs[2], rtol=0, atol=1e-3 * np.abs(outs[2]).max())
+    np.testing.assert_allclose(lses, lses[2:] * 3, rtol=0, atol=1e-5)
 
 
 # Rows of whole 16 bytes, and rows whose last 16 have eight of NaN.
