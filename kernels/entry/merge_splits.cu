@@ -1,6 +1,7 @@
 // Merges the partial states of tiles whose keys another kernel has split. A warp merges one packed
 // row, or 128 columns of a wide one, so that it has states of many splits under way. Where there are
-// few rows (`kSharesRows`), the warps of a block share one.
+// few rows (`kSharesRows`), the warps of a block share one; of a wide one, whose columns they share
+// anyway, each warp then has more states under way, and fewer warps run.
 #include "cupyattn/plan/item_finder.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/shared/state.cuh"
@@ -59,7 +60,7 @@ __device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& pa
   const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;
   if (kIsWide) ptx::grid_dependency_wait();
-  if constexpr (Config::kSharesRows) {
+  if constexpr (Config::kSharesRows && !kIsWide) {
     __shared__ SharedMerge<Config::kHeadDimVO, Config::kWarps> shared;
     const int first = static_cast<int>(work.tile.state(params) * kTileQ + row);
     merge_states_together<Config, Config::kHeadDimVO>(
@@ -72,12 +73,14 @@ __device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& pa
   return true;
 }
 
-// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load. Wide rows have
-// twice as many states under way.
-extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 6)
+// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load.
+constexpr int kBlocks = !kIsWide ? 6 : Config::kSharesRows ? 3 : 8;
+
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kBlocks)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
-  constexpr int kRows = Config::kSharesRows ? 1 : Config::kWarps;
-  const int warp = Config::kSharesRows ? 0 : threadIdx.x / cupyattn::kWarpSize;
+  constexpr bool kIsShared = Config::kSharesRows && !kIsWide;
+  constexpr int kRows = kIsShared ? 1 : Config::kWarps;
+  const int warp = kIsShared ? 0 : threadIdx.x / cupyattn::kWarpSize;
   int index = blockIdx.x * kRows + warp;
   if constexpr (kIsWide) {
     // There may be far more rows than are split, so blocks walk on.

@@ -14,15 +14,17 @@ from ..tiles.config import TileConfig
 _WARPS = 4
 # Up to so many rows of all KV heads each have a block.
 _FEW_ROWS = 1024
-# Blocks for each SM that merge wide rows: as many as run at a time.
-_WIDE_BLOCKS = 3
+# Blocks for each SM that merge wide rows, as many as run at a time: of many rows, and of so few
+# that fewer blocks, which have more states under way, reach them all at once.
+_WIDE_BLOCKS, _WIDE_BLOCKS_OF_FEW = 8, 3
 
 
 @lru_cache(maxsize=1024)
 def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = False) -> jit.Config:
     """The kernel's Config for the partial states of these tiles of prefill.
 
-    shares_rows: the warps of a block merge one row, each some of its states.
+    shares_rows: there are few rows. The warps of a block merge one, each some of its states; of
+    wide rows each has more states under way.
     """
     # Blocks that find their items list them, so the list is no older than their states.
     waits = {"kFindsItems": True} if tiles.finds_items else {}
@@ -44,10 +46,7 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
 
 def configs(problem: AttentionProblem, tiles: TileConfig) -> list[jit.Config]:
     """The Configs for any number of rows."""
-    return [
-        config(problem, tiles, shares_rows)
-        for shares_rows in (False, True)[: 1 if is_wide(problem) else 2]
-    ]
+    return [config(problem, tiles, shares_rows) for shares_rows in (False, True)]
 
 
 def is_wide(problem: AttentionProblem) -> bool:
@@ -72,14 +71,15 @@ def prepare(
 
     keeps_order: the number of rows does not decide how one is merged.
     """
-    has_few = num_rows * num_kv_heads <= _FEW_ROWS and not keeps_order
-    shares_rows = has_few and not is_wide(problem)
-    function = load_function("merge_splits", config(problem, tiles, shares_rows), device_index)
-    rows_a_block = 1 if shares_rows else _WARPS
-    blocks = -(-num_rows * parts(problem.head_dim_vo) // rows_a_block)
     props = device_props(device_index)
     if is_wide(problem):
+        blocks = -(-num_rows * parts(problem.head_dim_vo) // _WARPS)
+        shares_rows = blocks * num_kv_heads <= _WIDE_BLOCKS_OF_FEW * props.num_sms
         blocks = min(blocks, _WIDE_BLOCKS * props.num_sms)
+    else:
+        shares_rows = num_rows * num_kv_heads <= _FEW_ROWS and not keeps_order
+        blocks = num_rows if shares_rows else -(-num_rows // _WARPS)
+    function = load_function("merge_splits", config(problem, tiles, shares_rows), device_index)
     grid = (blocks, num_kv_heads, 1)
     early = overlaps_launches(props.arch)
     return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

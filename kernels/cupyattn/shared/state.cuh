@@ -307,6 +307,18 @@ __device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
   }
 }
 
+// How many states of a row, or of one of kParts parts of its columns, a warp has under way. Kernels
+// that only merge have 80 registers. Those of parts have 64, so that as many warps run as can, or of
+// few rows 160.
+template <typename Config, int kParts, int kVectors>
+__host__ __device__ constexpr int states_at_once() {
+  if constexpr (kParts > 1) {
+    return Config::kSharesRows ? 32 : 8;
+  } else {
+    return (kVectors > 1 ? 12 : 16) / kVectors;
+  }
+}
+
 // Merges the states of one row, as add_states has them, and writes the result. kParts: a warp
 // merges one part of the columns, from `first_column` on.
 template <typename Config, int kHeadDim, bool kWeighsLate = false, int kParts = 1, typename RowOf>
@@ -314,8 +326,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
                                              int kv_head, int num_states, int lane, RowOf&& row_of,
                                              int first_column = 0) {
   constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
-  // Kernels that only merge have 80 registers, those of parts of wide rows twice as many.
-  constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 ? 12 : 16) / kVectors;
+  constexpr int kBatch = states_at_once<Config, kParts, kVectors>();
   RowMerge<kVectors> merged;
   // Few states are the rule, and the many of a batch would be read for nothing.
   if (kBatch == 32 && num_states <= 4) {

@@ -26,7 +26,19 @@ struct WideSm90 : WideSm90SetUp<WideSm90<Config>, WideSm90Traits<Config>> {
     SetUp::begin(params, shared);
     if (shared.items[0].work.tile.num_rows <= 0) return;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
-    if (warpgroup < Traits::kProducers) {
+    // The compiler lays out the last branch first, and the first 64 KB of a kernel are fetched at its
+    // launch: what all wait for comes last here.
+    if (warpgroup >= Traits::kProducers) {
+      ptx::set_max_registers_up<Traits::kConsumerRegisters>();
+      const int consumer =
+          ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup - Traits::kProducers);
+      if (consumer > 0) {
+        consume<WideSm90Follower<Traits>>(block);
+      } else {
+        consume<WideSm90Leader<Traits>>(block);
+      }
+      if constexpr (!Traits::kLinked) merge(block, 0);
+    } else {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
       if constexpr (Traits::kLands) {
         WideSm90TmaConverter<Traits>(block).run();
@@ -37,14 +49,6 @@ struct WideSm90 : WideSm90SetUp<WideSm90<Config>, WideSm90Traits<Config>> {
       } else {
         WideSm90Producer<Traits>(block).run();
       }
-    } else {
-      ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      if (warpgroup == Traits::kProducers) {
-        consume<WideSm90Leader<Traits>>(block);
-      } else {
-        consume<WideSm90Follower<Traits>>(block);
-      }
-      if constexpr (!Traits::kLinked) merge(block, 0);
     }
   }
 

@@ -78,17 +78,19 @@ struct WideMergeSm90 {
     int first = thread / kThreadsOfRow, row = thread / kMost;
     float4 part[kRows][kSplits];
     float lse = lse_of(row);
-    load(part, first, column);
-    for (; row < kTileQ; row += kThreads / kMost) {
-      weigh(row, lse);
-      lse = lse_of(row + kThreads / kMost);
-    }
-    sync();  // mutate: wide-decode-weights-read-early
-    write(part, first, column);
-    while ((first += kStep) < work.tile.num_rows) {
+    bool is_first = true;
+    do {
       load(part, first, column);
+      if (is_first) {
+        for (; row < kTileQ; row += kThreads / kMost) {
+          weigh(row, lse);
+          lse = lse_of(row + kThreads / kMost);
+        }
+        sync();  // mutate: wide-decode-weights-read-early
+        is_first = false;
+      }
       write(part, first, column);
-    }
+    } while ((first += kStep) < work.tile.num_rows);
   }
 
   __device__ __forceinline__ int64_t state_of(int row, int split) const {
