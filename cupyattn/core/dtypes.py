@@ -51,6 +51,11 @@ class DType:
         return self if self.is_8bit_query else None
 
     @property
+    def of_values(self) -> DType:
+        """The dtype of values beside queries of this one, unless the caller names another."""
+        return float8_e4m3fn if self.is_8bit_query else self
+
+    @property
     def of_output(self) -> DType:
         """The dtype of the output for queries of this one, unless the caller names another."""
         return bfloat16 if self.is_8bit_query else self

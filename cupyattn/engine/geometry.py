@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 from ..array import Device
 from ..core import dtypes, parse
 from ..core.device import NO_GPU
-from ..core.dtypes import DType
 from ..core.parse import BOOLS, zeros_and_ones
 from ..core.problem import OutputGate
 from ..core.spec import AttentionSpec
 from ..errors import PlanError, UnsupportedError
 from ..launch.attention.batch import BatchLauncher
+from ..launch.tiles.config import Target
+from ..launch.tiles.select import serves_8bit
 from .spec import RawOptions, make_spec
 
 _MAX_GEOMETRIES = 4096
@@ -82,13 +83,25 @@ class Geometry:
     def __post_init__(self) -> None:
         self.default_variant = Variant(True, self.spec.sm_scale <= 0.0)
 
+    @property
+    def launched_spec(self) -> AttentionSpec:
+        """The spec that launches are planned by: on the CPU, with dtypes that a GPU has a kernel
+        for."""
+        spec = self.spec
+        if self.options.device.kind != "cpu":
+            return spec
+        target = Target(NO_GPU.arch, NO_GPU.max_smem_per_block, spec.page_size)
+        if spec.dtype_q.is_8bit_query and serves_8bit(spec.problem(), target):
+            return spec
+        return spec.as_on_gpu()
+
     def launcher(self, variant: Variant) -> BatchLauncher:
         launcher = self.launchers.get(variant)
         if launcher is None:
             aligned, prescale_logits, has_mask, key_scales, output_gate, _ = variant
-            spec, index = self.spec, self.options.device.index
+            spec, index = self.launched_spec, self.options.device.index
             if self.options.device.kind == "cpu":
-                spec, index = spec.as_on_gpu(), NO_GPU.index
+                index = NO_GPU.index
             if has_mask:
                 spec = spec.with_row_mask()
             problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
@@ -145,20 +158,13 @@ def _make(options: PlanOptions) -> Geometry:
         options.raw_options,
         (heads, kv_heads, dim_qk, dim_vo),
         dtype_q,
-        _dtype_kv(dtype_q, kv),
+        dtype_q.of_values if kv is None else dtypes.parse(kv, "kv_data_type"),
         page_size=options.page_size,
         mask_form=options.mask_form,
     )
     spec.problem().check_supported(on_cpu=options.device.kind == "cpu")
     kv_axis = 1 if not spec.page_size and spec.kv_layout == "HND" else 0
     return Geometry(options, spec, kv_axis)
-
-
-def _dtype_kv(dtype_q: DType, asked: object) -> DType:
-    """That of values, and of keys: as queries if it is not named; beside int8 keys e4m3."""
-    if asked is None:
-        return dtypes.float8_e4m3fn if dtype_q is dtypes.int8 else dtype_q
-    return dtypes.parse(asked, "kv_data_type")
 
 
 def count(value: Any, name: str) -> int:

@@ -114,9 +114,9 @@ def _notes(plan: Plan, schedule: BatchSchedule) -> list[str]:
     if plan.geometry.options.device.kind == "cpu":
         checked = f"this is the plan of an {_name(NO_GPU)}, by which it is checked"
         result.append(f"the arrays are on the CPU, where the reference answers; {checked}")
-    asked, spec = plan.geometry.spec.dtype_q, plan.geometry.spec.as_on_gpu()
-    if asked is not spec.dtype_q:
-        result.append(f"there are no kernels for {asked}: this is the plan of {spec.dtype_q}")
+    asked, planned = plan.geometry.spec.dtype_q, plan.geometry.launched_spec.dtype_q
+    if asked is not planned:
+        result.append(f"there are no kernels for {asked}: this is the plan of {planned}")
     if plan.capacity is not None:
         kept = "keeps the tiles of the first plan, whose longest request chose them"
         result.append(f"a captured graph {kept}; lists have room for any later plan")
