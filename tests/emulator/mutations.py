@@ -136,6 +136,27 @@ PORTABLE = (
     Mutation("lists-by-the-first-table", "row / params.rows_of_table", "0", "shares"),
     Mutation("lists-with-holes", "count + before", "at", "shares"),
     Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),
+    # Rows of eight bits.
+    Mutation("infinite-amax", "magnitude <= 0x1.fffffep127f", "true", "eight bits"),
+    Mutation("hadamard-sign", "other - x[e]", "x[e] - other", "eight bits"),
+    Mutation("mean-of-one-row-more", "double>(rows)", "double>(rows + 1)", "eight bits"),
+    Mutation("norm-without-epsilon", "mean + params.epsilon", "mean", "eight bits in pages"),
+    Mutation("rotated-backwards", "subtracts ?", "!subtracts ?", "eight bits in pages"),
+    Mutation(
+        "rotation-past-the-table", "if (!turn.is_known)", "if (false)", "stray rows of eight bits"
+    ),
+    Mutation(
+        "rows-past-the-end",
+        "min_of<int64_t>(part.offsets[request + 1], part.num_rows)",
+        "part.offsets[request + 1]",
+        "stray rows of eight bits",
+    ),
+    Mutation(
+        "slot-past-the-pages",
+        "page >= params_.table.num_pages",
+        "false",
+        "stray rows of eight bits",
+    ),
     # Metadata of serving steps.
     Mutation(
         "chunk-rows-begin-with-the-chunk", "max_of(begin, first_position)", "begin", "serving"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import device_plans, gpu_cases, page_cases, share_cases
+from helpers import device_plans, gpu_cases, page_cases, quantize_cases, share_cases
 from helpers.flash_cases import Case
 from helpers.key_shares import Case as Shared
 from helpers.logits_calls import Single
@@ -42,6 +42,7 @@ from . import (
     test_planless,
     test_prefill_sm90,
     test_prefill_sm90_fp8,
+    test_quantize,
     test_read_tables,
     test_serving,
     test_wide,
@@ -347,6 +348,22 @@ def _slots(**facts: object) -> None:
         test_page.write_stray_slots()
 
 
+def _eight_bits(kind: type, seeds: Iterable[int]) -> Callable:
+    def run(**facts: object) -> None:
+        for seed in seeds:
+            case = kind(seed).expect()
+            with gpu.plugged_in(**facts):
+                case.run()
+
+    return run
+
+
+def _stray_eight_bits(**facts: object) -> None:
+    with gpu.plugged_in(**facts) as emulated:
+        test_quantize.test_stray_offsets_write_nothing(emulated)
+        test_quantize.test_stray_slots_and_positions_touch_nothing(emulated)
+
+
 def _shares(**facts: object) -> None:
     for seed in range(24):
         with gpu.plugged_in(**facts):
@@ -461,6 +478,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
     "slots": _slots,
+    "eight bits": _eight_bits(quantize_cases.OfArrays, range(30)),
+    "eight bits in pages": _eight_bits(quantize_cases.OfPages, range(20)),
+    "stray rows of eight bits": _stray_eight_bits,
     "shares": _shares,
     "descales": lambda **facts: test_flash_attn.run_of_requests(3, **facts),
     "copied rows": lambda **facts: test_flash_attn.check_copies(**facts),

@@ -213,7 +213,8 @@ class OfPages(calls.Placed):
             for name in ("q_weight", "k_weight"):
                 weight = rng.uniform(0.5, 1.5, head_dim).astype(np.float32)
                 self.named[name] = weight.astype(self.dtype)
-            self.options |= {"weight_bias": float(rng.choice([0.0, 1.0]))}
+            self.options["weight_bias"] = float(rng.choice([0.0, 1.0]))
+            self.options["eps"] = float(rng.choice([1e-6, 2.0]))
             self.is_exact = False
 
     def _draw_scales(self) -> None:

@@ -111,7 +111,6 @@ struct RowLanes {
     } else {
       using Table = typename Config::DTypeTable;
       turn.is_known = static_cast<uint64_t>(position) < static_cast<uint64_t>(params.num_positions);
-      // mutate: rotation-past-the-table
       const int64_t row = turn.is_known ? position : 0;
       const Table* cosines =
           static_cast<const Table*>(params.cos_sin) + row * params.cos_sin_stride + first_pair;
@@ -158,7 +157,7 @@ struct RowLanes {
       const float product = other[e] * turn.sine[e];
       // mutate: rotated-backwards
       x[e] = ptx::fma_rn(x[e], turn.cosine[e], subtracts ? -product : product);
-      if (!turn.is_known) x[e] = ptx::nan();
+      if (!turn.is_known) x[e] = ptx::nan();  // mutate: rotation-past-the-table
     }
   }
 
