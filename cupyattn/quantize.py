@@ -115,7 +115,12 @@ def quantize_qkv(
         )
         if x is not None or scale is not None
     }
-    call = _Call(rows, _parse_dtype(dtype), block_size, parse.flag(hadamard, "hadamard"))
+    call = _Call(
+        rows,
+        _parse_dtype(dtype),
+        parse.require_int(block_size, "block_size"),
+        parse.flag(hadamard, "hadamard"),
+    )
     # --- 1. Validate ---
     call.smooth(k_mean, parse.flag(smooth_k, "smooth_k"))
     used = call.validate()

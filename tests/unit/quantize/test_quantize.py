@@ -132,6 +132,7 @@ def test_fresh_blocks_of_pages_forget_old_scales() -> None:
     [
         ({"dtype": "float8_e5m2"}, "dtype: got float8_e5m2"),
         ({"block_size": 32}, "block_size: got 32; wanted 64 or 128"),
+        ({"block_size": np.ones(2)}, "block_size"),
         ({"scale_q": 0.0}, "scale_q"),
         ({"scale_q": np.ones(3, np.float32)}, "scale_q: shape is"),
         ({"scale_k": 1.0}, "scale_k: given without k"),
