@@ -42,6 +42,9 @@ _NEAR = 1.1
 # Microseconds of a launch from which on a list pays for its plan: tiles of a request follow each
 # other in it, and find their keys in L2.
 _LONG = 140.0
+# The same where keys of all requests are more than L2 holds, and are read by three tiles or more:
+# by levels they come from memory for each.
+_LONG_BEYOND_L2, _MANY_KEY_BYTES, _READ_AGAIN = 40.0, 48 << 20, 3
 _by_bound = itemgetter(0)
 
 
@@ -268,7 +271,7 @@ def best_unplanned(
         return None
     time, name, shape, is_split = candidate
     if not _forced:
-        if time > _LONG:
+        if time > (_LONG_BEYOND_L2 if _reads_again(batch, shape) else _LONG):
             return None
         chosen = best(offer, batch)
         is_tile = chosen.name in offer.timed_shapes()
@@ -276,6 +279,14 @@ def best_unplanned(
         if margin * time > chosen.time + plan_us:
             return None
     return name, shape, is_split
+
+
+def _reads_again(batch: Batch, shape: TileShape) -> bool:
+    """Whether tiles of a request that do not follow each other find their keys in memory alone."""
+    requests = batch.works.requests
+    num_bytes = int(requests.kv_len.sum()) * batch.num_kv_heads * batch.key_bytes
+    num_tiles = batch.works.of(shape).num_tiles
+    return num_bytes > _MANY_KEY_BYTES and num_tiles >= _READ_AGAIN * requests.kv_len.size > 3
 
 
 def best_of(batch: Batch, shapes: Mapping[str, TileShape]) -> Candidate:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from cupyattn.choose import candidates
 from cupyattn.core.dtypes import bfloat16
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.attention import find_items, merge_splits
@@ -15,6 +17,7 @@ from cupyattn.launch.instances import LEVELS, SHARED_BYTES, instances
 from cupyattn.launch.tiles.config import FOUND_PARTS
 from cupyattn.launch.tiles.row_classes import DECODE
 from cupyattn.launch.tiles.select import tile_config
+from cupyattn.schedule.tile_shape import TileShape
 
 LENGTHS = Lengths(
     num_requests=1,
@@ -77,6 +80,20 @@ def test_likely_lengths_are_those_that_shapes_say() -> None:
     table = {"kv_step": 512, "max_kv_len": 8192, "likely_kv_len": 8192, "kv_room": 8192}
     likely = find_items._likely(of(40 * ones, 900 * ones, qo_len=40, **table))
     assert likely == (4, 40, 4096, 40, 2048)
+
+
+def test_tiles_by_levels_read_keys_again_that_l2_does_not_hold() -> None:
+    def reads_again(count: int, heads: int, tiles_each: int) -> bool:
+        requests = SimpleNamespace(kv_len=np.full(count, 848))
+        of = SimpleNamespace(num_tiles=count * tiles_each)
+        works = SimpleNamespace(requests=requests, of=lambda shape: of)
+        batch: Any = SimpleNamespace(works=works, num_kv_heads=heads, key_bytes=512)
+        return candidates._reads_again(batch, cast(TileShape, None))
+
+    assert reads_again(8, 32, 5)
+    assert not reads_again(8, 8, 5)  # 28 MB
+    assert not reads_again(8, 32, 2)
+    assert not reads_again(1, 512, 5)  # tiles of one request follow each other
 
 
 def test_merges_wait_for_a_list_that_blocks_write() -> None:
