@@ -328,6 +328,7 @@ CALLS: dict[str, tuple[Callable[[Call, Device], None], str, dict[str, Any]]] = {
     "single": (_single, "prefill", {"paged": False, "max_rows": 300}),
     "single decode": (_single_decode, "decode", {"paged": False, "max_rows": 1, "square": True}),
     "ragged": (_ragged, "prefill", {"paged": False, "max_rows": 300}),
+    "ragged, many rows": (_ragged, "prefill", {"paged": False, "max_rows": 2000}),
     "paged": (_paged, "prefill", {"paged": True, "max_rows": 300}),
     "paged, few rows": (_paged, "prefill", {"paged": True, "max_rows": 9}),
     "ragged, few rows": (_ragged, "prefill", {"paged": False, "max_rows": 9}),
