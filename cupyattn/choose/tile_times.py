@@ -25,6 +25,7 @@ _LIKE_KEYS = {
     "gathered": ("gathered",),
     "fp8": ("fp8", "gathered"),
     "fp8 gathered": ("fp8 gathered", "fp8", "gathered"),
+    "8 bits": ("8 bits", "paged", "ragged"),
 }
 
 

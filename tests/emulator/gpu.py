@@ -341,8 +341,9 @@ def encode_tensor_map(
     strides: Sequence[int],
     box: Sequence[int],
     itemsize: int,
+    swizzle: int,
 ) -> bytes:
-    """emulator/hopper.h, TensorMap: elements of two bytes in swizzled lines of 128, or bytes."""
+    """emulator/hopper.h, TensorMap: elements of one or two bytes."""
 
     def five(numbers: Sequence[int]) -> tuple[int, ...]:
         return (*numbers, *[0] * (5 - len(numbers)))
@@ -355,7 +356,7 @@ def encode_tensor_map(
         *five(box),
         len(dims),
         itemsize,
-        3 * (itemsize == 2),
+        swizzle,
     )
 
 

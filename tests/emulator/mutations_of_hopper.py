@@ -116,7 +116,7 @@ HOPPER = (
     Mutation("first-values-added", "adds_output = false;", "", "hopper wide pages"),
     Mutation(
         "output-not-rescaled-at-cut",
-        "multiply_rows(o, tile.probabilities.factors);",
+        "rescale_output(tile.probabilities.factors);",
         "",
         "hopper alibi causal",
     ),

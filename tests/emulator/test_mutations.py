@@ -41,6 +41,7 @@ from . import (
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_prefill_sm90_8bit,
     test_prefill_sm90_fp8,
     test_quantize,
     test_read_tables,
@@ -52,12 +53,13 @@ from . import (
 from .library import EmulatorError
 from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
+from .mutations_of_8_bits import EIGHT_BITS
 from .mutations_of_hopper import HOPPER
 from .mutations_of_logits import LOGITS
 from .mutations_of_wide import WIDE
 from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *LOGITS, *WIDE, *WIDE_SM90)
+MUTATIONS = (*PORTABLE, *HOPPER, *EIGHT_BITS, *LOGITS, *WIDE, *WIDE_SM90)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -589,6 +591,21 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"mask_kind": "packed", "kv_len": 700},
         *({"mask_kind": "packed", "mask_pattern": x, "kv_len": 900} for x in ("tiles", "causal")),
     ),
+    "hopper 8-bit prompt": lambda **facts: test_prefill_sm90_8bit.check(
+        test_prefill_sm90_8bit.CAUSAL, **facts
+    ),
+    # Rows of Q are copied one by one.
+    "hopper 8-bit broken tokens": lambda **facts: test_prefill_sm90_8bit.check(
+        replace(test_prefill_sm90_8bit.BASE, group=72, qo_len=8, kv_len=100), **facts
+    ),
+    "hopper 8-bit sums": test_prefill_sm90_8bit.check_sums_are_emptied,
+    "hopper 8-bit rising": test_prefill_sm90_8bit.check_rising_logits,
+    "hopper 8-bit peak": test_prefill_sm90_8bit.check_small_probabilities,
+    "hopper 8-bit rows alone": test_prefill_sm90_8bit.check_rows_alone,
+    "hopper 8-bit hidden values": lambda **facts: [
+        test_prefill_sm90_8bit.check_hidden_values(290, **facts),
+        test_prefill_sm90_8bit.check_a_seen_nan(**facts),
+    ],
     "merge pairs": _merge({}, {"strides": "unaligned", "empty": 0.9}),
     "merge long rows": _merge({"head_dim": 264}),
     "merge two states": _merge({"form": "states", "num_states": 2}),

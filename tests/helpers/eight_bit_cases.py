@@ -27,9 +27,19 @@ class Served:
     has_masks: bool = True
     has_alibi: bool = True
     most_keys: int = 4000
+    page_sizes: tuple[int, ...] = ()  # others become the first; any if empty
 
 
 EVERYTHING = Served()
+# What prefill_sm90 multiplies.
+PREFILL_SM90 = Served(
+    dtypes=(E4M3,),
+    dims=((128, 128),),
+    has_caps=False,
+    has_masks=False,
+    has_alibi=False,
+    page_sizes=(16, 8, 32, 64),
+)
 
 
 def single(seed: int, served: Served = EVERYTHING) -> cases.Case:
@@ -77,4 +87,7 @@ def batch(seed: int, served: Served = EVERYTHING) -> batch_cases.Case:
     # One tensor holds keys and values of one dtype and head dim.
     is_pair = case.is_pair or problem.dims[0] != problem.dims[1] or problem.dtype == INT8
     lengths = tuple(min(n, served.most_keys) for n in case.kv_len)
-    return replace(case, wrapper=wrapper, problem=problem, is_pair=is_pair, kv_len=lengths)
+    case = replace(case, wrapper=wrapper, problem=problem, is_pair=is_pair, kv_len=lengths)
+    if wrapper == "paged" and served.page_sizes and case.page_size not in served.page_sizes:
+        case = replace(case, page_size=served.page_sizes[0])
+    return case

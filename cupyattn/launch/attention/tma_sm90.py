@@ -101,9 +101,12 @@ class Maps:
         problem, page_size = self._heads.problem, self._heads.page_size
         small = self._tiles.small_box_rows
         query_boxes, query_map = self._row_boxes(
-            q, problem.head_dim_qk, self._queries, self._num_rows, small
+            q, problem.head_dim_qk, self._queries, self._num_rows, problem.dtype_q.itemsize, small
         )
-        output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs, _NO_BOUND)
+        # Rows of other sizes are not stored in boxes.
+        output_boxes, output_map = self._row_boxes(
+            o, problem.head_dim_vo, self._outputs, _NO_BOUND, itemsize=2
+        )
         maps, tails = [query_map], []
         gathers = self._tiles.config["kGatherers"]
         maximum = small or self._tiles.tile_kv
@@ -114,8 +117,10 @@ class Maps:
             (v, problem.head_dim_vo, self._values),
         ):
             if rows:
-                built, where = self._in_boxes(address, dim, strides, size, rows)
-                columns = tensor_map.tail_columns(dim) if problem.dtype_kv.itemsize == 2 else 0
+                built, where = self._in_boxes(
+                    address, dim, strides, size, rows, self._panel_columns()
+                )
+                columns = self._tail_columns(dim)
                 tail = (
                     self._in_boxes(address, dim, strides, size, rows, columns)[0]
                     if columns
@@ -139,6 +144,18 @@ class Maps:
             b"".join(maps + tails),
         )
 
+    def _panel_columns(self) -> int:
+        """The columns of a box of k and v: a panel's, or 0 for whole rows, which are converted."""
+        problem = self._heads.problem
+        if problem.dtype_kv.itemsize < problem.dtype_q.itemsize:
+            return 0
+        return tensor_map.PANEL_BYTES // problem.dtype_kv.itemsize
+
+    def _tail_columns(self, dim: int) -> int:
+        """The columns of a box of the last panel of k or v, if it is a part; else 0."""
+        itemsize = self._heads.problem.dtype_kv.itemsize
+        return tensor_map.tail_columns(dim, itemsize) if self._panel_columns() else 0
+
     def _many_blocks(self) -> int:
         """How many lean blocks of one item are many; 0 for other tiles, which do not ask."""
         config = self._tiles.config
@@ -153,7 +170,7 @@ class Maps:
         strides: tuple[int, int, int],
         size: int,
         rows: int,
-        columns: int = tensor_map.PANEL,
+        columns: int,
     ) -> tuple[bytes, PageUnits]:
         """The map of k or v, copied in boxes of rows and of panels, or of some of their columns."""
         problem, num_kv_heads, _, page_size, _ = self._heads
@@ -188,6 +205,7 @@ class Maps:
         dim: int,
         strides: tuple[int, int],
         num_rows: int,
+        itemsize: int,
         small: int = 0,
     ) -> tuple[tuple[int, int], bytes]:
         """How many packed rows of q or o are one box, and how many steps of their map; and the map.
@@ -205,7 +223,8 @@ class Maps:
         rows = self._box_rows(group, small) if min(head, row) > 0 and num_rows else 0
         dims = (num_kv_heads * group, num_rows, 1) if rows else (1, 1, 1)
         box = (group, rows // group, 1) if rows else (1, 1, 1)
-        built = tensor_map.of_rows(address, (dim, *dims), (head, row, 0), box)
+        columns = tensor_map.PANEL_BYTES // itemsize
+        built = tensor_map.of_rows(address, (dim, *dims), (head, row, 0), box, itemsize, columns)
         return (rows, rows // group), built
 
     def _box_rows(self, group: int, small: int) -> int:

@@ -38,6 +38,7 @@ class Boxes(NamedTuple):
                 (stride_n, stride_page, 0),
                 (rows, 1, 1),
                 itemsize,
+                tensor_map.PANEL if itemsize == 2 else 0,  # rows of 8 bits are converted
             )
             for address, columns, (stride_n, stride_page), itemsize in zip(
                 (latent, rope), self.columns, self.strides, self.itemsizes, strict=True

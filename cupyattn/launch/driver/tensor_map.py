@@ -13,15 +13,15 @@ BYTES = 128
 _MAX_COORDINATE = 2**31 - 1
 # Rows of the pattern in which lines are swizzled; a copy brings whole patterns.
 _PATTERN_ROWS = 8
-# Columns of 16 bits of a panel (kernels/cupyattn/tile/warpgroup_tile.cuh).
-PANEL = 64
+# Columns of 16 bits of a panel (kernels/cupyattn/tile/warpgroup_tile.cuh), and its bytes.
+PANEL, PANEL_BYTES = 64, 128
 
 # cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8 and UINT16 (bits move as they are), INTERLEAVE_NONE,
 # L2_PROMOTION_L2_128B and L2_256B, FLOAT_OOB_FILL_NONE (zeros).
 _UINTS = {1: 0, 2: 1}
 _NO_INTERLEAVE, _PROMOTION_128, _PROMOTION_256, _ZEROS = 0, 2, 3, 0
-# SWIZZLE_NONE and SWIZZLE_128B: bytes land row by row, elements of 16 bits as they are multiplied.
-_SWIZZLES = {1: 0, 2: 3}
+# SWIZZLE_NONE and SWIZZLE_128B: whole rows land one after another, panels as they are multiplied.
+_NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 
 
 def box_rows(page_size: int, tile_kv: int) -> int:
@@ -30,9 +30,11 @@ def box_rows(page_size: int, tile_kv: int) -> int:
     return rows if rows % _PATTERN_ROWS == 0 else 0
 
 
-def tail_columns(head_dim: int) -> int:
-    """The columns of a box of the last panel, which products take by 16; 0 if they are all."""
-    return -(-head_dim // 16) * 16 % PANEL
+def tail_columns(head_dim: int, itemsize: int = 2) -> int:
+    """The columns of a box of the last panel, of which products take 32 bytes at a time; 0 if they
+    are all."""
+    step = 32 // itemsize
+    return -(-head_dim // step) * step % (PANEL_BYTES // itemsize)
 
 
 def of_rows(
@@ -43,21 +45,22 @@ def of_rows(
     itemsize: int = 2,
     columns: int = PANEL,
 ) -> bytes:
-    """The map of a tensor, innermost dimension first, copied in rows of 8-bit elements or in panels
-    of rows of 16-bit ones. A box has whole panels, or rows of whole 16 bytes: what the tensor lacks
-    of them is zeros.
+    """The map of a tensor, innermost dimension first, copied in whole rows (columns 0), which land
+    one after another, or in panels of rows. A box has whole panels, or rows of whole 16 bytes: what
+    the tensor lacks of them is zeros.
 
     strides  in elements, of all dimensions but the innermost: multiples of 16 bytes
     box      what one copy brings of these dimensions
-    columns  of 16 bits in a box
+    columns  in a box
     """
     # A dimension without entries, or with one, has no stride to speak of.
     sizes = tuple(max(1, n) for n in dims)
     in_bytes = tuple(
         itemsize * stride if n > 1 else 16 for n, stride in zip(sizes[1:], strides, strict=True)
     )
-    columns = columns if itemsize == 2 else -(-sizes[0] // 16) * 16
-    return encode(address, sizes, in_bytes, (columns, *box), itemsize)
+    swizzle = _SWIZZLE_128B if columns else _NO_SWIZZLE
+    columns = columns or -(-sizes[0] // 16) * 16
+    return encode(address, sizes, in_bytes, (columns, *box), itemsize, swizzle)
 
 
 def of_pages(
@@ -76,7 +79,7 @@ def of_pages(
     sizes    rows of a page (a multiple of 8), heads, pages
     strides  in elements, of a row, a head and a page: multiples of 16 bytes
     rows     of one copy
-    columns  of 16 bits of one copy, where the last panel is a part
+    columns  of one copy, where it is no whole panels; 0: rows, as of_rows
     """
     page_rows, num_heads, num_pages = sizes
     row, head, page = strides
@@ -97,7 +100,7 @@ def of_pages(
     dims = PANEL, _PATTERN_ROWS, panels, page_rows // _PATTERN_ROWS, count
     in_bytes = 2 * row, 2 * PANEL, 2 * _PATTERN_ROWS * row, 2 * unit
     box = PANEL, _PATTERN_ROWS, panels, rows // _PATTERN_ROWS, 1
-    return encode(address, dims, in_bytes, box, itemsize), (by_page, by_head)
+    return encode(address, dims, in_bytes, box, itemsize, _SWIZZLE_128B), (by_page, by_head)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -107,6 +110,7 @@ def encode(
     strides: tuple[int, ...],
     box: tuple[int, ...],
     itemsize: int,
+    swizzle: int,
 ) -> bytes:
     """The driver's CUtensorMap: dimensions innermost first, strides in bytes of all but that.
 
@@ -125,7 +129,7 @@ def encode(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
         _NO_INTERLEAVE,
-        _SWIZZLES[itemsize],
+        swizzle,
         # Rows that end within 256 bytes would bring much of the next head's.
         _PROMOTION_128 if dims[0] * itemsize % 128 else _PROMOTION_256,
         _ZEROS,

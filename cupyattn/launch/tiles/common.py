@@ -17,9 +17,9 @@ _PLACEHOLDER = 16
 PATTERN_BYTES = 1024
 
 
-def panels(rows: int, columns: int, count: int) -> Field:
-    """`count` tiles (PanelTile) of 16-bit elements."""
-    return Field(count * rows * 2 * round_up(columns, 64), PATTERN_BYTES)
+def panels(rows: int, columns: int, count: int, itemsize: int = 2) -> Field:
+    """`count` tiles (PanelTile): lines of 128 bytes."""
+    return Field(count * rows * round_up(itemsize * columns, 128), PATTERN_BYTES)
 
 
 def tile_field(rows: int, head_dim: int, itemsize: int, count: int = 1) -> Field:

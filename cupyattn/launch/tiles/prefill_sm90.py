@@ -74,6 +74,9 @@ _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, convert
 # Gathered rows take longer to land: more of them are under way, in a slot of Q if need be.
 _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
 
+# Queries of 8 bits: values land in fp8 stages, and converters transpose them. Sums are kept twice.
+_8BIT = _Shape(2, 96, stages=3, fp8_stages=3, converters=2)
+
 # By the kind of keys and the head dims of q, k and of v, o; ragged keys that are not there have the
 # tiles of pages. Registers hold O, the logits of a tile
 # and its probabilities; shared memory holds the rest. In a third warpgroup's kernels a tile has
@@ -112,6 +115,7 @@ _TILES = {
     ("fp8 gathered", 192, 128): _FP8_GATHERED._replace(tile_kv=96, fp8_stages=1),
     ("fp8 gathered", 192, 192): _FP8_GATHERED._replace(tile_kv=64),
     ("fp8 gathered", 256, 128): _FP8_GATHERED._replace(tile_kv=64),
+    ("8 bits", 128, 128): _8BIT,
 }
 
 # The head dims of the tables, the least first.
@@ -273,13 +277,33 @@ def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConf
 
 def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> Tile | str:
     """The tile of this name for a problem, or a sentence that says why there is none."""
-    if problem.is_8bit:
-        return "it has no tile for queries of 8 bits"
     if not problem.aligned:
         return "tensor maps need rows that begin on 16-byte boundaries"
+    if problem.is_8bit and (reason := _refusal_of_8_bits(problem, name)) is not None:
+        return reason
     if name in (LARGE, PERSISTENT):
         return _find_persistent(problem, page_size)
     return _find_other(problem, page_size, name)
+
+
+def _refusal_of_8_bits(problem: AttentionProblem, name: str) -> str | None:
+    """Why queries of 8 bits have no tile: what was not compiled without spills, or not tried."""
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    if name not in (LARGE, PERSISTENT):
+        return "queries of 8 bits have one tile"
+    if problem.dtype_q is not dtypes.float8_e4m3fn:
+        return f"of 8 bits it multiplies float8_e4m3fn, not {problem.dtype_q}"
+    if ("8 bits", *dims) not in _TILES:
+        return f"it has no tile for queries of 8 bits with head dims {dims[0]} and {dims[1]}"
+    if problem.dtype_o.itemsize == 1:
+        return "the output of queries of 8 bits is of 16 or 32 bits"
+    if problem.custom_mask or problem.soft_cap or problem.transforms_logits:
+        return "queries of 8 bits have no mask, soft cap or logits expression"
+    if problem.pos_encoding != "NONE" or problem.biases_logits:
+        return "queries of 8 bits have no rotation or bias"
+    if problem.output_gate or problem.key_share:
+        return "queries of 8 bits have no output gate and share no keys"
+    return None
 
 
 def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | str:
@@ -333,6 +357,8 @@ def _find_persistent(problem: AttentionProblem, page_size: int) -> Tile | str:
     if keys == "ragged" and _is_plain(problem):
         dims, shape = _plain_shape(problem, dims, shape)
     if shape and problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
+        if problem.is_8bit:
+            return "no box of a tensor map fits the pages, and rows of 8 bits are not gathered"
         # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do not
         # gather besides; those that gather look up one page for a key and its value.
         has_wide_mask = problem.custom_mask and is_wide and not is_fp8
@@ -356,6 +382,8 @@ def _plain_shape(
 
 
 def _kind(problem: AttentionProblem) -> str:
+    if problem.is_8bit:
+        return "8 bits"
     if problem.dtype_kv.is_fp8:
         return "fp8"
     # Facts of rows leave three warpgroups no room for mask bits; neither they nor rotations leave
@@ -429,18 +457,26 @@ HEAD_DIMS = ("multiples of 8 up to 256",)
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
+    itemsize = 1 if problem.is_8bit else 2
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     has_fast_cap = problem.soft_cap and not (problem.reads_rows or shape.lean)
     # Rows of fp8 are filled up to whole 16 bytes.
-    dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
+    dims = (problem.head_dim_qk, problem.head_dim_vo)
     items = shape.items if shape.persistent else 1
-    fp8_tiles = [Field(fp8_stages * tile_kv * round_up(dim, 16), 128) for dim in dims]
+    if problem.is_8bit:
+        fp8_tiles = [panels(tile_kv, dims[1], fp8_stages, itemsize)]
+    elif fp8_stages:
+        fp8_tiles = [Field(fp8_stages * tile_kv * round_up(dim, 16), 128) for dim in dims]
+    else:
+        fp8_tiles = []
     if shape.lean:
         keys = [panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
         rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]
     else:
-        keys = [panels(tile_kv, dim, stages) for dim in (problem.head_dim_qk, problem.head_dim_vo)]
+        keys = [panels(tile_kv, dim, stages, itemsize) for dim in dims]
+        if problem.is_8bit:
+            keys[1] = panels(dims[1], tile_kv, stages, itemsize)
         rest = [
             Field(stages * 16, 16),
             _row_bits(problem, tile_q, tile_kv, stages),
@@ -449,7 +485,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         ]
     shared = struct_of(
         *fp8_tiles,
-        panels(tile_q, problem.head_dim_qk, slots),
+        panels(tile_q, problem.head_dim_qk, slots, itemsize),
         *keys,
         Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
         Field(64 if has_fast_cap else 32, 16),

@@ -92,6 +92,21 @@ __device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2(float high, float low
   }
   return pair;
 }
+
+// Four floats become four e4m3, the first in the lowest byte. One statement, so that the second
+// conversion puts its bytes beside those of the first.
+__device__ __forceinline__ uint32_t pack_four_e4m3(float a, float b, float c, float d) {
+  uint32_t four;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(four)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return four;
+}
 #endif
 
 }  // namespace cupyattn::ptx

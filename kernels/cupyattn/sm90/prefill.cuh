@@ -7,6 +7,7 @@
 #include "cupyattn/sm90/prefill/consumer.cuh"
 #include "cupyattn/sm90/prefill/converter.cuh"
 #include "cupyattn/sm90/prefill/gatherer.cuh"
+#include "cupyattn/sm90/prefill/transposer.cuh"
 #include "cupyattn/sm90/roles/scheduler.cuh"
 
 namespace cupyattn {
@@ -37,7 +38,7 @@ struct PrefillSm90 {
     } else if (warpgroup > 0) {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
       if constexpr (Traits::kHasConverterWarpgroup) {
-        PrefillSm90Converter<Traits>(block).run();
+        run_converter(block);
       } else if constexpr (Traits::kHasGathererWarpgroup) {
         const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
         PrefillSm90Gatherer<Traits>(block, warp % 4).run();
@@ -51,11 +52,20 @@ struct PrefillSm90 {
         PrefillSm90Gatherer<Traits>(block, warp == 0 ? 0 : warp - 1).run();
       } else if (warp == 0) {
         if constexpr (!Traits::kGathers) PrefillSm90Producer<Traits>{block}.run();
-      } else if constexpr (!Traits::kConverts) {
+      } else if constexpr (!Traits::kLandsValues) {
         PrefillSm90NonFinite<Traits>{block}.run();
       } else if constexpr (!Traits::kHasConverterWarpgroup) {
-        PrefillSm90Converter<Traits>(block).run();
+        run_converter(block);
       }
+    }
+  }
+
+  // The warps that turn what has landed into what is multiplied.
+  static __device__ __forceinline__ void run_converter(const PrefillSm90Block<Traits>& block) {
+    if constexpr (Traits::kMultipliesBytes) {
+      PrefillSm90Transposer<Traits>(block).run();
+    } else {
+      PrefillSm90Converter<Traits>(block).run();
     }
   }
 
@@ -89,7 +99,8 @@ struct PrefillSm90 {
 
   static __device__ __forceinline__ void init_barriers(const PrefillSm90Params& params,
                                                        SharedMemory& shared) {
-    constexpr bool kConverts = Traits::kConverts, kMasked = Traits::kMasked;
+    constexpr bool kConverts = Traits::kConverts, kLandsValues = Traits::kLandsValues;
+    constexpr bool kMasked = Traits::kMasked;
     constexpr int kConverters = Traits::kConverters, kGatherers = Traits::kGatherers;
     constexpr int kConsumerWarps = 4 * Traits::kConsumers, kArrivals = Traits::kArrivals;
     ptx::prefetch_tensor_map(params.q);
@@ -103,7 +114,8 @@ struct PrefillSm90 {
     for (int place = 0; place < Traits::kItems; ++place) {
       init_barrier(shared.full_item[place], 1);
       // The arrivals of warps that copy or gather, sweep, multiply, and convert.
-      const int readers = max_of(1, kGatherers) + (kConverts || kGatherers == 3 ? 0 : 2) + kConverters;
+      const int readers =
+          max_of(1, kGatherers) + (kLandsValues || kGatherers == 3 ? 0 : 2) + kConverters;
       init_barrier(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));
     }
     init_barrier(shared.near_end, 1);
@@ -112,15 +124,15 @@ struct PrefillSm90 {
       init_barrier(shared.empty_q[slot], kConsumerWarps);
     }
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      if constexpr (kMasked) init_barrier(shared.row_bits.full[stage], kConverts ? kConverters : 2);
+      if constexpr (kMasked) init_barrier(shared.row_bits.full[stage], kLandsValues ? kConverters : 2);
       init_barrier(shared.full_k[stage],
            kConverts ? kConverters : kArrivals + (kMasked && Traits::kGathers ? 1 : 0));
       init_barrier(shared.unchecked_v[stage], kArrivals);
-      init_barrier(shared.full_v[stage], kConverts ? kConverters : kArrivals);
+      init_barrier(shared.full_v[stage], kLandsValues ? kConverters : kArrivals);
       init_barrier(shared.empty_k[stage], kConsumerWarps);
-      init_barrier(shared.empty_v[stage], kConsumerWarps + (kMasked && !kConverts ? 2 : 0));
+      init_barrier(shared.empty_v[stage], kConsumerWarps + (kMasked && !kLandsValues ? 2 : 0));
     }
-    if constexpr (kConverts) {
+    if constexpr (kLandsValues) {
       for (int place = 0; place < Traits::kFp8Stages; ++place) {
         init_barrier(shared.full_fp8_k[place], kArrivals);
         init_barrier(shared.full_fp8_v[place], kArrivals);

@@ -1,7 +1,7 @@
 // Tiles that the copy engine writes and a warpgroup multiplies, and the two products. A tile is
-// panels of 64 columns: 128-byte lines whose chunks are swizzled in patterns of eight lines. A head
-// dim may be any multiple of 8: products take its columns and, if their steps do, a few more, which
-// are zeros.
+// panels of 64 columns, or of 128 of 8 bits: 128-byte lines whose chunks are swizzled in patterns of
+// eight lines. A head dim may be any multiple of 8: products take its columns and, if their steps do,
+// a few more, which are zeros.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
@@ -22,10 +22,12 @@ struct PanelTile {
   static constexpr int kBytesOfLastChunk = 16;
   // Copies bring no more columns of the last panel than products take. The rest of it is never
   // written.
-  static constexpr int kTailColumns = round_up(kHeadDim - (kPanels - 1) * kPanelColumns, 16);
+  static constexpr int kTailColumns = round_up(kHeadDim - (kPanels - 1) * kPanelColumns,
+                                               32 / static_cast<int>(sizeof(Element)));
   static constexpr bool kHasTail = kTailColumns < kPanelColumns;
   // Chunks of a row, with the one of them that it may lack.
-  static constexpr int kPlaces = ((kPanels - 1) * kPanelColumns + kTailColumns) / 8;
+  static constexpr int kPlaces = ((kPanels - 1) * kPanelColumns + kTailColumns) *
+                                 static_cast<int>(sizeof(Element)) / 16;
   static constexpr int kCopiedBytes =
       kBytes - (kPanelColumns - kTailColumns) * static_cast<int>(sizeof(Element)) * kRows;
   static constexpr int kAlign = kPatternBytes;
@@ -35,7 +37,7 @@ struct PanelTile {
   static constexpr int kGroupBytes = kByPatterns ? kPanels * kPatternBytes : kPatternBytes;
   static constexpr bool kIsByPatterns = kByPatterns;
   static_assert(kRows % 8 == 0, "a panel has whole patterns");
-  static_assert(kHeadDim % 8 == 0, "rows are whole chunks");
+  static_assert(kHeadDim * sizeof(Element) % 16 == 0, "rows are whole chunks");
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row / 8 * kGroupBytes + chunk / 8 * kPanelBytes + row % 8 * kRowBytes +
@@ -49,7 +51,8 @@ struct PanelTile {
   static __device__ __forceinline__ bool is_copied(int index) {
     constexpr int kTailPlace = (kPanels - 1) * kRows * 8;
     if constexpr (!kHasTail) return true;
-    return index < kTailPlace || ((index ^ (index >> 3)) & 7) < kTailColumns / 8;
+    return index < kTailPlace || ((index ^ (index >> 3)) & 7) <
+                                     kTailColumns * static_cast<int>(sizeof(Element)) / 16;
   }
   // The row of the byte at `offset`.
   static __device__ __forceinline__ int row_at(int offset) {
@@ -120,10 +123,15 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
   return kSwizzle128 | kGroup | kPanel | ((address & 0x3ffffu) >> 4);
 }
 
+// The same operand whose groups of eight rows are all the first.
+__device__ __forceinline__ uint64_t operand_without_groups(uint64_t operand) {
+  return operand & ~(0x3fffull << 32);
+}
+
 // The steps of a product: of Q and K, or of probabilities and V.
 template <typename Rows, typename KV>
 struct MmaTraits {
-  static_assert(is_same<Rows, KV> && sizeof(KV) == 2, "wgmma of 16-bit elements");
+  static_assert(is_same<Rows, KV> && sizeof(KV) <= 2, "wgmma of 16-bit and of 8-bit elements");
   static constexpr int kStep = 32 / sizeof(KV);  // columns of Q, or keys, that a product takes
 };
 
@@ -141,7 +149,12 @@ __device__ __forceinline__ void issue_qk(float (&s)[1][KTile::kRows / 8][4], uin
     const int panel = step / kStepsInPanel, chunk = step % kStepsInPanel * 2;
     const uint64_t a = panel * (QTile::kPanelBytes / 16) + chunk;
     const uint64_t b = panel * (KTile::kPanelBytes / 16) + chunk;
-    ptx::Wgmma<KTile::kRows>::template multiply_ss<typename QTile::T>(d, q + a, k + b, step != 0);
+    if constexpr (sizeof(typename QTile::T) == 1) {
+      ptx::Wgmma<KTile::kRows>::template multiply_ss_8<typename QTile::T>(d, q + a, k + b,
+                                                                          step != 0);
+    } else {
+      ptx::Wgmma<KTile::kRows>::template multiply_ss<typename QTile::T>(d, q + a, k + b, step != 0);
+    }
   }
 }
 
@@ -183,6 +196,20 @@ __device__ __forceinline__ void issue_pv(float (&o)[1][kHeadDim / 8][4],
   for (int step = 0; step < kSteps; ++step) {
     ptx::Wgmma<kHeadDim>::template multiply_rs<typename VTile::T>(
         d, p[step][0], v + step * (2 * VTile::kGroupBytes / 16), step != 0 || adds);
+  }
+}
+
+// The same of 8-bit elements, whose values are transposed: rows of the tile are columns of O.
+template <typename VTile, int kHeadDim, int kSteps>
+__device__ __forceinline__ void issue_pv_of_bytes(float (&o)[1][kHeadDim / 8][4],
+                                                  const uint32_t (&p)[kSteps][1][4], uint64_t v,
+                                                  bool adds) {
+  static_assert(VTile::kRows == kHeadDim && VTile::kPanels == 1, "keys of a tile are one panel");
+  float (&d)[kHeadDim / 2] = reinterpret_cast<float (&)[kHeadDim / 2]>(o);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::Wgmma<kHeadDim>::template multiply_rs_8<typename VTile::T>(d, p[step][0], v + 2 * step,
+                                                                    step != 0 || adds);
   }
 }
 

@@ -36,6 +36,7 @@
 // of its instructions ahead, and waits for each line beyond (docs/prefill_sm90.md, "Instructions").
 #pragma once
 
+#include "cupyattn/shared/byte_fragments.cuh"
 #include "cupyattn/shared/hidden_values.cuh"
 #include "cupyattn/shared/key_rows.cuh"
 #include "cupyattn/sm90/roles/softmax.cuh"
@@ -62,6 +63,8 @@ struct PrefillSm90Consumer {
   // Whether a tile that needs O corrected leaves the loop of tiles for it. Without overlap the softmax
   // is still to come, and would have to stand twice.
   static constexpr bool kLeavesLoop = kOverlap;
+  // Whether the next item is found by the present one, since registers are scarce.
+  static constexpr bool kFindsNext = Traits::kPersistent && Traits::kMultipliesBytes;
   using Stage = PipelineState<Traits::kStages>;
   using ItemStage = PipelineState<Traits::kItems>;
 
@@ -82,6 +85,10 @@ struct PrefillSm90Consumer {
   bool adds_output = false;  // whether O holds a part of the item's sum
   uint32_t powers = 0;  // of the thread's rows of Q (convert_rows_to_half)
   float o[1][kHeadDimVO / 8][4];
+  // Where sums have few bits: what has been added up so far, and the tiles that O has besides.
+  static constexpr bool kHasTotal = Traits::kMultipliesBytes;
+  float total[1][kHasTotal ? kHeadDimVO / 8 : 1][4];
+  int tiles_of_part = 0;
   uint32_t p[Softmax::kSteps][1][4];
   Softmax softmax;
 
@@ -93,6 +100,8 @@ struct PrefillSm90Consumer {
         lane(threadIdx.x % kWarpSize),
         softmax(block, group) {
     if constexpr (kItemsFollow) clear(p);
+    clear_total();
+    if constexpr (kFindsNext) item_stage = ItemStage{Traits::kItems - 1, 1};
   }
 
   // Serves the only item of a block: nothing of another item runs beside it.
@@ -117,6 +126,7 @@ struct PrefillSm90Consumer {
     } else {
       pass_over(at);
     }
+    complete_output();
     softmax.rows.write(softmax.rows.finish_rows(softmax.online, 0, 0), o);
   }
 
@@ -141,6 +151,10 @@ struct PrefillSm90Consumer {
       }
       Step step = Step::kNext;
       if (!is_interrupted) {
+        if constexpr (kFindsNext) {
+          at.next = item_stage;
+          at.next.advance();
+        }
         at.item = &block.await_item(at.next);
         const bool has_keys = item_of(at).exists && item_of(at).has_keys();
         const bool has_rows = item_of(at).work.tile.num_rows > 64 * group;
@@ -179,7 +193,9 @@ struct PrefillSm90Consumer {
         output.place = before<Traits::kItems>(item_stage.stage, is_behind);
         // mutate: output-in-the-slot-of-the-next-item
         output.slot = before<Traits::kSlots>(q_slot(), is_behind);
+        complete_output();
         softmax.rows.write(output, o);
+        clear_total();
       }
       if (step == Step::kEnd) pending = Pending::kNone;
     }
@@ -199,6 +215,10 @@ struct PrefillSm90Consumer {
   };
   __device__ __forceinline__ const Item& item_of(const Place& at) const {
     return Traits::kPersistent ? *at.item : shared.items[0];
+  }
+  // The item of a tile that is not its first.
+  __device__ __forceinline__ const Item& present_item(const Place& at) const {
+    return Traits::kMultipliesBytes ? shared.items[softmax.place] : item_of(at);
   }
   // What the parts of a step leave to each other.
   struct Tile {
@@ -244,7 +264,7 @@ struct PrefillSm90Consumer {
       ptx::warp_sync();
     }
     if (kOverlap && step == Step::kNext && unlikely(tile.probabilities.raised)) {
-      multiply_rows(o, tile.probabilities.factors);
+      rescale_output(tile.probabilities.factors);
     }
   }
 
@@ -255,6 +275,7 @@ struct PrefillSm90Consumer {
     }
     pending = Pending::kLastPV;
     adds_output = false;  // mutate: first-values-added
+    tiles_of_part = 0;
     at.next.advance();
     commit_probabilities(tile.probabilities);
     at.tile = tile.key_tile.tile;
@@ -262,11 +283,12 @@ struct PrefillSm90Consumer {
 
   __device__ __forceinline__ void settle_next(Place& at, Tile& tile) {
     release_values();
+    if (kHasTotal && tiles_of_part >= Traits::kFlushTiles) flush();  // mutate: sums-not-flushed
     if constexpr (!kOverlap) {
       if (!tile.is_fast || !softmax.fast_tile(tile.probabilities, tile.s)) {
-        softmax.make(tile.probabilities, tile.s, item_of(at), tile.key_tile, v, false);
+        softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, v, false);
         if (unlikely(tile.probabilities.raised)) {
-          multiply_rows(o, tile.probabilities.factors);  // mutate: output-not-rescaled-at-cut
+          rescale_output(tile.probabilities.factors);  // mutate: output-not-rescaled-at-cut
         }
       }
     }
@@ -316,7 +338,7 @@ struct PrefillSm90Consumer {
     if constexpr (kOverlap) {
       const bool is_made = tile.is_fast && softmax.fast_tile(tile.probabilities, tile.s);
       if (!is_made) {
-        softmax.make(tile.probabilities, tile.s, item_of(at), tile.key_tile, after(v), false);
+        softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, after(v), false);
       }
     }
     tile.nonfinite_keys = tile.is_fast ? 0 : any_nonfinite_key();
@@ -331,7 +353,7 @@ struct PrefillSm90Consumer {
 #pragma unroll 1
     for (int tile = item.tiles.end; tile > last;) {
       await_phase(shared.full_k[k.stage], k.parity);
-      tile = key_tile_after(tile).tile;
+      tile = Traits::kMasked ? key_tile_after(tile).tile : tile - 1;
       await_turn();
       ptx::warp_sync();
       pass_turn();
@@ -347,7 +369,7 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void begin_item(const Item& item, const ItemStage& stage) {
     item_stage = stage;
     last_tile = ptx::warp_uniform(item.tiles.begin);
-    softmax.begin_limits(item);
+    softmax.begin_limits(item, stage.stage);
   }
 
   __device__ __forceinline__ void await_queries() {
@@ -406,7 +428,14 @@ struct PrefillSm90Consumer {
     if (has_values) await_phase(shared.full_v[v.stage], v.parity);  // mutate: values-not-awaited
     if (Traits::kMultipliesGathered) ptx::fence_proxy_async();
     ptx::wgmma_fence();
-    issue_pv<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), adds_output);
+    if constexpr (Traits::kMultipliesBytes) {
+      uint64_t operand = operand_at<VTile>(values);
+      // The lines of a tile of keys may be fewer: then all stand for the first eight.
+      if (!has_values) operand = operand_without_groups(operand);
+      issue_pv_of_bytes<VTile, kHeadDimVO>(o, p, operand, tiles_of_part > 0);
+    } else {
+      issue_pv<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), adds_output);
+    }
     ptx::wgmma_commit();
     adds_output = true;
   }
@@ -414,12 +443,15 @@ struct PrefillSm90Consumer {
   // Warpgroups take turns at issuing products: while one is at its softmax, another multiplies. A
   // turn also says that all warps of the warpgroup are done with what they read before: O may then
   // take the place of Q.
+  // Products of 8 bits are over before a turn comes round: without turns they take less time.
+  static constexpr bool kTakesTurns = !Traits::kMultipliesBytes;
   __device__ __forceinline__ void await_turn() const {
+    if constexpr (!kTakesTurns) return;
     constexpr int kOthers = Traits::kConsumers == 1 ? 0 : kWarpgroup;
     ptx::named_barrier_sync(Traits::kSchedulerBarrier + group, kWarpgroup + kOthers);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (Traits::kConsumers == 1) return;
+    if constexpr (Traits::kConsumers == 1 || !kTakesTurns) return;
     const int next = group + 1 == Traits::kConsumers ? 0 : group + 1;
     ptx::named_barrier_arrive(Traits::kSchedulerBarrier + next, 2 * kWarpgroup);
   }
@@ -448,17 +480,50 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void take_output() {
     ptx::wgmma_wait<0>();
     take_results(o);
+    if constexpr (kHasTotal) ++tiles_of_part;
+  }
+
+  // Adds what O has to the total; the next product begins it anew.
+  __device__ __forceinline__ void flush() {
+    if constexpr (kHasTotal) {
+#pragma unroll
+      for (int n = 0; n < kHeadDimVO / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[0][n][e] += o[0][n][e];
+      }
+      tiles_of_part = 0;
+    }
+  }
+  __device__ __forceinline__ void rescale_output(const float (&factors)[1][2]) {
+    // Both parts, since all warps of a warpgroup flush at a time, and rows are raised alone.
+    multiply_rows(o, factors);
+    if constexpr (kHasTotal) multiply_rows(total, factors);  // mutate: total-not-rescaled
+  }
+  // O of an item whose last product is over.
+  __device__ __forceinline__ void complete_output() {
+    if constexpr (kHasTotal) order_columns(o, total);
+  }
+  __device__ __forceinline__ void clear_total() {
+    if constexpr (kHasTotal) {
+#pragma unroll
+      for (int n = 0; n < kHeadDimVO / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[0][n][e] = 0.0f;
+      }
+    }
   }
   __device__ __forceinline__ void add_nonfinite_keys(const Item& item) {
     for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
       for (uint32_t bits = shared.nonfinite_keys[v.stage].word[word]; bits != 0; bits &= bits - 1) {
         const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
         const auto* values = values_of<typename Traits::DTypeKV>(params, item.work.tile.kv_head);
-        add_nonfinite_key<typename Traits::DTypeP>(
-            o, p, key,
-            values + value_row<Traits::kPaged, Traits::kOwnValuePages>(params, item.work.request,
-                                                                      masked_key + key),
-            lane);
+        const auto* row = values + value_row<Traits::kPaged, Traits::kOwnValuePages>(
+                                       params, item.work.request, masked_key + key);
+        if constexpr (Traits::kMultipliesBytes) {
+          add_nonfinite_key_of_bytes(o, p, key, row, lane);
+        } else {
+          add_nonfinite_key<typename Traits::DTypeP>(o, p, key, row, lane);
+        }
       }
     }
   }

@@ -10,7 +10,8 @@ namespace cupyattn {
 template <typename Traits>
 struct PrefillSm90Producer {
   using Item = typename Traits::Item;
-  using Stage = PipelineState<Traits::kFp8Stages>;
+  using KeyStage = PipelineState<Traits::kConverts ? Traits::kFp8Stages : Traits::kStages>;
+  using ValueStage = PipelineState<Traits::kFp8Stages>;
   static constexpr bool kPaged = Traits::kPaged;
   static_assert(Traits::kTileKV <= 8 * kWarpSize, "a lane has one box of eight rows or more");
 
@@ -35,7 +36,8 @@ struct PrefillSm90Producer {
 
   __device__ __forceinline__ void run() {
     PipelineState<Traits::kItems> place;
-    Stage k, v;
+    KeyStage k;
+    ValueStage v;
     const int lane = threadIdx.x % kWarpSize;
     for (;;) {
       const Item& item = block.await_item(place);
@@ -75,7 +77,7 @@ struct PrefillSm90Producer {
     KeyTile* name = nullptr;
   };
 
-  __device__ __forceinline__ Place key_slot(const Stage& k) const {
+  __device__ __forceinline__ Place key_slot(const KeyStage& k) const {
     if constexpr (Traits::kConverts) {
       return Place{shared.fp8_k[k.stage], shared.empty_fp8_k[k.stage], shared.full_fp8_k[k.stage],
                    k.parity};
@@ -85,8 +87,8 @@ struct PrefillSm90Producer {
       return place;
     }
   }
-  __device__ __forceinline__ Place value_slot(const Stage& v, bool needs_mask) const {
-    if constexpr (Traits::kConverts) {
+  __device__ __forceinline__ Place value_slot(const ValueStage& v, bool needs_mask) const {
+    if constexpr (Traits::kLandsValues) {
       return Place{shared.fp8_v[v.stage], shared.empty_fp8_v[v.stage], shared.full_fp8_v[v.stage],
                    v.parity};
     } else {
@@ -95,7 +97,7 @@ struct PrefillSm90Producer {
     }
   }
 
-  __device__ __forceinline__ void copy_keys(Stage& k, const Item& item, const KeyTile& tile,
+  __device__ __forceinline__ void copy_keys(KeyStage& k, const Item& item, const KeyTile& tile,
                                             int page, int lane) const {
     const Maps maps{all_params.k, all_params.k_tail};
     copy_boxes<typename Traits::KLoadTile, Traits::kRope>(maps, all_params.k_units, key_slot(k),
@@ -103,7 +105,7 @@ struct PrefillSm90Producer {
     k.advance();
   }
 
-  __device__ __forceinline__ void copy_values(Stage& v, const Item& item, const KeyTile& tile,
+  __device__ __forceinline__ void copy_values(ValueStage& v, const Item& item, const KeyTile& tile,
                                               int page, int lane) const {
     const Maps maps{all_params.v, all_params.v_tail};
     copy_boxes<typename Traits::VLoadTile, false>(

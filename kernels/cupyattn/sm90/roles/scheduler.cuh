@@ -281,7 +281,9 @@ struct PrefillSm90Scheduler {
       const DTypeQ* source =
           static_cast<const DTypeQ*>(params.q) +
           (static_cast<int64_t>(item.work.request.q_start) + row.token) * params.q_stride_n +
-          (work.kv_head * params.group_size + row.group_head) * params.q_stride_h + 8 * chunk;
+          (work.kv_head * params.group_size + row.group_head) * params.q_stride_h +
+          // mutate: 8-bit-queries-by-16-bits
+          16 / static_cast<int>(sizeof(DTypeQ)) * chunk;
       const bool is_row = r < work.num_rows;  // mutate: q-row-past-tile
       // mutate: q-chunk-past-the-row
       const bool exists = kChunks == QTile::kChunks || chunk < QTile::kChunks;

@@ -3,6 +3,7 @@
 // stage.
 #pragma once
 
+#include "cupyattn/sm90/roles/byte_softmax.cuh"
 #include "cupyattn/sm90/roles/rows.cuh"
 
 namespace cupyattn {
@@ -18,11 +19,13 @@ struct PrefillSm90Softmax {
   static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
   // Tiles of many columns have no registers for a second copy.
   static constexpr bool kRaisesInLoop =
-      kOverlap && Traits::kTileQ == 128 && Traits::kHeadDimQK > 128;
+      Traits::kMultipliesBytes || (kOverlap && Traits::kTileQ == 128 && Traits::kHeadDimQK > 128);
   using DTypeP = typename Traits::DTypeP;
   static constexpr int kSteps = kTileKV / MmaTraits<DTypeP, typename Traits::VTile::T>::kStep;
   using Logits = float[1][kTileKV / 8][4];
-  using Online = OnlineSoftmax<1, LogitsVariant::kTileSumBits>;
+  using Online =
+      conditional<Traits::kMultipliesBytes, ByteSoftmax<LogitsVariant::kTileSumBits>,
+                  OnlineSoftmax<1, LogitsVariant::kTileSumBits>>;
   using VStage = PipelineState<Traits::kStages>;
 
   // Probabilities of one key tile, and the factors by which O must be rescaled before P V is added.
@@ -40,9 +43,15 @@ struct PrefillSm90Softmax {
   // The logits of 128 keys beside two more warpgroups leave no registers for the positions, nor do
   // three more warpgroups.
   static constexpr bool kKeepsPositions =
-      Traits::kTileQ < 192 || (Traits::kTileQ == 192 && kTileKV < 128);
+      (Traits::kTileQ < 192 && !Traits::kMultipliesBytes) || (Traits::kTileQ == 192 && kTileKV < 128);
   int position[2];  // of the thread's rows, if they are kept and `shared.rows` does not hold them
-  int origin, full_begin, full_end;
+  // What hides keys of the item. Where O takes twice the registers, it is read where the item is.
+  static constexpr bool kKeepsLimits = !Traits::kMultipliesBytes;
+  struct Limits {
+    int origin, full_begin, full_end;
+  };
+  Limits kept_limits;
+  int place;
   // The last tile that takes the fast path; kNone after a tile of the item has failed on it.
   static constexpr int kNone = 1 << 30;
   int fast_until;
@@ -60,10 +69,15 @@ struct PrefillSm90Softmax {
     begin_rows(item);
   }
   // Takes over what hides keys of an item.
-  __device__ __forceinline__ void begin_limits(const Item& item) {
-    origin = ptx::warp_uniform(item.tiles.origin);
-    full_begin = ptx::warp_uniform(item.range.full_begin);
-    full_end = ptx::warp_uniform(item.range.full_end);
+  // item_place: where `shared` has the item.
+  __device__ __forceinline__ void begin_limits(const Item& item, int item_place = 0) {
+    if constexpr (kKeepsLimits) {
+      kept_limits = Limits{ptx::warp_uniform(item.tiles.origin),
+                           ptx::warp_uniform(item.range.full_begin),
+                           ptx::warp_uniform(item.range.full_end)};
+    } else {
+      place = item_place;
+    }
     fast_until = 0;
     if constexpr (kKeepsPositions) {
 #pragma unroll
@@ -144,8 +158,8 @@ struct PrefillSm90Softmax {
       apply_mask<decltype(form)>(s, item, first_key, v);
       // Rows that causality cut in the first tile may have seen few keys or none. They also take
       // the maximum of the next cut tile, if O is complete.
-      if constexpr (!kOverlap && !kHasFastPath && !Traits::kMasked) {
-        takes_maxima |= first_key + kTileKV > full_end;
+      if constexpr (!kOverlap && !kHasFastPath && !Traits::kMasked && !Traits::kMultipliesBytes) {
+        takes_maxima |= first_key + kTileKV > limits().full_end;
       }
     }
     if constexpr (Traits::kTakesMaxima) {
@@ -159,11 +173,17 @@ struct PrefillSm90Softmax {
   }
 
   __device__ __forceinline__ int first_key_of(const KeyTile& tile) const {
-    return origin + tile.tile * kTileKV;
+    return limits().origin + tile.tile * kTileKV;
   }
   __device__ __forceinline__ bool needs_mask(int tile) const {
-    const int first_key = origin + tile * kTileKV;
-    return first_key < full_begin || first_key + kTileKV > full_end;
+    const Limits limits = this->limits();
+    const int first_key = limits.origin + tile * kTileKV;
+    return first_key < limits.full_begin || first_key + kTileKV > limits.full_end;
+  }
+  __device__ __forceinline__ Limits limits() const {
+    if constexpr (kKeepsLimits) return kept_limits;
+    const Item& item = shared.items[place];
+    return Limits{item.tiles.origin, item.range.full_begin, item.range.full_end};
   }
 
  private:
@@ -220,7 +240,7 @@ struct PrefillSm90Softmax {
   __device__ __forceinline__ float room_of(int first_key) const {
     constexpr float kRoom = 4.0f, kRoomBehindCuts = 32.0f;
     if constexpr (kHasFastPath) return Online::kMostOfTile;  // the first maximum is no logit's
-    return first_key + 2 * kTileKV > full_end ? kRoomBehindCuts : kRoom;
+    return first_key + 2 * kTileKV > limits().full_end ? kRoomBehindCuts : kRoom;
   }
 
   // Finds the last tile of the item that takes the fast path.

@@ -16,28 +16,35 @@ struct PrefillSm90Traits : Config {
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
+  // Products of 8-bit elements take values transposed, and sums of few tiles of keys at a time.
+  static constexpr bool kMultipliesBytes = sizeof(DTypeQ) == 1;
   // Keys and values of fewer bits than queries are converted, and land in tiles of their own.
   static constexpr bool kConverts = sizeof(DTypeKV) < sizeof(DTypeQ);
   // What products take: elements of the tiles of keys and of values, and of probabilities, which
   // meet values. fp8 that is converted becomes f16, whatever the queries' type is.
   using DTypeKTile = conditional<kConverts, half_t, DTypeQ>;
-  using DTypeVTile = DTypeKTile;
+  using DTypeVTile = conditional<kMultipliesBytes, DTypeKV, DTypeKTile>;
   using DTypeP = DTypeVTile;
   // Whether consumers turn their rows of Q to f16 (tile/half_rows.cuh).
   static constexpr bool kHalvesQueries = !is_same<DTypeKTile, DTypeQ>;
+  // Accumulators of 8-bit products keep some 14 bits. After so many key tiles a part of O is added
+  // to a float32 sum.
+  static constexpr int kFlushTiles = 4;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
   // cp.async KV: pages that no box fits are gathered row by row, by a warpgroup of its own or by
   // warps 0, 2 and 3.
   static constexpr bool kGathers = kGatherers > 0;
-  // They are converted by a warpgroup of its own or, if registers forbid one, by warps 2 and 3.
-  static constexpr int kConverters = kConverts ? Config::kConverters : 0;
+  // They are converted by a warpgroup of its own or, if registers forbid one, by warps 2 and 3. Such
+  // warps transpose values too, which then land in tiles of their own.
+  static constexpr bool kLandsValues = kConverts || kMultipliesBytes;
+  static constexpr int kConverters = kLandsValues ? Config::kConverters : 0;
   static constexpr bool kHasConverterWarpgroup = kConverters == 4;
   // Boxes of pages start where pages do.
   static constexpr bool kAlignsTiles = (kPaged && !kGathers) || kMasked;
   // A box of a page brings all panels at once, if they are whole.
-  static constexpr bool kComesByPatterns = kPaged && !kGathers && !kConverts;
+  static constexpr bool kComesByPatterns = kPaged && !kGathers && !kLandsValues;
   // Ordinary copies fill the tiles that are multiplied.
   static constexpr bool kMultipliesGathered = kGathers && !kConverts;
   static constexpr int kWarpgroup = 4 * kWarpSize;
@@ -62,20 +69,22 @@ struct PrefillSm90Traits : Config {
   // Arrivals when a tile lands: one for a box, or one from each gathering thread.
   static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
   // Whether O may be stored from the place of its own rows of Q.
-  static constexpr bool kStagesOutput = kSlots > 1 &&
-                                        sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
+  static constexpr bool kStagesOutput =
+      kSlots > 1 && sizeof(DTypeQ) == 2 && sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
 
   using QTile = PanelTile<DTypeKTile, kTileQ, kHeadDimQK>;
   template <typename Element, int kHeadDim>
   using KeyTileOf = PanelTile<Element, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
   using KTile = KeyTileOf<DTypeKTile, kHeadDimQK>;
-  using VTile = KeyTileOf<DTypeVTile, kHeadDimVO>;
+  using VTile = conditional<kMultipliesBytes, PanelTile<DTypeVTile, kHeadDimVO, kTileKV>,
+                            KeyTileOf<DTypeVTile, kHeadDimVO>>;
   // The tiles in which keys and values land, and the number of their stages.
   template <typename Tile, int kHeadDim>
   using Landing = conditional<kConverts, RowTile<DTypeKV, kTileKV, kHeadDim>, Tile>;
   using KLoadTile = Landing<KTile, kHeadDimQK>;
-  using VLoadTile = Landing<VTile, kHeadDimVO>;
-  static constexpr int kFp8Stages = kConverts ? Config::kFp8Stages : kStages;
+  using VLoadTile = conditional<kMultipliesBytes, PanelTile<DTypeKV, kTileKV, kHeadDimVO>,
+                                Landing<VTile, kHeadDimVO>>;
+  static constexpr int kFp8Stages = kLandsValues ? Config::kFp8Stages : kStages;
   using AnyLogits = Logits<Config>;
   using LogitsVariant =
       conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeP>, AnyLogits>;
@@ -134,9 +143,13 @@ struct PrefillSm90Traits : Config {
     alignas(KLoadTile::kAlign) unsigned char fp8_k[kFp8Stages][KLoadTile::kBytes];
     alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
   };
+  struct Fp8Values {
+    alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
+  };
   struct NoFp8Tiles {};
 
-  struct SharedMemory : conditional<kConverts, Fp8Tiles, NoFp8Tiles> {
+  struct SharedMemory
+      : conditional<kConverts, Fp8Tiles, conditional<kMultipliesBytes, Fp8Values, NoFp8Tiles>> {
     alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
@@ -172,7 +185,7 @@ struct PrefillSm90Traits : Config {
                         kConsumers * Config::kConsumerRegisters <=
                     kWarpgroups * (65536 / (Config::kMinBlocks * kThreads) / 8 * 8),
                 "registers come from what the block was launched with");
-  static_assert(kPersistent || (!kMasked && !kRope && !kConverts && !kGathers),
+  static_assert(kPersistent || (!kMasked && !kRope && !kLandsValues && !kGathers),
                 "blocks of one item have the roles that all have");
   static_assert(kTileKV % kBoxRows == 0 && (!kHasSmallBoxes || (64 % kBoxRows == 0 && !kGathers)),
                 "boxes fill a tile of keys, and the rows of a warpgroup");

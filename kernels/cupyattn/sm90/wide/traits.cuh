@@ -63,6 +63,7 @@ struct WideSm90Tiles : Config {
                         kAlignsTiles = false;
   // Tiles of 32 keys leave room between products to take every maximum.
   static constexpr bool kTakesMaxima = !kLatent;
+  static constexpr bool kMultipliesBytes = false;
   using LogitsVariant = PlainLogits;
   using Mask = OfShareIf<HasKeyShare<Config>::kValue, NoMask>;
 

@@ -73,6 +73,11 @@ inline uint16_t cvt_rn_satfinite_fp8x2(float high, float low) {
   return static_cast<uint16_t>(emulator::encode(high, format) << 8 | emulator::encode(low, format));
 }
 
+inline uint32_t pack_four_e4m3(float a, float b, float c, float d) {
+  return cvt_rn_satfinite_fp8x2<e4m3_t>(b, a) |
+         static_cast<uint32_t>(cvt_rn_satfinite_fp8x2<e4m3_t>(d, c)) << 16;
+}
+
 inline int float_to_int_rn(float x) {
   if (x != x) return 0;
   if (x >= 0x1p31f) return 0x7fffffff;

@@ -1,0 +1,33 @@
+"""Mistakes in products of 8 bits of prefill_sm90: transposed values, headroom, sums of 14 bits."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+EIGHT_BITS = (
+    Mutation("sums-not-flushed", "kHasTotal &&", "false &&", "hopper 8-bit sums"),
+    Mutation("total-not-rescaled", "(kHasTotal)", "(false)", "hopper 8-bit rising"),
+    Mutation("turned-before-empty", "v.parity ^ 1", "v.parity", "hopper 8-bit prompt"),
+    Mutation("turned-keys-swapped", "0x7531", "0x5731", "hopper 8-bit prompt"),
+    Mutation("turned-columns-in-order", "2 * index - 7", "2 * index", "hopper 8-bit prompt"),
+    Mutation("columns-of-o-in-the-order-of-rows", "second", "0.0f", "hopper 8-bit prompt"),
+    Mutation("8-bit-values-not-swept", "tile.needs_mask", "false", "hopper 8-bit hidden values"),
+    Mutation(
+        "8-bit-value-of-another-key", "(key & 7) >> 1", "key & 3", "hopper 8-bit hidden values"
+    ),
+    Mutation(
+        "small-probabilities-flushed", "largest - headroom", "largest - 0.0f", "hopper 8-bit peak"
+    ),
+    Mutation(
+        "rows-beside-raised",
+        "all || quad_any(asks(h, tile_sum[h]))",
+        "true",
+        "hopper 8-bit rows alone",
+    ),
+    Mutation(
+        "8-bit-queries-by-16-bits",
+        "16 / static_cast<int>",
+        "8 * static_cast<int>",
+        "hopper 8-bit broken tokens",
+    ),
+)
