@@ -426,7 +426,11 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
     dim, dim_vo = tile_dims(problem)
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
-        return 96 if problem.custom_mask or _caps_rows(problem) else 128
+        # A cap of float16 rows takes a few registers more than one of bfloat16 rows.
+        spills = (
+            problem.soft_cap and problem.dtype_q is dtypes.float16 and (dim, dim_vo) == (128, 128)
+        )
+        return 96 if problem.custom_mask or _caps_rows(problem) or spills else 128
     if dim <= 128 and problem.logits is not None and problem.logits.loads_for_keys:
         return 64 if dim == 64 else 80  # 80 and 96 keys take a register too many
     if dim_vo > 192:
