@@ -128,10 +128,11 @@ class Launch(NamedTuple):
 @dataclass
 class Card(emulated.EmulatedGpu):
     """A card of CARDS. `made` are the launches since `begin`, `loaded` the kernels that were asked
-    for. is_cupy: outputs are CuPy's."""
+    for. is_cupy: outputs are CuPy's. has_8bit_queries: of what is drawn."""
 
     card: str = "h100"
     is_cupy: bool = False
+    has_8bit_queries: bool = False
     made: list[Launch] = field(default_factory=list)
     loaded: dict[tuple[str, jit.Config], None] = field(default_factory=dict)
     names: dict[int, tuple[int, str]] = field(default_factory=dict)

@@ -48,6 +48,7 @@ DOORS: dict[str, tuple[Draw, int]] = {
     "cascade of models": (large.cascade, 60),
     "pod of models": (large.pod, 30),
     "dot_product of models": (large.dot_product, 40),
+    "8 bits of models": (large.eight_bits, 120),
 }
 _MAIN = "h100", "h200", "h100 pcie"
 

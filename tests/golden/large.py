@@ -95,6 +95,10 @@ class Batch:
         self.index = pick(rng, ("int32", "int32", "int64"))
         self.count = len(self.rows)
         self.is_on_host = bool(rng.random() < 0.5)
+        if self.card.has_8bit_queries:
+            self.dtype = self.kv_dtype = "float8_e4m3fn"
+            if max(self.dim, self.dim_v) > 256 or rng.random() < 0.5:
+                self.dim = self.dim_v = 128
 
     def __str__(self) -> str:
         rows, keys = (
@@ -655,3 +659,15 @@ def dot_product(seed: int, card: Card) -> Drawn:
     given["is_causal"] = b.options["is_causal"] = bool(rng.random() < 0.6)
     q, (k, v) = b.q(b.count, rows), b.flat(b.count, keys)
     return f"{b}", lambda: cupyattn.dot_product_attention(q, k, v, **given)
+
+
+def eight_bits(seed: int, card: Card) -> Drawn:
+    """Queries, keys and values of e4m3 by the draws above."""
+    rng = np.random.default_rng((seed, 112))
+    draw = pick(rng, (prefill, prefill, decode, single, flash, tables, cascade))
+    card.has_8bit_queries = True
+    try:
+        text, run = draw(seed, card)
+    finally:
+        card.has_8bit_queries = False
+    return f"{draw.__name__}: {text}", run
