@@ -120,7 +120,8 @@ class AttentionProblem:
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
         if self.is_8bit:
-            if self.dtype_kv is not dtypes.float8_e4m3fn:
+            # Of wide heads no keys are wanted: check_supported refuses the queries.
+            if self.dtype_kv is not dtypes.float8_e4m3fn and not self.is_wide:
                 raise ArgumentError(
                     f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted k of "
                     f"{self.dtype_k} and v of float8_e4m3fn, or q in float16 or bfloat16"
