@@ -310,6 +310,8 @@ TESTED_ELSEWHERE = {
     "plan_batch": "test_plan_batch.py",
     "read_tables": "test_read_tables.py",
     "append_new_kv": "test_flash_attn.py",
+    "find_mean": "test_quantize.py",
+    "quantize": "test_quantize.py",
     "store_kv": "test_page.py",
     "copy_rows": "test_flash_attn.py",
     "serving_metadata": "test_serving.py",

@@ -22,6 +22,15 @@ def test_random_calls(kind: type, first: int) -> None:
             case.run()
 
 
+def test_means_are_found_by_launches_ahead(emulated: gpu.EmulatedGpu) -> None:
+    rng = np.random.default_rng(1)
+    k, v = (rng.standard_normal((70, 2, 64)).astype(np.float16) + 1 for _ in "kv")
+    result = quantize_qkv(None, k, v, smooth_k=True)
+    assert {"find_mean", "quantize"} <= {launch.name for launch in emulated.launches}
+    assert result.k_mean is not None
+    np.testing.assert_allclose(result.k_mean[0], k.astype(np.float64).mean(0), atol=1e-5)
+
+
 def test_stray_offsets_write_nothing(emulated: gpu.EmulatedGpu) -> None:
     """Offsets that fall or leave the rows are known to the GPU alone."""
     q = np.ones((70, 1, 64), np.float16)

@@ -12,6 +12,8 @@ from helpers.share import one_of
 from cupyattn.core import dtypes
 from cupyattn.quantize_pages import rope_and_cache
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("first", one_of(10, range(0, 200, 10)))
 @pytest.mark.parametrize("kind", [quantize_cases.OfArrays, quantize_cases.OfPages])

@@ -22,8 +22,9 @@ from cupyattn.errors import ArgumentError  # noqa: E402
 from cupyattn.integrations.calls import CALLS  # noqa: E402
 
 LIKE = array.view(torch.zeros(1), "like")
-# What no graph has: offsets that only the data know; calls that plan, outside of graphs.
-OUTSIDE = {"segment_packbits"}
+# What no graph has: offsets that only the data know; calls that plan, outside of graphs; what makes
+# eight bits, which engines call between graphs.
+OUTSIDE = {"segment_packbits", "quantize_qkv", "rope_and_cache"}
 
 
 def as_torch(x: Any) -> Any:
