@@ -79,7 +79,7 @@ class AttentionProblem:
 
     @property
     def dtype_k(self) -> DType:
-        """Of keys: int8 beside int8 queries, else that of values."""
+        """The dtype of keys: int8 beside int8 queries, else that of values."""
         return self.dtype_q.of_keys or self.dtype_kv
 
     @property
@@ -120,7 +120,7 @@ class AttentionProblem:
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
         if self.is_8bit:
-            # Of wide heads no keys are wanted: check_supported refuses the queries.
+            # check_supported refuses such queries of wide heads, so their keys are not named.
             if self.dtype_kv is not dtypes.float8_e4m3fn and not self.is_wide:
                 raise ArgumentError(
                     f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted k of "

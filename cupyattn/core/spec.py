@@ -69,7 +69,7 @@ class AttentionSpec:
 
     @property
     def dtype_k(self) -> DType:
-        """Of keys: int8 beside int8 queries, else that of values."""
+        """The dtype of keys: int8 beside int8 queries, else that of values."""
         return self.dtype_q.of_keys or self.dtype_kv
 
     @property

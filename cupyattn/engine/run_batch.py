@@ -631,7 +631,7 @@ def _check_by_head(plan: Plan, views: dict[str, ArrayView | None]) -> None:
 def _scales_of_request(
     by_head: dict[str, ArrayView], blocks: CheckedBlocks, batch: Batch, index: int
 ) -> dict[str, Any]:
-    """Of one request of a batch: its own scales of heads, and those of its blocks."""
+    """The scales of one request of a batch: of its heads, and of its blocks."""
     result: dict[str, Any] = {
         name: array.as_numpy(v)[index] for name, v in by_head.items() if len(v.shape) == 2
     }

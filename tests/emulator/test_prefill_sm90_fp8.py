@@ -96,7 +96,9 @@ def test_a_row_over_fp8_is_decoded_verified_and_prefilled_alike(dtype: str) -> N
     for rows in (80, 8, 1):
         with gpu.plugged_in() as emulated:
             out, lse = cupyattn.single_prefill_with_kv_cache(
-                *(inputs["q"][-rows:], inputs["k"], inputs["v"]),
+                inputs["q"][-rows:],
+                inputs["k"],
+                inputs["v"],
                 causal=True,
                 return_lse=True,
                 o_dtype="float32",

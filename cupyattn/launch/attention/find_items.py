@@ -34,8 +34,8 @@ _PLAN_US = 4.0
 _MAX_LENGTH = 2**29
 # Requests that a warp looks at together, two a lane: tiles of more have places by their offsets.
 _TOGETHER = 64
-# Of more than a lane each, keys are split where each tile may have two parts: the longest of many
-# is not worth a merge.
+# Where requests are more than lanes, keys are split only if each tile may have two parts: the
+# longest of many is not worth a merge.
 _A_LANE_EACH = 32
 # Requests are taken for equal if their mean is more than this of an upper bound.
 _EQUAL = 0.5

@@ -180,8 +180,8 @@ def config(
 
 
 def configs(dtype: DType, dtype_cache: DType, head_dim: int) -> Iterator[jit.Config]:
-    """Those of ordinary calls: blocks of an array to e4m3, and rows behind a norm or none, rotated
-    by a table, to a cache."""
+    """The Configs of ordinary calls: blocks of an array to e4m3, and rows behind a norm or none,
+    rotated by a table, to a cache."""
     lanes, e4m3 = lanes_of(head_dim), dtypes.float8_e4m3fn
     for block_size in BLOCK_SIZES:
         tile = choose_tile(lanes, block_size, 0)
