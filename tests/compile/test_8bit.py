@@ -16,10 +16,12 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
 E4M3 = dtypes.float8_e4m3fn
 PLAIN = AttentionProblem(E4M3, E4M3, dtypes.bfloat16, 128, 128)
-# Where keys are, row scales, and what is stored.
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+# Head dims, where keys are, row scales, and what is stored.
 SERVED = [
-    replace(PLAIN, **where, prescale_logits=scales, dtype_o=dtype)
-    for where, scales, dtype in product(
+    replace(AttentionProblem(E4M3, E4M3, dtype, *dims), **where, prescale_logits=scales)
+    for dims, where, scales, dtype in product(
+        DIMS,
         ({}, {"paged": True}, {"paged": True, "own_value_pages": True}),
         (False, True),
         (dtypes.bfloat16, dtypes.float16, dtypes.float32),
@@ -28,7 +30,9 @@ SERVED = [
 
 
 @pytest.mark.parametrize(
-    "problem", SERVED, ids=lambda x: f"{x.paged}-{x.prescale_logits}-{x.dtype_o}"
+    "problem",
+    SERVED,
+    ids=lambda x: f"{x.head_dim_qk}-{x.head_dim_vo}-{x.paged}-{x.prescale_logits}-{x.dtype_o}",
 )
 def test_registers_hold_all(problem: AttentionProblem) -> None:
     tile = prefill_sm90.find(problem, 16 if problem.paged else 0)
@@ -41,7 +45,7 @@ def test_registers_hold_all(problem: AttentionProblem) -> None:
 
 REFUSED = {
     "int8": replace(PLAIN, dtype_q=dtypes.int8),
-    "head dims 64": replace(PLAIN, head_dim_qk=64, head_dim_vo=64),
+    "head dims 80": replace(PLAIN, head_dim_qk=80, head_dim_vo=80),
     "output": replace(PLAIN, dtype_o=E4M3),
     "soft cap": replace(PLAIN, soft_cap=True),
     "bias": replace(PLAIN, pos_encoding="ALIBI"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from .mutation import Mutation
 
 EIGHT_BITS = (
+    Mutation(
+        "lines-of-short-rows-not-cleared", "(row, chunk)", "(row, 0)", "hopper 8-bit narrow prompt"
+    ),
     Mutation("sums-not-flushed", "kHasTotal &&", "false &&", "hopper 8-bit sums"),
     Mutation("total-not-rescaled", "(kHasTotal)", "(false)", "hopper 8-bit rising"),
     Mutation("turned-before-empty", "v.parity ^ 1", "v.parity", "hopper 8-bit prompt"),

@@ -25,6 +25,7 @@ BASE = replace(
     test_prefill_sm90.BASE, dtype=E4M3, kv_dtype=E4M3, head_dim_qk=128, head_dim_vo=128, kv_len=500
 )
 CAUSAL = replace(BASE, causal=True)
+NARROW = replace(CAUSAL, head_dim_qk=64, head_dim_vo=64)
 KINDS = [pytest.param(kind, id=kind) for kind in SERVED.dtypes]
 
 
@@ -73,6 +74,14 @@ def test_the_order_of_warps_changes_no_bit(seed: int) -> None:
     first, second = (check(CAUSAL, seed=x) for x in (0, seed))
     for a, b in zip(first.bits(), second.bits(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dims", [x for x in SERVED.dims if x != (128, 128)])
+def test_head_dims(dims: tuple[int, int]) -> None:
+    case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1])
+    check(case)
+    # Rows of Q one by one, and an item after another.
+    check(replace(case, group=5, has_sinks=True, scale_q="per_head"), num_sms=1)
 
 
 PAGED = replace(test_prefill_sm90.PAGED, problem=Problem(E4M3, E4M3, (128, 128)))

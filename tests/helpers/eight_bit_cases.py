@@ -34,7 +34,7 @@ EVERYTHING = Served()
 # What prefill_sm90 multiplies.
 PREFILL_SM90 = Served(
     dtypes=(E4M3,),
-    dims=((128, 128),),
+    dims=((128, 128), (64, 64), (96, 96), (192, 128)),
     has_caps=False,
     has_masks=False,
     has_alibi=False,

@@ -76,6 +76,8 @@ _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, 
 
 # Queries of 8 bits: values land in fp8 stages, and converters transpose them. Sums are kept twice.
 _8BIT = _Shape(2, 96, stages=3, fp8_stages=3, converters=2)
+# Narrow heads leave consumers registers for more keys.
+_8BIT_NARROW = _8BIT._replace(tile_kv=128, registers=(56, 224))
 
 # By the kind of keys and the head dims of q, k and of v, o; ragged keys that are not there have the
 # tiles of pages. Registers hold O, the logits of a tile
@@ -115,7 +117,10 @@ _TILES = {
     ("fp8 gathered", 192, 128): _FP8_GATHERED._replace(tile_kv=96, fp8_stages=1),
     ("fp8 gathered", 192, 192): _FP8_GATHERED._replace(tile_kv=64),
     ("fp8 gathered", 256, 128): _FP8_GATHERED._replace(tile_kv=64),
+    ("8 bits", 64, 64): _8BIT_NARROW,
+    ("8 bits", 96, 96): _8BIT_NARROW,
     ("8 bits", 128, 128): _8BIT,
+    ("8 bits", 192, 128): _8BIT._replace(query_slots=1),
 }
 
 # The head dims of the tables, the least first.
