@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_BF16_BYTES = 2
-_KV_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_BF16_BYTES = 2  # of outputs
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Case:
 
     `api` is the public function that serves it: "prefill" takes q [q_len, Hq, D], "decode" takes
     q [Hq, D]. `mask` gives the causal mask as a custom mask ("bool" or "packed") in place of the
-    flag. `sinks` adds a logit of each head to the denominator. `framework` and `out` matter
+    flag. `sinks` adds a logit of each head to the denominator. `dtype` is that of q; outputs are of
+    16 bits. `framework` and `out` matter
     to host cases: whose arrays ours is called with, and whether it gets `out=`. `goals` are (peer
     or peer:variant, factor): ours should take at most 1/factor of its time; "best" is the fastest
     peer.
@@ -45,6 +46,7 @@ class Case:
     out: bool = True
     goals: tuple[tuple[str, float], ...] = ()
     host_goal_us: float | None = None
+    dtype: str = "bfloat16"
 
     @property
     def is_host(self) -> bool:
@@ -69,7 +71,7 @@ class Case:
 
     @property
     def kv_itemsize(self) -> int:
-        return _KV_BYTES[self.kv_dtype]
+        return _ITEM_BYTES[self.kv_dtype]
 
     def visible_keys(self, row: int) -> tuple[int, int]:
         """First and past-the-last key that query row `row` sees (bottom-right aligned)."""
@@ -107,7 +109,8 @@ class Case:
         first_key = self.visible_keys(0)[0] if self.q_len else self.kv_len
         keys = self.kv_len - first_key
         width = self.head_dim_qk + self.head_dim_vo
-        q_and_o = self.q_len * self.num_qo_heads * width * _BF16_BYTES
+        q_row = self.head_dim_qk * _ITEM_BYTES[self.dtype]
+        q_and_o = self.q_len * self.num_qo_heads * (q_row + self.head_dim_vo * _BF16_BYTES)
         kv = keys * self.num_kv_heads * width * self.kv_itemsize
         cells = self.q_len * self.kv_len
         mask = {"none": 0, "bool": cells, "packed": -(-cells // 8), "tree": 4 * self.q_len}

@@ -45,6 +45,15 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
     return Inputs(q, k, v, mask, pack_little(mask.reshape(case.batch, -1)))
 
 
+def take(rows: Any, index: Any) -> Any:
+    """rows[index]; one-byte floats travel as integers, which every torch can index."""
+    import torch
+
+    if rows.element_size() > 1:
+        return rows[index]
+    return rows.view(torch.uint8)[index].view(rows.dtype)
+
+
 def causal_mask(case: Case, device: str) -> Any:
     """bool [batch, q_len, kv_len], bottom-right aligned."""
     import torch

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from .case import Case
-from .inputs import Inputs
+from .inputs import Inputs, take
 
 # ‖error‖ / ‖reference‖ over the sampled rows. A bfloat16 answer from float32 accumulation is near
 # 2e-3; fp8 KV is compared with attention over the same fp8 values, so it has the same bound.
 TOLERANCE = 4e-3
+# The same where queries have 8 bits: probabilities are rounded to e4m3, half a unit of 3 bits of
+# mantissa, which is 2.6 % of an answer over many keys; outputs in e4m3 are rounded once more.
+TOLERANCE_8BIT = 5e-2
 ROWS_A_CASE = 16
 
 
@@ -35,10 +38,11 @@ class Verdict:
 
     relative: float
     max_abs: float
+    tolerance: float = TOLERANCE
 
     @property
     def ok(self) -> bool:
-        return self.relative <= TOLERANCE  # False for NaN
+        return self.relative <= self.tolerance  # False for NaN
 
 
 def sample_rows(q_len: int, count: int, seed: int = 0) -> list[int]:
@@ -59,7 +63,7 @@ def expect(case: Case, inputs: Inputs) -> list[Expected]:
     ]
 
 
-def judge(expected: list[Expected], output: Any) -> Verdict:
+def judge(expected: list[Expected], output: Any, tolerance: float = TOLERANCE) -> Verdict:
     """Compare an answer [B, q_len, Hq, Dvo] with the expected rows."""
     import torch
 
@@ -71,7 +75,7 @@ def judge(expected: list[Expected], output: Any) -> Verdict:
         square += float((item.answer * item.answer).sum())
         peak = float(difference.abs().max())
         worst = peak if math.isnan(peak) else max(worst, peak)
-    return Verdict(math.sqrt(error / square), worst)
+    return Verdict(math.sqrt(error / square), worst, tolerance)
 
 
 def attend_rows(case: Case, inputs: Inputs, request: int, rows: list[int]) -> Any:
@@ -83,7 +87,7 @@ def attend_rows(case: Case, inputs: Inputs, request: int, rows: list[int]) -> An
     key = torch.arange(case.kv_len, device=device)
     position = row + (case.kv_len - case.q_len)
 
-    q = inputs.q[request][row].double()
+    q = take(inputs.q[request], row).double()
     k = inputs.k[request].float().double()
     v = inputs.v[request].float().double()
     if case.pos_encoding_mode == "ROPE_LLAMA":

@@ -125,11 +125,13 @@ def _check_and_time(
     inputs, expected = _problem(case)
     clock.wait()
     offered = _offers(case, args, inputs, results, clock, progress, rows)
+    is_8bit = isinstance(case, BatchCase) and case.is_8bit
+    tolerance = oracle.TOLERANCE_8BIT if is_8bit else oracle.TOLERANCE
     checked = []
     for candidate in offered:
         progress.note("check", case.name, candidate.label)
         try:
-            checked.append(_check(candidate, expected, clock))
+            checked.append(_check(candidate, expected, clock, tolerance))
         except ContextLost:
             raise
         except Exception as error:
@@ -198,7 +200,9 @@ def _offers(
     return offered
 
 
-def _check(candidate: Candidate, expected: list[oracle.Expected], clock: Clock) -> _Checked:
+def _check(
+    candidate: Candidate, expected: list[oracle.Expected], clock: Clock, tolerance: float
+) -> _Checked:
     import torch
 
     if candidate.buffer is not None:
@@ -207,7 +211,8 @@ def _check(candidate: Candidate, expected: list[oracle.Expected], clock: Clock) 
     clock.wait()
     again = candidate.output(candidate.call())
     clock.wait()
-    return _Checked(candidate, oracle.judge(expected, first), bool(torch.equal(first, again)))
+    verdict = oracle.judge(expected, first, tolerance)
+    return _Checked(candidate, verdict, bool(torch.equal(first, again)))
 
 
 def _row(

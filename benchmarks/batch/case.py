@@ -20,9 +20,10 @@ class BatchCase:
     attention, whose values are the first columns of its keys). `requests` are groups of equal ones,
     (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in place
     of the flag, "tree" lets a query row see all earlier keys and its ancestors in a binary tree of
-    the rows. `dtype` is that of q and o; `sinks` adds a logit of each head to the denominator. The
-    check samples rows of `checked` requests (None: of all). The report divides the time of
-    this case by that of the one `against` names, which must take at least `against_goal` of it.
+    the rows. `dtype` is that of q and o, of q alone where it has 8 bits; `sinks` adds a logit of
+    each head to the denominator. The check samples rows of `checked` requests (None: of all). The
+    report divides the time of this case by that of the one `against` names, which must take at
+    least `against_goal` of it.
     `is_portable`: ours runs only in a process with CUPYATTN_PORTABLE=1.
     `pool`: each request's keys are a list of slots drawn from a pool of so many (sparse latent
     attention, pages of 1); 0: each has keys of its own.
@@ -80,6 +81,11 @@ class BatchCase:
         return self.mask == "packed"
 
     @property
+    def is_8bit(self) -> bool:
+        """Whether queries have 8 bits; outputs are bfloat16 then."""
+        return self.dtype == "float8_e4m3fn"
+
+    @property
     def is_plain(self) -> bool:
         """No option beyond causality."""
         return self.groups[0].is_plain
@@ -134,6 +140,7 @@ class BatchCase:
             self.mask,
             self.kv_dtype,
             self.sinks,
+            dtype=self.dtype,
         )
 
     @property

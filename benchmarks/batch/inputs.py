@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ..inputs import Inputs, causal_mask, pack_little
+from ..inputs import Inputs, causal_mask, pack_little, take
 from .case import BatchCase
 from .tables import PageTables, page_tables
 
-_LARGE = 1e4  # what a slot of nobody holds that may not be NaN
+# What a slot of nobody holds that may not be NaN, by the bytes of an element.
+_LARGE = {1: 448.0, 2: 1e4}
 
 
 @dataclass
@@ -57,7 +58,7 @@ class BatchInputs:
 
         pages = torch.from_numpy(self.tables.pages(b).astype(np.int64)).to(self.k.device)
         stop = int(self.tables.kv_lens[b])
-        return [_take(pool, pages).flatten(0, 1)[None, :stop] for pool in (self.k, self.v)]
+        return [take(pool, pages).flatten(0, 1)[None, :stop] for pool in (self.k, self.v)]
 
 
 def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
@@ -69,21 +70,22 @@ def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
     dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype)
+    wide = torch.bfloat16 if case.is_8bit else dtype
     tables = None
     if case.is_paged:
         tables = page_tables(case.kv_lens, case.page_size, seed, case.shared, case.pool)
 
     def normal(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=wide)
 
     def keys(dim: int) -> Any:
         if tables is None:
             return normal(case.kv_offsets[-1], case.num_kv_heads, dim).to(kv_dtype)
         pool = normal(tables.num_pages, case.page_size, case.num_kv_heads, dim)
-        _poison(pool, tables, math.nan if case.has_nan else _LARGE)
+        _poison(pool, tables, math.nan if case.has_nan else _LARGE[kv_dtype.itemsize])
         return pool.to(kv_dtype)
 
-    q = normal(case.q_offsets[-1], case.num_qo_heads, case.head_dim_qk)
+    q = normal(case.q_offsets[-1], case.num_qo_heads, case.head_dim_qk).to(dtype)
     k = keys(case.head_dim_qk)
     inputs = BatchInputs(
         q,
@@ -139,12 +141,3 @@ def _poison(pool: Any, tables: PageTables, value: float) -> None:
     pool[torch.from_numpy(tables.unowned).to(pool.device)] = value
     for b in np.flatnonzero(tables.last_page_len < tables.page_size):
         pool[int(tables.pages(b)[-1]), int(tables.last_page_len[b]) :] = value
-
-
-def _take(pool: Any, pages: Any) -> Any:
-    """pool[pages]; one-byte floats travel as integers, which every torch can index."""
-    import torch
-
-    if pool.element_size() > 1:
-        return pool[pages]
-    return pool.view(torch.uint8)[pages].view(pool.dtype)

@@ -15,6 +15,8 @@ from .inputs import BatchInputs
 from .several import VARIANTS, bind_several
 from .wrappers import Calls, bind, empty_output, plan_tables, workspace
 
+_EIGHT_BIT_DIMS = (64, 128, 256)
+
 
 def variants(case: BatchCase, backend: str) -> list[str]:
     """The calls that serve a case: tc and cc (decode with and without tensor cores), paged,
@@ -37,7 +39,10 @@ def variants(case: BatchCase, backend: str) -> list[str]:
         if backend == "fa3":
             raise Unsupported("FlashInfer decodes batches with fa2 or XQA on this device")
         return ["tc", "cc"]
-    if backend == "fa3" and not case.is_plain:
+    if backend == "fa3" and case.is_8bit:
+        if case.head_dim_qk != case.head_dim_vo or case.head_dim_qk not in _EIGHT_BIT_DIMS:
+            raise Unsupported("FlashInfer's fa3 multiplies e4m3 of head dims 64, 128 and 256")
+    elif backend == "fa3" and not case.is_plain:
         raise Unsupported("not built: two minutes a module, and measured in the prefill cases")
     return ["paged" if case.api == "verify" else case.api]
 

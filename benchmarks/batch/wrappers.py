@@ -60,6 +60,10 @@ def bind(
     space = wrap(workspace(owner, str(inputs.q.device)))
     wrapper = getattr(library, _CLASSES[case.api])(space, kv_layout="NHD", **constructor)
     options = {**_options(case), **mask, "q_data_type": case.dtype, "kv_data_type": case.kv_dtype}
+    scales: tuple[Any, ...] = ()
+    if case.is_8bit:
+        options["o_data_type"] = "bfloat16"
+        scales = tuple(wrap(x) for x in unit_scales(case, inputs))
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk)
     tables = plan_tables(case, inputs, wrap)
     if case.is_paged:
@@ -79,13 +83,28 @@ def bind(
         named["sinks"] = wrap(inputs.sinks)
     steps = next_plan(make_plan, case, inputs, wrap) if case.timed == "plan" else None
     plan = functools.partial(make_plan, *tables)
-    return Calls(plan, functools.partial(wrapper.run, q, *keys, **named), steps)
+    return Calls(plan, functools.partial(wrapper.run, q, *keys, *scales, **named), steps)
 
 
 def empty_output(case: BatchCase, inputs: BatchInputs) -> Any:
     """A tensor for `out=`, or None where the case wants none given."""
     shape = (case.q_offsets[-1], case.num_qo_heads, case.head_dim_vo)
-    return inputs.q.new_empty(shape) if case.out else None
+    if not case.out:
+        return None
+    return inputs.q.new_empty(shape, dtype=output_dtype(case, inputs))
+
+
+def output_dtype(case: BatchCase, inputs: BatchInputs) -> Any:
+    """torch's dtype of what answers are asked for in."""
+    import torch
+
+    return torch.bfloat16 if case.is_8bit else inputs.q.dtype
+
+
+def unit_scales(case: BatchCase, inputs: BatchInputs) -> list[Any]:
+    """Scales of 1 for each head of q, k and v, which FlashInfer takes and we are given as well."""
+    heads = (case.num_qo_heads, case.num_kv_heads, case.num_kv_heads)
+    return [inputs.q.new_ones(count, dtype=_float32()) for count in heads]
 
 
 def as_array(table: Any, case: BatchCase, inputs: BatchInputs, wrap: Wrap) -> Any:
@@ -96,6 +115,12 @@ def as_array(table: Any, case: BatchCase, inputs: BatchInputs, wrap: Wrap) -> An
         return table
     host = torch.from_numpy(table)
     return host if case.arrays == "torch_cpu" else wrap(host.to(inputs.q.device))
+
+
+def _float32() -> Any:
+    import torch
+
+    return torch.float32
 
 
 @functools.cache

@@ -15,8 +15,9 @@ PEERS = (
     *("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
     "fa4",
     "flashmla",
+    *("fa3_fp8", "cudnn_fp8"),
 )
-OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm")
+OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm", "ours_16bit")
 IMPLEMENTATIONS = (*OURS, *PEERS)
 
 _SINGLE = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_flash", "sdpa_cudnn")
@@ -35,7 +36,9 @@ _BATCH = {
     "host_batch": ("ours", "flashinfer_fa2"),
     "mla": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashmla"),
     "flash_mla": ("ours", "flashmla"),
+    "fp8": ("ours", "ours_16bit", "fa3_fp8", "flashinfer_fa3", "cudnn_fp8"),
 }
+_EIGHT_BITS = ("fa3_fp8", "cudnn_fp8")
 # The peer of kernels that do without Hopper's instructions.
 _PORTABLE = ("ours", "flashinfer_fa2")
 # Head dims beyond 256, which neither FlashAttention-3 nor cuDNN has.
@@ -81,6 +84,8 @@ def _of_batch(name: str, case: BatchCase, inputs: Any, build: bool) -> list[Cand
         flashinfer = import_module(".batch.peer_flashinfer", "benchmarks")
         return list(flashinfer.candidates(backend, case, inputs, build))
     module = name if name in OURS else f"peer_{backend or library}"
+    if name in _EIGHT_BITS:
+        module = f"peer_{name}"
     if name == "ours" and case.op in ("varlen", "kvcache"):
         module = "ours_flash_attn"
     result = import_module(f".batch.{module}", "benchmarks")

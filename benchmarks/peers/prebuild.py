@@ -45,7 +45,7 @@ _LZMA_TUNING = "lc=0,lp=2,pb=4,nice=273"  # for instructions of 16 bytes
 
 @dataclass(frozen=True)
 class Module:
-    """What one FlashInfer module is compiled for; o has the dtype of q."""
+    """What one FlashInfer module is compiled for; o has the dtype of q, or bfloat16 for 8 bits."""
 
     kind: str  # single_ or batch_prefill, single_ or batch_decode, xqa, quantization, cascade
     backend: str = "fa2"
@@ -156,7 +156,8 @@ def _spec(module: Module) -> Any:
         return gen_xqa_module(q, kv, *pages, module.window, q)
     index = (torch.int32,) if module.kind.startswith("batch_") else ()
     shape = (module.head_dim_qk, module.head_dim_vo, module.position_mode)
-    arguments = (q, kv, q, *index, *shape, module.window, module.soft_cap)
+    o = torch.bfloat16 if q.itemsize == 1 else q
+    arguments = (q, kv, o, *index, *shape, module.window, module.soft_cap)
     if module.kind == "batch_mla":
         parts = module.head_dim_vo, module.head_dim_qk - module.head_dim_vo
         return make.gen_batch_mla_module(module.backend, q, kv, q, torch.int32, *parts, False)

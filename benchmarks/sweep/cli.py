@@ -19,7 +19,7 @@ from ..results import FILE_NAME
 from ..timing import random_order
 from ..worker import PROGRESS_NAME
 from .draw import draw_cases
-from .groups import GROUPS, MAX_CODE_BYTES, PROMPT_OF_1K
+from .groups import BY_NAME, GROUPS, MAX_CODE_BYTES, PROMPT_OF_1K
 from .plans import code_bytes, compile_ahead
 from .profiles import FILE_NAME as PROFILES_NAME
 from .summary import summarise_sweep, table
@@ -30,6 +30,7 @@ _PEERS = (
     *("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_cudnn"),
     "fa4",
     "flashmla",
+    *("ours_16bit", "fa3_fp8", "cudnn_fp8"),
 )
 _PROFILE_SECONDS = 90.0
 _PREHEAT_SECONDS = 0.05  # a case; the one before has just kept the GPU busy
@@ -129,7 +130,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if "ours" not in args.peers:
         args.peers.insert(0, "ours")
     if "all" in args.groups:
-        args.groups = list(GROUPS)
+        args.groups = [name for name in GROUPS if name not in BY_NAME]
     if args.out is None:
         args.out = Path(f"sweep-{args.seed}")
     if args.deadline is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..batch.case import BatchCase
-from .groups import GROUPS
+from .groups import BY_NAME, GROUPS
 from .models import MODELS, TENSOR_PARALLEL, Model
 
 _PAGE_SIZES = (1, 16, 16, 16, 32, 64, 128)
@@ -17,7 +17,7 @@ _MAX_KV_BYTES = 3 << 30  # of a case: the pool is random numbers, made anew for 
 _MAX_FLOPS = 6e12  # of a case: some 10 ms
 _CHECKED = 12  # requests of a case
 _WEIGHTS = {"decode": 8, "verify": 3, "prompt": 6, "append": 2, "mixed": 3} | {
-    name: 1 for name in GROUPS
+    name: 1 for name in GROUPS if name not in BY_NAME
 }
 _SAME_LENGTH = 0.35  # of batches
 
@@ -47,8 +47,9 @@ def draw_case(seed: int, number: int, schedule: str | None = None) -> BatchCase:
         case = _fit(_SCHEDULES[schedule](generator, model))
         label = f"{model.name}_tp{parallel}"
     window = f"_w{case.window_left + 1}" if case.window_left >= 0 else ""
+    full = "_full" if case.is_8bit and not case.causal else ""
     heads = f"{case.num_qo_heads}h{case.num_kv_heads}"
-    named = f"{schedule}_{label}_{heads}_d{case.head_dim_qk}{window}_b{case.batch}"
+    named = f"{schedule}_{label}_{heads}_d{case.head_dim_qk}{full}{window}_b{case.batch}"
     return replace(case, name=f"s{seed}_{number:03d}_{named}")
 
 

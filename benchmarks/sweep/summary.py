@@ -25,7 +25,12 @@ def summarise_sweep(cases: Iterable[BatchCase], results: dict[str, Any]) -> dict
     drawn = list(cases)
     device = results.get("header", {}).get("device", {}).get("name", "")
     with as_on(device):
-        entries = [_entry(case, results) for case in drawn if case.name in results["cases"]]
+        found = _by_case(results["rows"])
+        entries = [
+            _entry(case, results["cases"][case.name], found.get(case.name, {}))
+            for case in drawn
+            if case.name in results["cases"]
+        ]
     rated = [entry for entry in entries if entry["ratio"] is not None]
     wrong = [
         f"{row['case']} {row['peer']}:{row['variant']}"
@@ -142,8 +147,22 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
-    result = results["cases"][case.name]
+def _by_case(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """For each case the fastest correct variant of each implementation: its time and error."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        of_case = found.setdefault(row["case"], {})
+        if row["status"] != "timed":
+            continue
+        best = of_case.get(row["peer"])
+        if best is None or row["us"] < best["us"]:
+            of_case[row["peer"]] = {"us": row["us"], "error": row.get("relative_error", 0.0)}
+    return found
+
+
+def _entry(
+    case: BatchCase, result: dict[str, Any], found: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     kv_lens, (predicted, kernels) = case.kv_lens, _predicted(case)
     return {
         "case": case.name,
@@ -162,6 +181,7 @@ def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
         "ours_us": result["ours_us"],
         "best_peer": result["best_peer"],
         "best_peer_us": result["best_peer_us"],
+        "implementations": found,
         "predicted_us": predicted,
         "kernels": kernels,
     }

@@ -23,13 +23,16 @@ from benchmarks.results import FILE_NAME, Results
 from benchmarks.sweep import cli as sweep
 from benchmarks.sweep import profiles
 from benchmarks.sweep.draw import _MAX_FLOPS, _MAX_KV_BYTES, draw_case, draw_cases, schedule_of
-from benchmarks.sweep.groups import GROUPS, judge
+from benchmarks.sweep.groups import BY_NAME, GROUPS, judge
 from benchmarks.sweep.models import MODELS, Model
 from benchmarks.sweep.plans import instances, plan_of, text_bytes
 from benchmarks.sweep.predict import as_on, predict
 from benchmarks.sweep.summary import figures, prediction_errors, summarise_sweep, table
 from benchmarks.timing import random_order
 from benchmarks.worker import PROGRESS_NAME
+
+# The groups that are drawn where none is named.
+IN_TURN = [name for name in GROUPS if name not in BY_NAME]
 
 
 def test_draws_are_functions_of_seed_and_number() -> None:
@@ -60,7 +63,7 @@ def test_drawn_cases_are_valid_and_bounded() -> None:
         if case.op == "mixed":
             assert case.q_lens == sorted(case.q_lens, key=lambda q_len: q_len == 1)
     drawn = Counter(map(schedule_of, cases))
-    assert set(drawn) == {"decode", "verify", "prompt", "append", "mixed", *GROUPS}
+    assert set(drawn) == {"decode", "verify", "prompt", "append", "mixed", *IN_TURN}
     assert min(drawn.values()) > 4
     assert {case.kv_dtype for case in cases} == {"bfloat16", "float16", "float8_e4m3fn"}
     assert {1, 16, 32, 64, 128} <= {case.page_size for case in cases}
@@ -122,7 +125,7 @@ def test_oracle_knows_sinks_and_float16() -> None:
 
 def test_groups_are_drawn_in_turn_and_alike() -> None:
     """A name gives its case again, whatever groups it was drawn among."""
-    names = list(GROUPS)
+    names = IN_TURN
     cases = draw_cases(46, 12 * len(names), names)
     assert [schedule_of(case) for case in cases] == names * 12
     assert cases[8] == draw_case(46, 8, schedule_of(cases[8])) != draw_case(46, 8, "latent")
@@ -164,11 +167,105 @@ def test_ours_serves_each_group_rightly(group: str) -> None:
     (offered,) = peers.candidates("ours", case, inputs)
     if offered.buffer is not None:
         offered.buffer.fill_(float("nan"))
-    assert oracle.judge(expect_batch(case, inputs), offered.output(offered.call())).ok
+    tolerance = oracle.TOLERANCE_8BIT if case.is_8bit else oracle.TOLERANCE
+    assert oracle.judge(expect_batch(case, inputs), offered.output(offered.call()), tolerance).ok
     if inputs.tables is not None:
         # Peers that multiply what nobody owns by 0 have an answer too.
-        unowned = inputs.k[inputs.tables.unowned.tolist()]
-        assert ((unowned.float() - 1e4).abs() < 100).all()
+        unowned = inputs.k.float()[inputs.tables.unowned.tolist()]
+        large = 448 if case.is_8bit else 1e4
+        assert ((unowned - large).abs() < 100).all()
+
+
+def test_shapes_of_eight_bits_are_of_all_kinds() -> None:
+    cases = draw_cases(47, 120, ["fp8"])
+    assert {case.dtype for case in cases} == {case.kv_dtype for case in cases} == {"float8_e4m3fn"}
+    assert {case.head_dim_qk for case in cases} == {64, 128, 192, 256}
+    assert {case.causal for case in cases} == {True, False}
+    assert any(case.window_left > 0 for case in cases)
+    assert any(max(case.q_lens) <= 8 and case.is_paged for case in cases)
+    assert any(len({*case.q_lens}) > 1 and not case.is_paged for case in cases)
+    assert max(max(case.q_lens) for case in cases) > 20000
+    # A row of q has half the bytes of one of 16 bits; outputs have not.
+    case = replace(cases[0], requests=((1, 4, 4),), num_qo_heads=2, num_kv_heads=1)
+    case = replace(case, head_dim_qk=64, head_dim_vo=64, causal=False)
+    assert case.bytes == 4 * (2 * 64 * 3 + 2 * 64)
+
+
+def test_eight_bits_are_compared_on_the_same_bytes() -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks import oracle
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.batch.oracle import expect_batch
+
+    drawn = next(x for x in draw_cases(47, 40, ["fp8"]) if x.api == "ragged" and x.causal)
+    case = replace(drawn, requests=((2, 9, 9),), num_qo_heads=4, num_kv_heads=2, window_left=-1)
+    inputs = make_batch_inputs(case, "cpu")
+    assert inputs.q.dtype == inputs.k.dtype == torch.float8_e4m3fn
+    expected = expect_batch(case, inputs)
+    for name, tolerance in (("ours", oracle.TOLERANCE_8BIT), ("ours_16bit", oracle.TOLERANCE)):
+        (offered,) = peers.candidates(name, case, inputs)
+        assert offered.peer == name
+        verdict = oracle.judge(expected, offered.output(offered.call()), tolerance)
+        assert verdict.ok, (name, verdict)
+
+
+def test_peers_of_eight_bits_say_why_they_are_not_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.batch import peer_fa3_fp8, peer_flashinfer
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.candidate import Unsupported
+
+    case = next(x for x in draw_cases(47, 40, ["fp8"]) if x.api == "ragged" and x.causal)
+    case = replace(case, requests=((1, 5, 5),), num_qo_heads=2, num_kv_heads=1)
+    inputs = make_batch_inputs(case, "cpu")
+    library = tmp_path / "fa3.so"
+    library.write_bytes(b"no library")
+    for path, message in (("", "does not name"), (str(library), "cannot be loaded: .*too short")):
+        monkeypatch.setenv(peer_fa3_fp8.LIBRARY_VARIABLE, path)
+        peer_fa3_fp8.forward.cache_clear()
+        with pytest.raises(Unsupported, match=message):
+            peers.candidates("fa3_fp8", case, inputs)
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.raises(Unsupported, match="front end cannot be loaded"):
+        peers.candidates("cudnn_fp8", case, inputs)
+    lengths = replace(case, requests=((1, 5, 5), (1, 6, 6)))
+    with pytest.raises(Unsupported, match="one length"):
+        peers.candidates("cudnn_fp8", lengths, make_batch_inputs(lengths, "cpu"))
+    with pytest.raises(Unsupported, match="64, 128 and 256"):
+        peer_flashinfer.variants(replace(case, head_dim_qk=192, head_dim_vo=128), "fa3")
+
+
+def test_ops_are_called_in_the_order_of_their_schema() -> None:
+    from benchmarks.batch.peer_fa3_fp8 import arguments
+
+    def argument(name: str, *default: Any) -> Any:
+        value = default[0] if default else None
+        return SimpleNamespace(
+            name=name, default_value=value, has_default_value=lambda: bool(default)
+        )
+
+    schema = SimpleNamespace(arguments=[argument("k"), argument("causal"), argument("x", 3),
+                                        argument("out")])  # fmt: skip
+    assert arguments(schema, {"is_causal": True, "k": 1}) == [1, True, 3, None]
+
+
+def test_implementations_of_a_group_are_listed(tmp_path: Any) -> None:
+    cases = draw_cases(7, 2, ["fp8"])
+    results = Results(tmp_path / FILE_NAME)
+    for case in cases:
+        rows = [
+            {"peer": peer, "variant": "x", "us": us, "status": "timed", "relative_error": error}
+            for peer, us, error in (("ours", 10.0, 0.02), ("cudnn_fp8", 12.0, 0.04))
+        ]
+        results.add_case(case, [{"case": case.name, "op": case.op} | row for row in rows])
+    results.save()
+    options = ["--seed", "7", "--count", "2", "--groups", "fp8", "--out", str(tmp_path)]
+    found = sweep.write(sweep.parse(options))["groups"]["fp8"]
+    assert found["met"] and found["peers"]["cudnn_fp8"]["ratio"] == pytest.approx(1.2)
+    text = (tmp_path / sweep.TABLE_NAME).read_text()
+    assert "1.15, 0.97  met" in text and "1.200   error 4.00%" in text
 
 
 def test_groups_are_judged_by_ratios_and_by_shares_of_a_copy(tmp_path: Any) -> None:
@@ -209,7 +306,7 @@ def test_code_is_the_bytes_of_sections_that_hold_instructions(tmp_path: Any) -> 
     assert text_bytes(bytes(header) + b"".join(sections)) == 4224
 
     args = sweep.parse(["--groups", "all", "--out", str(tmp_path)])
-    assert args.groups == list(GROUPS) and schedule_of(args.cases[9]) == list(GROUPS)[9 % 7]
+    assert args.groups == IN_TURN and schedule_of(args.cases[9]) == IN_TURN[9 % 7]
     _results(args.cases[:4], tmp_path)
     args.code_bytes = 100 << 10
     assert sweep.write(args)["code"] == {"bytes": 102400, "wanted": 61440, "met": False}
