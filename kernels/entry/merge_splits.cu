@@ -4,6 +4,7 @@
 // anyway, each warp then has more states under way, and fewer warps run.
 #include "cupyattn/plan/item_finder.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
+#include "cupyattn/shared/key_lists.cuh"
 #include "cupyattn/shared/state.cuh"
 
 #ifndef CUPYATTN_CONFIG
@@ -29,7 +30,8 @@ constexpr int kParts = kIsWide ? Config::kHeadDimVO / 128 : 1;
 __device__ __forceinline__ cupyattn::BlockWork of_grid(const cupyattn::AttentionParams& params,
                                                        int tile, int kv_head, int tile_rows) {
   using cupyattn::BlockWork;
-  if (kIsWide) return BlockWork::of_equal(params, tile, kv_head, 0, tile_rows, 0);
+  constexpr bool kEqual = kIsWide || cupyattn::HasKeyLists<Config>::kValue;
+  if (kEqual) return BlockWork::of_equal(params, tile, kv_head, 0, tile_rows, 0);
   return BlockWork::of_tile(params, tile, kv_head, 0, tile_rows);
 }
 

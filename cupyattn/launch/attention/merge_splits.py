@@ -28,6 +28,8 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
     """
     # Blocks that find their items list them, so the list is no older than their states.
     waits = {"kFindsItems": True} if tiles.finds_items else {}
+    # Each token with a list of keys is a request of its own.
+    of_tokens = {"kSparse": True} if problem.sparse and not problem.is_wide else {}
     return jit.Config(
         {
             "DTypeO": problem.dtype_o,
@@ -40,6 +42,7 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
             **gate_constants(problem),
             "kSharesRows": shares_rows,
             **waits,
+            **of_tokens,
         }
     )
 

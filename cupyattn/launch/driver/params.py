@@ -64,6 +64,12 @@ LATENT = struct.Struct(
     )
 )
 
+# kernels/cupyattn/params/key_lists.cuh: what follows ATTENTION. entries, kv_lens, qo_offsets,
+# kv_offsets; strides of a token and a group; length, block_shift, window, num_requests,
+# request_tokens, kv_step, max_kv_len, is_causal, heads_a_key; heads_magic, heads_shift;
+# kv_lens_are_steps.
+KEY_LISTS = struct.Struct("<4Q 2q 9i I 2i")
+
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps;
 # query_box_step, output_box_step, many_blocks; maps of q, k, v, o, and of the last panels of k, v;

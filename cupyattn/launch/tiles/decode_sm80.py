@@ -12,7 +12,7 @@ from .common import (
     tile_field,
     widened_keys,
 )
-from .config import Field, Target, TileConfig, struct_of
+from .config import Field, Target, TileConfig, round_up, struct_of
 from .row_classes import DECODE, ONE_AN_SM, VERIFY
 
 # Tiles of 32 wider rows do not fit the registers of blocks that have an SM of their own.
@@ -128,11 +128,10 @@ def decode_tiles(
     )
     states = warps * tile_q * (dim_vo + 8 + 2) * 4
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    no_pages = Field(8, 8)
     shared = struct_of(
         *row_fields(tile_q),
         Field(warps * NONFINITE_BYTES),
-        Field(warps * keys_per_warp * 2 * 8, 8) if problem.paged else no_pages,
+        _row_offsets(problem, warps, keys_per_warp, stages),
         tile_field(tile_q, dim_qk, 2),
         widened_keys(problem, keys_per_warp, is_rotated, warps),
         Field(max(warps * stages * stage.size, states), stage.align),
@@ -147,6 +146,15 @@ def decode_tiles(
         "kMinBlocks": min_blocks,
         "kQInRegisters": q_in_registers,
         "kSharedBytes": shared,
+        **({"kSparse": True} if problem.sparse else {}),
     }
     tile_kv = warps * keys_per_warp
     return TileConfig("decode_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)
+
+
+def _row_offsets(problem: AttentionProblem, warps: int, keys: int, stages: int) -> Field:
+    """Where the rows of each warp's keys lie, and which keys of each stage a list has."""
+    if not problem.paged:
+        return Field(8, 8)
+    present = round_up(stages, 2) * 4 if problem.sparse else 0
+    return Field(warps * (keys * 2 * 8 + present), 8)

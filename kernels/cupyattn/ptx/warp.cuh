@@ -37,6 +37,10 @@ __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(kFul
 __device__ __forceinline__ bool warp_any(bool predicate) {
   return __any_sync(kFullWarp, predicate);
 }
+// A bit for each lane.
+__device__ __forceinline__ uint32_t warp_ballot(bool predicate) {
+  return __ballot_sync(kFullWarp, predicate);
+}
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 __device__ __forceinline__ bool block_any(bool predicate) { return __syncthreads_or(predicate); }

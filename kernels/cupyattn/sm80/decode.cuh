@@ -6,9 +6,13 @@
 
 #include "cupyattn/plan/split_finder.cuh"
 #include "cupyattn/ptx/cluster.cuh"
-#include "cupyattn/sm80/traits.cuh"
+#include "cupyattn/sm80/decode_keys.cuh"
 
 namespace cupyattn {
+
+template <typename Config>
+using DecodeParams =
+    conditional<HasKeyLists<Config>::kValue, ListedAttentionParams, FoundAttentionParams>;
 
 template <typename Config>
 struct DecodeSm80 {
@@ -29,6 +33,9 @@ struct DecodeSm80 {
   static constexpr int kMergedWarps = kWarps % 2 == 0 ? 2 : 1;  // at a time
   static constexpr int kMergeVectors = ceil_div(kHeadDimVO, 4 * kWarpSize);  // of a lane
   static constexpr bool kPaged = Config::kPaged, kOwnValuePages = Config::kOwnValuePages;
+  static constexpr bool kLists = HasKeyLists<Config>::kValue;
+  using Keys = conditional<kLists, ListedKeys<DecodeSm80>, RangeKeys<DecodeSm80>>;
+  static constexpr uint32_t kAllKeys = ~0u >> (kWarpSize - min_of(kKeys, kWarpSize));
 
   struct Stage {
     alignas(KSourceTile::kAlign) unsigned char k[KSourceTile::kBytes];
@@ -45,7 +52,7 @@ struct DecodeSm80 {
     LogitConstants logits;
     int64_t q_offset[kTileQ];
     NonFiniteKeys nonfinite_keys[kWarps];
-    conditional<kPaged, RowOffsets<kKeys, kOwnValuePages>[kWarps], int64_t> pages;
+    conditional<kPaged, typename Keys::Rows[kWarps], int64_t> pages;
     union {
       alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
       float2 block_states[kTileQ];  // maximum and sum of each row, for the blocks of the cluster
@@ -73,6 +80,9 @@ struct DecodeSm80 {
   static_assert(kMergeBytes <= kMergeShare, "splits merge in the ring");
   static_assert(kStages >= 2, "one stage is loaded while another is used");
   static_assert(!kPaged || kKeys <= kWarpSize, "a lane looks up one key's page");
+  static_assert(!kLists || kPaged, "listed keys are found one by one, as those in pages");
+  static_assert(!kLists || !(Config::kRope || Config::kCustomMask || Config::kAlibi),
+                "keys of a list do not follow one another");
   static_assert(kKeys % 16 == 0 && kKeys <= 64, "a warp takes 16, 32, 48 or 64 keys at a time");
 
   const AttentionParams& params;
@@ -80,24 +90,33 @@ struct DecodeSm80 {
   const int thread, warp, lane;
   const Request request;
   const TileWork work;
+  const KeyLists* const lists;  // in kernels that have them
 
   __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared)
       : DecodeSm80(params, shared, BlockWork::of(params, kTileQ, ptx::cluster_index())) {}
 
   __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared,
-                                        const BlockWork& block)
+                                        const BlockWork& block, const KeyLists* lists = nullptr)
       : params(params),
         shared(shared),
         thread(threadIdx.x),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize),
         request(block.request),
-        work(block.tile) {}
+        work(block.tile),
+        lists(lists) {}
 
-  static __device__ __forceinline__ BlockWork work_of(const FoundAttentionParams& all_params) {
+  static __device__ __forceinline__ const KeyLists* lists_of(const DecodeParams<Config>& all_params) {
+    if constexpr (kLists) return &all_params.lists;
+    return nullptr;
+  }
+
+  static __device__ __forceinline__ BlockWork work_of(const DecodeParams<Config>& all_params) {
     const AttentionParams& params = all_params.attention;
     const int kv_head = ptx::cluster_index();
-    if constexpr (FindsItems<Config>::kValue) {
+    if constexpr (kLists) {
+      return listed_work(all_params, kv_head, kTileQ);
+    } else if constexpr (FindsItems<Config>::kValue) {
       const ItemFinder items{all_params.found.lengths, params.group_size, kTileQ,
                              static_cast<int>(threadIdx.x % kWarpSize)};
       const SplitFinder finder{all_params.found.splits, items};
@@ -123,6 +142,16 @@ struct DecodeSm80 {
         ptx::shared_address(shared.q), params, shared.q_offset, work.num_rows, thread);
   }
 
+  // What copies a head's keys, or values, from `first_row` on to the ring of this warp.
+  __device__ __forceinline__ auto k_copier(int head, int64_t first_row) const {
+    return typename Traits::KCopier(keys_of<DTypeKV>(params, head), params.k_stride_n, first_row,
+                                    ptx::shared_address(shared.ring[warp][0].k), lane);
+  }
+  __device__ __forceinline__ auto v_copier(int head, int64_t first_row) const {
+    return typename Traits::VCopier(values_of<DTypeKV>(params, head), params.v_stride_n, first_row,
+                                    ptx::shared_address(shared.ring[warp][0].v), lane);
+  }
+
   // Widens and rotates this warp's keys where the options ask for it; returns where they are.
   __device__ __forceinline__ uint32_t prepare_k(Stage& stage, int first_key) {
     unsigned char* keys = stage.k;
@@ -141,27 +170,22 @@ struct DecodeSm80 {
 
   // Starts the copies of Q, while pages are looked up, and then of all stages but one: Q is
   // prepared while the first keys arrive. Returns this lane's page of the next tile.
-  template <typename FindPage, typename LoadStage>
-  __device__ __forceinline__ int fill_pipeline(const TileSpan& tiles, const FindPage& find_page,
-                                               const LoadStage& load_stage) {
-    int pages[kPaged ? kStages : 1] = {};
-    if constexpr (kPaged) {
-#pragma unroll
-      for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
-    }
+  __device__ __forceinline__ typename Keys::Place fill_pipeline(const TileSpan& tiles, Keys& keys) {
+    typename Keys::Place places[kPaged ? kStages : 1] = {};
+    if constexpr (kPaged) keys.find_all(tiles.begin, places);
     load_q();
     ptx::cp_async_commit();
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
       const int load_tile = tiles.begin + stage;
       if (load_tile < tiles.end) {
-        load_stage(stage, load_tile, pages[kPaged ? stage : 0]);
+        keys.load(stage, load_tile, places[kPaged ? stage : 0]);
         // The next tile's offsets overwrite these.
         if constexpr (kPaged) ptx::warp_sync();
       }
       ptx::cp_async_commit();
     }
-    return pages[kPaged ? kStages - 1 : 0];
+    return places[kPaged ? kStages - 1 : 0];
   }
 
   using QRegisters = uint32_t[Config::kQInRegisters ? Traits::kStepsQK : 1][kMmaQ][4];
@@ -174,13 +198,21 @@ struct DecodeSm80 {
     }
   }
 
-  // Turns products into logits and hides what the range and the mask exclude. `hides_keys` says
-  // whether this may have hidden any key of the tile.
+  // Turns products into logits and hides what the range and the mask exclude, or which keys of a
+  // list there are not. `hides_keys` says whether this may have hidden any key of the tile that has
+  // values: absent ones are zeros.
   template <typename Logits>
   __device__ __forceinline__ auto transform_and_mask(Logits& s, OnlineSoftmax<kMmaQ>& softmax,
                                                      const KeyRange& range, int first_key,
-                                                     bool& hides_keys) {
+                                                     uint32_t present, bool& hides_keys) {
     using Mask = typename Traits::Mask;
+    if constexpr (kLists) {
+      const bool is_partial = present != kAllKeys;
+      const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
+                                             request, first_key, lane, is_partial);
+      if (is_partial) hide_absent_keys<decltype(form)>(s, present, lane);
+      return form;
+    }
     bool is_partial = Config::kCustomMask;
     if constexpr (Mask::kOfRows) {
       // mutate: first-masked-tile-unmasked
@@ -222,43 +254,11 @@ struct DecodeSm80 {
     if (work.num_rows <= 0) return;
     // By the time that the block has its state, its counter is in L2.
     if (merges() && thread == 0) ptx::prefetch_l2(counter());
-    const KeyRange range = KeyRange::of<Traits::Mask::kKeyShare>(params, BlockWork{request, work});
+    const KeyRange range = Keys::range_of(*this);
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, share_of_block());
     Stage* ring = shared.ring[warp];
-    const int warp_origin = tiles.origin + warp * kKeys;
-    const int64_t first_row =
-        static_cast<int64_t>(request.kv_start) + warp_origin + tiles.begin * kTileKV;
-    typename Traits::KCopier k_copier(keys_of<DTypeKV>(params, work.kv_head), params.k_stride_n,
-                                      first_row, ptx::shared_address(ring[0].k), lane);
-    typename Traits::VCopier v_copier(values_of<DTypeKV>(params, work.kv_head), params.v_stride_n,
-                                      first_row, ptx::shared_address(ring[0].v), lane);
-    // Paged keys: each lane looks up the page of one key of the tile that is loaded next.
-    const auto find_page = [&](int tile) {
-      const int key = warp_origin + tile * kTileKV + lane;
-      return lane < kKeys && key < range.end
-                 ? params.kv_indices[request.kv_start + PageSlot::of(params, key).page]
-                 : 0;
-    };
-    // Loads this warp's keys of a tile; the other warps' keys lie before those of the next tile.
-    const auto load_stage = [&](int stage, int tile, [[maybe_unused]] int page) {
-      const int first_key = warp_origin + tile * kTileKV;
-      const int64_t *k_rows = nullptr, *v_rows = nullptr;
-      if constexpr (kPaged) {
-        RowOffsets<kKeys, kOwnValuePages>& rows = shared.pages[warp];
-        if (lane < kKeys) {
-          rows.set(params, request, lane, first_key + lane, range.end, page);
-        }
-        ptx::warp_sync();  // mutate: page-offsets-read-early
-        k_rows = rows.k;
-        v_rows = rows.v;
-      }
-      k_copier.copy(first_key, range.end, stage * sizeof(Stage), k_rows);
-      k_copier.skip(kTileKV - kKeys);
-      v_copier.copy(first_key, range.end, stage * sizeof(Stage), v_rows);
-      v_copier.skip(kTileKV - kKeys);
-    };
-
-    int next_page = fill_pipeline(tiles, find_page, load_stage);
+    Keys keys(*this, range, tiles);
+    typename Keys::Place next = fill_pipeline(tiles, keys);
     ptx::cp_async_wait_group<kStages - 1>();  // mutate: q-awaited-too-late
     ptx::block_sync();
     Traits::prepare_q(shared, work.num_rows, thread, warp, lane);
@@ -279,22 +279,27 @@ struct DecodeSm80 {
     const float scale = LogitsVariant::softmax_scale(params);
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      const int first_key = warp_origin + tile * kTileKV;
+      const int first_key = keys.first_key(tile);
       const int load_tile = tile + kStages - 1;
       // Wait for this stage, and for all lanes to be done with the stage before it.
       ptx::cp_async_wait_group<kStages - 2>();  // mutate: stage-awaited-too-late
       ptx::warp_sync();                         // mutate: lanes-not-awaited
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
-      if (load_tile < tiles.end) load_stage(free_stage, load_tile, next_page);
+      if (load_tile < tiles.end) keys.load(free_stage, load_tile, next);
       ptx::cp_async_commit();  // mutate: stage-not-committed
-      if constexpr (kPaged) next_page = find_page(load_tile + 1);
+      if constexpr (kPaged) next = keys.find(load_tile + 1);
+      const uint32_t present = keys.present(stage);
+      if (present == 0) {
+        stage = next_stage(stage);
+        continue;
+      }
 
       // S = Q K^T, as logits.
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[kMmaQ][kKeys / 8][4];
       multiply_qk<typename Traits::DTypeS, KTile, Traits::kStepsQK, kMmaQ, kKeys>(s, q, k);
       bool hides_keys = false;
-      const auto form = transform_and_mask(s, softmax, range, first_key, hides_keys);
+      const auto form = transform_and_mask(s, softmax, range, first_key, present, hides_keys);
       // Memory limits decode, so every maximum can be taken; its probability is 1, unrounded.
       // mutate: decode-maximum-is-lazy
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
@@ -310,9 +315,13 @@ struct DecodeSm80 {
         softmax.template exponentiate<DTypeP>(p, s, step, form, scale);
         multiply_pv<DTypeP, VTile, Traits::kColumnGroups, kMmaQ>(o, p, v, 16 * step);
       }
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+      stage = next_stage(stage);
     }
     finish(softmax, o);
+  }
+
+  static __device__ __forceinline__ int next_stage(int stage) {
+    return stage + 1 == kStages ? 0 : stage + 1;
   }
 
   // Whether the last block of the tile merges its states, and no later launch does.

@@ -114,6 +114,11 @@ struct RowCopier {
       copy_if(tile_offset, offsets, [=](int row) { return first_row + row < end_row; });
     }
   }
+  // The same of the rows whose bits are set; the others become zeros.
+  __device__ __forceinline__ void copy_present(uint32_t present, uint32_t tile_offset,
+                                               const int64_t* offsets) {
+    copy_if(tile_offset, offsets, [=](int row) { return ((present >> row) & 1) != 0; });
+  }
 
  private:
   template <typename Exists>

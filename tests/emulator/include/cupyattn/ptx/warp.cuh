@@ -52,6 +52,10 @@ EMULATOR_INLINE bool warp_any(bool predicate, Where where = Where::current()) {
   return emulator::warp_any(predicate, where);
 }
 
+EMULATOR_INLINE uint32_t warp_ballot(bool predicate, Where where = Where::current()) {
+  return emulator::warp_sum(predicate ? 1u << (threadIdx.x % 32) : 0u, where);
+}
+
 EMULATOR_INLINE void warp_sync(Where where = Where::current()) { emulator::warp_sync(where); }
 
 EMULATOR_INLINE void block_sync(Where where = Where::current()) { emulator::block_sync(where); }

@@ -1,0 +1,288 @@
+"""Launches attention by lists: each token attends to blocks of keys that a list of its own names.
+
+All lists have one length, so the grid says who does what: a block for each token, head and part of
+the list. Nothing is planned, and nothing of the lists or lengths is read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...choose.candidates import Keys
+from ...core.problem import AttentionProblem
+from ...core.spec import AttentionSpec
+from ...schedule import Masking
+from ...schedule.batch import BatchRequests, Splitting, TileWork, alike_splits
+from ...schedule.tile_shape import TileShape
+from ..driver import params, scratch
+from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
+from ..driver.scratch import Allocate
+from ..tiles.config import TileConfig
+from ..tiles.row_classes import DECODE, MAX_ROWS, VERIFY
+from . import merge_splits
+from .kernels import Kernels
+
+# The keys of a request that has no pages are one: a page of more keys than there are.
+_ONE_PAGE = 1 << 30
+_MAX_PLANS = 4096
+
+
+class Lists(NamedTuple):
+    """What launches are told of lists, besides addresses.
+
+    length, granularity  entries of a list, and keys of the block that one names (a power of two)
+    stride_n, stride_group  from a token's list to the next one's, and from a head's or group's
+    window          so many last keys that a token sees come besides those of its list
+    num_requests    of all tokens
+    request_tokens  of each request; 0: offsets say it
+    kv_step         from a request's pages in the table to the next one's, or from its first row
+    max_kv_len      keys a request has room for
+    is_causal       tokens see no key behind their own: they are the last of their requests
+    kv_lens_are_steps  lengths are the steps of offsets
+    """
+
+    length: int
+    granularity: int
+    stride_n: int
+    stride_group: int
+    num_requests: int
+    max_kv_len: int
+    window: int = 0
+    request_tokens: int = 1
+    kv_step: int = 0
+    is_causal: bool = True
+    kv_lens_are_steps: bool = False
+
+    @property
+    def num_keys(self) -> int:
+        """The keys that a token attends to at most."""
+        return self.length * self.granularity + self.window
+
+
+class ListAddresses(NamedTuple):
+    """Where the arrays of a call lie; 0 for what there is not.
+
+    table       int32, pages of the requests; 0: keys lie in rows
+    entries     int32 [tokens, groups, length]
+    kv_lens     int32 [num_requests], or offsets [num_requests + 1]
+    qo_offsets  int32 [num_requests + 1]
+    kv_offsets  int32 [num_requests], in place of steps
+    """
+
+    q: int
+    k: int
+    v: int
+    o: int
+    entries: int
+    kv_lens: int
+    table: int = 0
+    qo_offsets: int = 0
+    kv_offsets: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Launches for so many tokens and keys, each with its share of the Params struct, and the
+    scratch memory that they have."""
+
+    parts: tuple[tuple[Launch, bytes], ...]
+    partial_o_bytes: int = 0
+    partial_bytes: int = 0
+    num_counters: int = 0
+    merge: Launch | None = None
+
+
+class ListLauncher:
+    """Serves every call of one problem, device and geometry.
+
+    spec: page_size 0 is for keys in rows. are_of_query_heads: each query head has a list of its
+    own; else those of a KV head share one, or all heads do. problem: what the kernel is compiled
+    for, if it is more than the spec says.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device_index: int,
+        are_of_query_heads: bool = False,
+        problem: AttentionProblem | None = None,
+    ) -> None:
+        # Rows are looked up one by one, so there is one kernel for all page sizes and none.
+        problem = replace(problem or spec.problem(), paged=True, sparse=True)
+        self.problem, self.device_index = problem, device_index
+        # Heads that have lists of their own are key heads to the kernel.
+        self._heads_a_key = spec.group_size if are_of_query_heads else 1
+        if are_of_query_heads:
+            spec = replace(spec, num_kv_heads=spec.num_qo_heads)
+        self.spec = spec if spec.page_size else replace(spec, page_size=_ONE_PAGE)
+        self._kernels = Kernels(
+            problem, spec.num_kv_heads, spec.group_size, self.spec.page_size, device_index
+        )
+        self._masking = Masking(-1, -1, False)
+        self._plans: dict[tuple[int, int], _Plan] = {}
+
+    def plan(self, num_tokens: int, num_keys: int) -> _Plan:
+        """The launches for tokens whose lists have so many keys."""
+        key = num_tokens, num_keys
+        cached = self._plans.get(key)
+        if cached is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            cached = self._plans[key] = self._prepare(num_tokens, num_keys)
+        return cached
+
+    def _prepare(self, num_tokens: int, num_keys: int) -> _Plan:
+        row_class, shape = self._choose(num_tokens, num_keys)
+        tiles = self._kernels.get(row_class).kinds[0]
+        rows, num_heads = self.spec.group_size, self.spec.num_kv_heads
+        tiles_a_token = -(-rows // tiles.tile_q)
+        num_tiles = num_tokens * tiles_a_token
+        num_splits = self._splits(num_tokens, num_keys, shape)
+        starts = range(0, num_tiles, MAX_GRID_YZ)
+        parts = tuple(
+            self._part(row_class, shape, first, num_tiles, num_splits) for first in starts
+        )
+        if num_splits == 1:
+            return _Plan(parts)
+        states = num_tiles * num_splits * num_heads * tiles.tile_q
+        o_bytes = 4 * states * self.problem.head_dim_vo
+        num_counters, merge = 0, None
+        if shape.is_fused:
+            num_counters = num_tiles * num_heads * shape.cluster
+        else:
+            merge = self._merge(tiles, num_tiles * tiles.tile_q)
+        return _Plan(parts, o_bytes, o_bytes + 4 * states, num_counters, merge)
+
+    def _choose(self, num_tokens: int, num_keys: int) -> tuple[str, TileShape]:
+        """The blocks that serve such tokens."""
+        rows = self.spec.group_size
+        if rows > MAX_ROWS[DECODE] and self._has_verify():
+            return VERIFY, self._kernels.shape(VERIFY)
+        num_tiles = num_tokens * -(-rows // MAX_ROWS[DECODE])
+        keys = Keys.equal(num_tiles, num_keys)
+        return self._kernels.choose(DECODE, keys, min(rows, MAX_ROWS[DECODE]))
+
+    def _has_verify(self) -> bool:
+        return self._kernels.get(VERIFY).kinds[0].name == "decode_sm80"
+
+    def _splits(self, num_tokens: int, num_keys: int, shape: TileShape) -> int:
+        """In how many parts each list is divided."""
+        zeros = np.zeros(num_tokens, np.int64)
+        requests = BatchRequests(zeros + 1, zeros + num_keys, zeros, zeros, uniform=1)
+        works = TileWork(requests, self.spec.group_size, self._masking, splits_alike=True)
+        num_heads, rows = self.spec.num_kv_heads, works.max_rows
+        return min(
+            alike_splits(works.of(shape), num_heads, rows, shape, Splitting()), MAX_GRID_YZ
+        )
+
+    def _part(
+        self, row_class: str, shape: TileShape, first: int, num_tiles: int, num_splits: int
+    ) -> tuple[Launch, bytes]:
+        constants = params.pack_constants(
+            self.spec,
+            sm_scale=self.spec.sm_scale,
+            output_scale=self.spec.output_scale,
+            first=first,
+            num_q_tiles=num_tiles,
+            num_splits=num_splits,
+        )
+        loaded = self._kernels.get(row_class).loaded
+        grid = (
+            self.spec.num_kv_heads * shape.cluster,
+            min(num_tiles - first, MAX_GRID_YZ),
+            num_splits,
+        )
+        launch = Launch(
+            loaded.function,
+            grid,
+            loaded.tiles.threads,
+            loaded.tiles.shared_bytes,
+            cluster=shape.cluster,
+        )
+        return launch, constants
+
+    def _merge(self, tiles: TileConfig, num_rows: int) -> Launch:
+        return merge_splits.prepare(
+            self.problem, tiles, num_rows, self.spec.num_kv_heads, self.device_index
+        )
+
+    def launch(
+        self,
+        at: ListAddresses,
+        lists: Lists,
+        optional: bytes,
+        strides: bytes,
+        num_tokens: int,
+        stream: int,
+        allocate: Allocate,
+    ) -> None:
+        """Enqueue one call. `optional` and `strides` are params.OPTIONAL and params.STRIDES,
+        packed; a page's stride is a row's, or a request's, where there are no pages."""
+        num_keys = lists.num_keys
+        plan = self.plan(num_tokens, num_keys)
+        partial_o = partial_lse = counters = 0
+        # Owners of scratch memory may go once everything is enqueued.
+        if plan.partial_bytes:
+            partial_o, _partials = scratch.workspace(
+                plan.partial_bytes, self.device_index, stream, allocate
+            )
+            partial_lse = partial_o + plan.partial_o_bytes
+        if plan.num_counters:
+            counters, _zeros = scratch.counters(
+                plan.num_counters, self.device_index, stream, allocate
+            )
+        arguments = params.this_thread.launch_buffer
+        for launch, constants in plan.parts:
+            params.ATTENTION.pack_into(
+                arguments.buffer,
+                arguments.offset,
+                at.q,
+                at.k,
+                at.v,
+                at.o,
+                optional,
+                partial_o,
+                partial_lse,
+                counters,
+                0,
+                0,
+                at.table,
+                0,
+                strides,
+                0,
+                0,
+                1,
+                num_keys,
+                constants,
+            )
+            begin = arguments.offset + params.ATTENTION.size
+            self._pack_lists(arguments.buffer, begin, at, lists)
+            enqueue(launch, arguments, self.device_index, stream)
+        if plan.merge is not None:
+            enqueue(plan.merge, arguments, self.device_index, stream)
+
+    def _pack_lists(self, buffer: bytearray, begin: int, at: ListAddresses, lists: Lists) -> None:
+        params.KEY_LISTS.pack_into(
+            buffer,
+            begin,
+            at.entries,
+            at.kv_lens,
+            at.qo_offsets,
+            at.kv_offsets,
+            lists.stride_n,
+            lists.stride_group,
+            lists.length,
+            lists.granularity.bit_length() - 1,
+            lists.window,
+            lists.num_requests,
+            lists.request_tokens,
+            lists.kv_step,
+            lists.max_kv_len,
+            lists.is_causal,
+            self._heads_a_key,
+            *params.divisor(self._heads_a_key),
+            lists.kv_lens_are_steps,
+        )

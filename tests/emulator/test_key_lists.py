@@ -1,0 +1,103 @@
+"""Attention by lists of keys, on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import list_cases
+from helpers.list_cases import ListCase
+
+from . import gpu
+
+# Two requests, drafts of two tokens, blocks that the end cuts.
+SMALL = ListCase((83, 150), (2, 2), length=12, granularity=8)
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def run(case: ListCase, **facts: Any) -> gpu.EmulatedGpu:
+    """Launch a case and compare it with the oracle; what was launched."""
+    arrays = list_cases.make(case)
+    with gpu.plugged_in(**facts) as emulated:
+        for x in vars(arrays).values():
+            if isinstance(x, np.ndarray):
+                is_output = x is arrays.o or x is arrays.lse
+                emulated.register(x.ctypes.data, x.nbytes, x, is_output)
+        list_cases.launch(
+            case,
+            arrays,
+            lambda x: x.ctypes.data,
+            list_cases.launcher(case),
+            gpu.STREAM,
+            emulated.allocate,
+        )
+    o, lse = list_cases.expected(case, arrays)
+    found = arrays.o.astype(np.float64)
+    assert np.isfinite(found).all(), case
+    atol = TOLERANCE[case.dtype] * (4 if case.dtype_kv else 1)
+    np.testing.assert_allclose(found, o, rtol=atol, atol=atol, err_msg=str(case))
+    np.testing.assert_allclose(
+        arrays.lse.astype(np.float64) * np.log(2.0), lse, rtol=1e-3, atol=1e-3 + atol / 4
+    )
+    return emulated
+
+
+@pytest.mark.parametrize("granularity", [1, 4, 8, 64, 128])
+def test_blocks_of_each_size(granularity: int) -> None:
+    run(replace(SMALL, granularity=granularity, length=max(2, 96 // granularity)))
+
+
+@pytest.mark.parametrize("groups", ["one", "kv", "query"])
+def test_lists_of_heads(groups: str) -> None:
+    run(replace(SMALL, groups=groups))
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 3, 16, 128])
+def test_keys_in_pages_and_rows(page_size: int) -> None:
+    run(replace(SMALL, page_size=page_size))
+
+
+@pytest.mark.parametrize("changes", [
+    {"qo_lens": (1, 3)},
+    {"qo_lens": (0, 2)},
+    {"causal": False},
+    {"window": 20},
+    {"window": 500},
+    {"has_sinks": True},
+    {"fill": 0.0},
+    {"fill": 0.0, "has_sinks": True},
+    {"kv_lens": (0, 1)},
+    {"dtype": "bfloat16", "dtype_kv": "float8_e4m3fn"},
+    {"num_qo_heads": 40},
+    {"num_qo_heads": 80},
+    {"head_dim": 128, "head_dim_vo": 64},
+    {"soft_cap": 5.0},
+])
+def test_options(changes: dict[str, Any]) -> None:
+    run(replace(SMALL, **changes))
+
+
+def test_parts_of_a_list_are_merged_by_the_last_block() -> None:
+    case = ListCase((900,), (1,), length=100, granularity=8, num_qo_heads=4)
+    emulated = run(case, num_sms=16)
+    assert [x.grid[2] > 1 for x in emulated.launches] == [True]
+
+
+def test_parts_of_many_rows_are_merged_by_a_launch() -> None:
+    case = ListCase((900, 700), (1, 2), length=100, granularity=8, num_qo_heads=32)
+    emulated = run(case, num_sms=16)
+    assert [x.name for x in emulated.launches] == ["decode_sm80", "merge_splits"]
+
+
+def test_clusters_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ListCase((900,), (1,), length=200, granularity=4, num_qo_heads=4)
+    emulated = run(case, num_sms=32, has_clusters=True)
+    assert emulated.launches[0].cluster > 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_cases(seed: int) -> None:
+    case = list_cases.draw(seed)
+    run(case, num_sms=8, seed=seed)
