@@ -59,22 +59,25 @@ def test_keys_in_pages_and_rows(page_size: int) -> None:
     run(replace(SMALL, page_size=page_size))
 
 
-@pytest.mark.parametrize("changes", [
-    {"qo_lens": (1, 3)},
-    {"qo_lens": (0, 2)},
-    {"causal": False},
-    {"window": 20},
-    {"window": 500},
-    {"has_sinks": True},
-    {"fill": 0.0},
-    {"fill": 0.0, "has_sinks": True},
-    {"kv_lens": (0, 1)},
-    {"dtype": "bfloat16", "dtype_kv": "float8_e4m3fn"},
-    {"num_qo_heads": 40},
-    {"num_qo_heads": 80},
-    {"head_dim": 128, "head_dim_vo": 64},
-    {"soft_cap": 5.0},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qo_lens": (1, 3)},
+        {"qo_lens": (0, 2)},
+        {"causal": False},
+        {"window": 20},
+        {"window": 500},
+        {"has_sinks": True},
+        {"fill": 0.0},
+        {"fill": 0.0, "has_sinks": True},
+        {"kv_lens": (0, 1)},
+        {"dtype": "bfloat16", "dtype_kv": "float8_e4m3fn"},
+        {"num_qo_heads": 40},
+        {"num_qo_heads": 80},
+        {"head_dim": 128, "head_dim_vo": 64},
+        {"soft_cap": 5.0},
+    ],
+)
 def test_options(changes: dict[str, Any]) -> None:
     run(replace(SMALL, **changes))
 

@@ -134,7 +134,7 @@ def _draw_lists(
         blocks = -(-case.kv_lens[request] // g)
         seen.append([])
         for group in range(groups):
-            wanted = min(blocks, int(round(case.fill * case.length)))
+            wanted = min(blocks, round(case.fill * case.length))
             chosen = rng.permutation(blocks)[:wanted]
             if t > qo_offsets[request] and case.kept:
                 before = entries[t - 1, group]

@@ -174,9 +174,7 @@ class ListLauncher:
         requests = BatchRequests(zeros + 1, zeros + num_keys, zeros, zeros, uniform=1)
         works = TileWork(requests, self.spec.group_size, self._masking, splits_alike=True)
         num_heads, rows = self.spec.num_kv_heads, works.max_rows
-        return min(
-            alike_splits(works.of(shape), num_heads, rows, shape, Splitting()), MAX_GRID_YZ
-        )
+        return min(alike_splits(works.of(shape), num_heads, rows, shape, Splitting()), MAX_GRID_YZ)
 
     def _part(
         self, row_class: str, shape: TileShape, first: int, num_tiles: int, num_splits: int
