@@ -17,9 +17,10 @@ SMALL = ListCase((83, 150), (2, 2), length=12, granularity=8)
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 
 
-def run(case: ListCase, **facts: Any) -> gpu.EmulatedGpu:
-    """Launch a case and compare it with the oracle; what was launched."""
-    arrays = list_cases.make(case)
+def launch(
+    case: ListCase, arrays: list_cases.Arrays, num_tokens: int = 0, **facts: Any
+) -> gpu.EmulatedGpu:
+    """Launch a case on these arrays; what was launched."""
     with gpu.plugged_in(**facts) as emulated:
         for x in vars(arrays).values():
             if isinstance(x, np.ndarray):
@@ -32,7 +33,15 @@ def run(case: ListCase, **facts: Any) -> gpu.EmulatedGpu:
             list_cases.launcher(case),
             gpu.STREAM,
             emulated.allocate,
+            num_tokens,
         )
+    return emulated
+
+
+def run(case: ListCase, **facts: Any) -> gpu.EmulatedGpu:
+    """Launch a case and compare it with the oracle; what was launched."""
+    arrays = list_cases.make(case)
+    emulated = launch(case, arrays, **facts)
     o, lse = list_cases.expected(case, arrays)
     found = arrays.o.astype(np.float64)
     assert np.isfinite(found).all(), case
@@ -80,6 +89,20 @@ def test_keys_in_pages_and_rows(page_size: int) -> None:
 )
 def test_options(changes: dict[str, Any]) -> None:
     run(replace(SMALL, **changes))
+
+
+def check_tokens_of_nobody() -> None:
+    """Tokens past the last offset keep their output as it was."""
+    case = replace(SMALL, qo_lens=(1, 2))
+    arrays = list_cases.make(replace(SMALL, qo_lens=(1, 2, 2), kv_lens=(83, 150, 0)))
+    arrays.qo_offsets = arrays.qo_offsets[:3].copy()
+    launch(case, arrays, num_tokens=5)
+    assert np.isfinite(arrays.o[:3].astype(float)).all()
+    assert np.isnan(arrays.o[3:].astype(float)).all()
+
+
+def test_tokens_of_nobody_are_left_alone() -> None:
+    check_tokens_of_nobody()
 
 
 def test_parts_of_a_list_are_merged_by_the_last_block() -> None:

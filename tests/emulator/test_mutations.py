@@ -33,6 +33,7 @@ from . import (
     test_exchange,
     test_flash_attn,
     test_found_items,
+    test_key_lists,
     test_key_share,
     test_logits,
     test_merge,
@@ -55,11 +56,12 @@ from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
 from .mutations_of_8_bits import EIGHT_BITS
 from .mutations_of_hopper import HOPPER
+from .mutations_of_lists import LISTS
 from .mutations_of_logits import LOGITS
 from .mutations_of_wide import WIDE
 from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *EIGHT_BITS, *LOGITS, *WIDE, *WIDE_SM90)
+MUTATIONS = (*PORTABLE, *HOPPER, *EIGHT_BITS, *LOGITS, *WIDE, *WIDE_SM90, *LISTS)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -295,6 +297,13 @@ def _latent(**changes: object) -> Callable:
 
 def _requests_of_lists(is_portable: bool) -> Callable:
     return lambda **facts: test_wide_sm90.check_lists_of_requests(16, 100, is_portable)
+
+
+def _lists(**changes: Any) -> Callable[..., None]:
+    def check(**facts: object) -> None:
+        test_key_lists.run(replace(test_key_lists.SMALL, **changes))
+
+    return check
 
 
 def _bad_latent_values(**facts: object) -> None:
@@ -695,6 +704,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "requests of lists": _requests_of_lists(False),
     "portable requests of lists": _requests_of_lists(True),
     "bad latent values": _bad_latent_values,
+    "lists of blocks": _lists(),
+    "lists, window": _lists(window=20),
+    "lists of nobody": lambda **facts: test_key_lists.check_tokens_of_nobody(),
 }
 
 

@@ -145,7 +145,9 @@ def _draw_lists(
             entries[t, group, places] = chosen
             if len(chosen) < case.length and rng.random() < 0.5:  # a block that there is not
                 free = next(i for i in range(case.length) if i not in places)
-                entries[t, group, free] = rng.choice([blocks, blocks + 7, 2**31 - 1, -(2**31)])
+                # The second is block 0 where 32 bits overflow.
+                wrapped = 2**32 // g if g > 2 else 2**31 - 1
+                entries[t, group, free] = rng.choice([blocks, wrapped, wrapped, -(2**31)])
             last = max(end - case.window, 0)
             keys = [i * g + j for i in chosen for j in range(g) if i * g + j < last]
             keys += range(last, end)
@@ -235,8 +237,9 @@ def launch(
     run: ListLauncher,
     stream: int,
     allocate: Callable[[int], tuple[int, object]],
+    num_tokens: int = 0,
 ) -> None:
-    """Enqueue a case whose arrays lie where `address_of` says."""
+    """Enqueue a case whose arrays lie where `address_of` says. num_tokens: with those of nobody."""
     heads, groups, size = case.num_kv_heads, num_groups(case), case.page_size
     dims = case.head_dim, case.head_dim_vo or case.head_dim
     optional = params.OPTIONAL.pack(
@@ -277,7 +280,7 @@ def launch(
         qo_offsets=0 if is_uniform else address_of(arrays.qo_offsets),
         kv_offsets=0 if size else address_of(arrays.kv_offsets),
     )
-    run.launch(at, lists, optional, strides, sum(case.qo_lens), stream, allocate)
+    run.launch(at, lists, optional, strides, num_tokens or sum(case.qo_lens), stream, allocate)
 
 
 def draw(seed: int) -> ListCase:
