@@ -13,8 +13,6 @@ from ..core.problem import OutputGate
 from ..core.spec import AttentionSpec
 from ..errors import PlanError, UnsupportedError
 from ..launch.attention.batch import BatchLauncher
-from ..launch.tiles.config import Target
-from ..launch.tiles.select import serves_8bit
 from .spec import RawOptions, make_spec
 
 _MAX_GEOMETRIES = 4096
@@ -85,15 +83,8 @@ class Geometry:
 
     @property
     def launched_spec(self) -> AttentionSpec:
-        """The spec that launches are planned by: on the CPU, with dtypes that a GPU has a kernel
-        for."""
-        spec = self.spec
-        if self.options.device.kind != "cpu":
-            return spec
-        target = Target(NO_GPU.arch, NO_GPU.max_smem_per_block, spec.page_size)
-        if spec.dtype_q.is_8bit_query and serves_8bit(spec.problem(), target):
-            return spec
-        return spec.as_on_gpu()
+        """The spec that launches are planned by: on the CPU, with dtypes that a GPU takes."""
+        return self.spec if self.options.device.kind != "cpu" else self.spec.as_on_gpu()
 
     def launcher(self, variant: Variant) -> BatchLauncher:
         launcher = self.launchers.get(variant)

@@ -16,7 +16,7 @@ from ..core import dtypes
 from ..launch.attention import find_items, pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
-from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
+from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule, round_up
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params, scratch
@@ -74,6 +74,9 @@ class Prepared:
     shared     (place, address, owner) of arrays that all such calls read where their callers give
                none
     before     what is launched ahead, whose space is the last of the workspace; or None
+    staged     where queries are widened, in bytes into the workspace, and how many that takes; 0 of
+               them: they are not
+    stages_apart  the workspace has no room for them: each call takes memory
     may_find   blocks may find their items, because nothing else needs a planner
     bound      what a workspace, a page table and words at these addresses make of the launches
     """
@@ -103,8 +106,11 @@ class Prepared:
     second: Second | None = None
     shared: tuple[tuple[int, int, object], ...] = ()
     before: Before | None = None
+    staged: int = 0
+    staged_bytes: int = 0
+    stages_apart: bool = False
     may_find: bool = False
-    bound: dict[tuple[int, int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
+    bound: dict[tuple[int, int, int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(
         self,
@@ -131,8 +137,11 @@ class Prepared:
         words, _zeros = words or workspace, None
         if plan is not None and plan.num_counters:
             words, _zeros = scratch.counters(plan.num_counters, device, stream, allocate)
-        bound = self.bound.get((workspace, block_tables, words))
-        planned, attention = bound or self._bind(workspace, block_tables, words)
+        staged, _queries = workspace + self.staged, None
+        if self.staged_bytes and self.stages_apart:
+            staged, _queries = allocate(self.staged_bytes)
+        bound = self.bound.get((workspace, block_tables, words, staged))
+        planned, attention = bound or self._bind(workspace, block_tables, words, staged)
         if not kv_lens:
             kv_lens = kv_offsets  # lengths are the steps of offsets
         of_q = of_k = of_v = 0
@@ -171,7 +180,9 @@ class Prepared:
             offsets = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
             pad_lse.launch(self.padding, planned, offsets, rows, lse, device, stream)
 
-    def _bind(self, workspace: int, block_tables: int, words: int) -> tuple[bytes, BoundRun]:
+    def _bind(
+        self, workspace: int, block_tables: int, words: int, staged: int
+    ) -> tuple[bytes, BoundRun]:
         attention = self.launcher.bind(
             self.schedule,
             words,
@@ -183,6 +194,7 @@ class Prepared:
             self.mask.row_bytes,
             self.output_scale,
             self.sm_scale,
+            staged,
             num_rows=self.num_rows,
             lse_scale=self.lse_scale,
             lse_form=self.lse_form,
@@ -192,7 +204,7 @@ class Prepared:
         planned = b""
         if self.plan is not None and self.plan.planner is not None:
             planned = plan_batch.bind(self.plan, words)
-        bound = self.bound[workspace, block_tables, words] = planned, attention
+        bound = self.bound[workspace, block_tables, words, staged] = planned, attention
         return bound
 
 
@@ -237,9 +249,14 @@ def prepare(call: Call, have: int | None = None) -> Prepared:
     prepared = _prepare(call, ANY_BATCH_BYTES)
     if have is None or prepared.num_bytes <= have:
         return prepared
+    is_apart = prepared.staged_bytes > 0
+    if is_apart:
+        prepared = _prepare(call, ANY_BATCH_BYTES, is_apart)
+        if prepared.num_bytes <= have:
+            return prepared
     # Besides the plan a workspace holds what is packed or padded.
     besides = prepared.num_bytes - _plan_bytes(prepared)
-    fewer = _prepare(call, max(0, have - besides))
+    fewer = _prepare(call, max(0, have - besides), is_apart)
     return fewer if fewer.num_bytes <= have else prepared
 
 
@@ -248,8 +265,9 @@ def _plan_bytes(prepared: Prepared) -> int:
     return prepared.schedule.workspace_bytes if plan is None else plan.num_bytes
 
 
-def _prepare(call: Call, max_bytes: int) -> Prepared:
-    """The launches of a plan that takes up to max_bytes, if there is one."""
+def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared:
+    """The launches of a plan that takes up to max_bytes, if there is one; stages_apart: of which
+    queries that are widened take none."""
     vq, keys, vout, gate, scales = call.q, call.keys, call.out, call.output_gate, call.scales
     assert vout is not None
     is_scaled = not (scales.views[0] is scales.views[1] is None)
@@ -294,6 +312,7 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
         slopes=_slope_extents(call),
         gate_strides=() if gate is None else gate.strides,
         second=_second(call, has_plan=plan is not None),
+        stages_apart=stages_apart,
         may_find=may_find,
     )
     # --- 3. For so many rows, or part by part ---
@@ -505,7 +524,12 @@ def of_lengths(
             num_bytes += 4 * num_rows * num_heads
         *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(strides)
         strides = params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page)
+    staged, staged_bytes = 0, launcher.staged_bytes(schedule, num_rows)
+    if staged_bytes and not first.stages_apart:
+        staged = num_bytes = round_up(num_bytes, 16)
+        num_bytes += staged_bytes
     prepared = _like(first, Prepared)
+    prepared.staged, prepared.staged_bytes = staged, staged_bytes
     prepared.plan, prepared.schedule, prepared.partials = plan, schedule, partials
     prepared.padding, prepared.lse_rows, prepared.lse_shape = padding, lse_rows, lse_shape
     prepared.strides, prepared.num_bytes = strides, num_bytes

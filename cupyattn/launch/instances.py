@@ -25,6 +25,7 @@ from .attention import (
     read_tables,
     rotate_keys,
     scan_mask,
+    widen_queries,
 )
 from .ops import (
     append_paged_kv_cache,
@@ -41,11 +42,11 @@ from .ops import (
     store_kv,
 )
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
-from .tiles.config import FOUND_ITEMS, FOUND_PARTS
+from .tiles.config import FOUND_ITEMS, FOUND_PARTS, Target
 from .tiles.decode_sm80 import one_an_sm_rows
 from .tiles.mixed_sm80 import mixed_config
 from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class_of
-from .tiles.select import tile_config
+from .tiles.select import served_problem, tile_config
 
 Instance = tuple[str, jit.Config]
 
@@ -187,10 +188,10 @@ def problem_of(
         return None
     q, kv = kinds
     if gate := fields.get("output_gate"):
-        fields["output_gate"] = gate._replace(dtype=q)
+        fields["output_gate"] = gate._replace(dtype=q.of_output)
     head_dim_qk, head_dim_vo = dims
     problem = AttentionProblem(
-        q, kv, q, head_dim_qk, head_dim_vo, aligned=aligned, paged=has_pages, **fields
+        q, kv, q.of_output, head_dim_qk, head_dim_vo, aligned=aligned, paged=has_pages, **fields
     )
     is_rotated = problem.is_wide and problem.pos_encoding == "ROPE_LLAMA"
     return None if is_rotated and kv.is_fp8 else problem
@@ -217,7 +218,11 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     rows = {row_class_of(group) for group in chosen.groups}
     if has_prompts:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
-    for problem, page_size in problems(chosen):
+    for asked, page_size in problems(chosen):
+        problem = served_problem(asked, Target(arch, SHARED_BYTES[arch], page_size))
+        if problem is not asked:
+            aligned = problem.aligned and problem.head_dim_qk % 16 == 0
+            yield "widen_rows", widen_queries.config(asked.dtype_q, aligned)
         names = {LARGE} if problem.is_8bit else {*rows}
         if LARGE in names:
             props = replace(NO_GPU, arch=arch, max_smem_per_block=SHARED_BYTES[arch])

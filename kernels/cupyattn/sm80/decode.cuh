@@ -144,7 +144,8 @@ struct DecodeSm80 {
 
   // What copies a head's keys, or values, from `first_row` on to the ring of this warp.
   __device__ __forceinline__ auto k_copier(int head, int64_t first_row) const {
-    return typename Traits::KCopier(keys_of<DTypeKV>(params, head), params.k_stride_n, first_row,
+    return typename Traits::KCopier(keys_of<typename Traits::DTypeK>(params, head),
+                                    params.k_stride_n, first_row,
                                     ptx::shared_address(shared.ring[warp][0].k), lane);
   }
   __device__ __forceinline__ auto v_copier(int head, int64_t first_row) const {
