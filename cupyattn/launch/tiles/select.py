@@ -42,7 +42,6 @@ def serves_8bit(problem: AttentionProblem, target: Target) -> bool:
     return prefill_sm90.refusal(problem, LARGE, target) is None
 
 
-@lru_cache(maxsize=4096)
 def served_problem(problem: AttentionProblem, target: Target) -> AttentionProblem:
     """The problem that kernels of a device serve: queries of 8 bits are in float16, into which they
     are widened ahead, where none multiplies them as they are."""
