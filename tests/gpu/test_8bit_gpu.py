@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import eight_bit_cases, single_calls
+from helpers import eight_bit_cases, needles, single_calls
 from helpers.batch_calls import planned
 from helpers.eight_bit_cases import PREFILL_SM90 as SERVED
 from helpers.on_gpu import capture, ints, scratch, try_random, workspace
@@ -96,3 +96,8 @@ def test_a_graph_widens_the_rows_of_its_plan(torch: Any, kind: str) -> None:
         wanted = eager.run(q[:count], cache)
         torch.testing.assert_close(out[:count], wanted, rtol=0.02, atol=0.02)
         assert not out[count:].any()
+
+
+def test_needles_are_found_in_128k_keys() -> None:
+    stack = needles.haystack(rows=16, keys=1 << 17)
+    assert needles.shares_found(stack, cupy) == {"prompt": 1.0, "append": 1.0, "decode": 1.0}
