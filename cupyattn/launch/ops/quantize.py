@@ -272,9 +272,8 @@ def _tiles_of(part: Part, tile: tuple[int, int, int]) -> tuple[int, int]:
             return part.batch_size * blocks, part.block_size
         return -(-n // part.block_size) + part.batch_size, part.block_size
     if part.form is ScaleForm.OF_PAGE_BLOCKS:
-        # Few tokens may all be of blocks of their own, which a block would write one by one.
-        at_least = -(-n * heads // (4 * _MANY_BLOCKS))
-        rows = min(1 << max(at_least - 1, 0).bit_length(), part.block_size)
+        # Tokens of blocks of their own are written at a time, as many as a pass has rows.
+        rows = min(tile[0] // tile[1], part.block_size)
         return -(-n // rows), rows
     rows = tile[0] // tile[1]
     return -(-n // rows), rows
