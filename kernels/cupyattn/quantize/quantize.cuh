@@ -5,6 +5,7 @@
 
 #include "cupyattn/quantize/rows.cuh"
 #include "cupyattn/quantize/scales.cuh"
+#include "cupyattn/shared/state.cuh"
 
 namespace cupyattn {
 
@@ -30,8 +31,9 @@ class Quantizer {
   static constexpr bool kKeepsWeights = Config::kNorm && kPasses <= 4;  // registers are few
   using Turn = typename RowLanes<Config>::Turn;
   // Runs of so few tokens, as decode and drafts have, are a row's lanes' work: all of a tile at a
-  // time. Longer ones are the block's, one after another.
-  static constexpr int kShortRun = 4;
+  // time. Longer ones are the block's, one after another. Their rows are held in registers, of which
+  // a thread of 512 has 128.
+  static constexpr int kShortRun = kThreads > 256 ? 2 : 4;
   // The tokens that a block looks at, those of the last run, and the one ahead.
   static constexpr int kMaxLooked = 2 * kTile + 1;
 
@@ -39,6 +41,7 @@ class Quantizer {
   struct Shared {
     uint32_t amax[2][kThreads / kWarpSize];
     int64_t block[Config::kFindsRuns ? kMaxLooked : 1];
+    uint32_t is_last;
   };
 
   __device__ __forceinline__ Quantizer(const QuantizeParams& params, Shared& shared)
@@ -72,7 +75,88 @@ class Quantizer {
     write_rows<Target, kIsKey>(part, static_cast<int64_t>(tile) * kRows + row_);
   }
 
+  // Each block finds the largest magnitude of a tile's rows of a head, as they are stored. The last
+  // one to arrive makes the scales of heads, or of a tensor, of these. Grid: tiles × heads, of q,
+  // then of k, then of v.
+  template <typename TargetQ, typename TargetK, typename TargetV>
+  __device__ __forceinline__ void find_scales() {
+    const QuantizedPart(&parts)[3] = params_.parts;
+    const int32_t of_q = parts[0].num_tiles * parts[0].num_heads;
+    const int32_t of_k = parts[1].num_tiles * parts[1].num_heads;
+    const int32_t index = blockIdx.x;
+    float amax;
+    if (index < of_q) {
+      amax = largest_of_tile<true>(parts[0], index);
+    } else if (index < of_q + of_k) {
+      amax = largest_of_tile<true>(parts[1], index - of_q);
+    } else {
+      amax = largest_of_tile<false>(parts[2], index - of_q - of_k);
+    }
+    amax = block_max<kThreads>(amax, shared_.amax[0]);
+    if (threadIdx.x == 0) params_.amax[index] = amax;
+    if (!arrive_last(params_.arrivals, gridDim.x, threadIdx.x, &shared_.is_last)) return;
+    write_scales<TargetQ>(parts[0], params_.amax);
+    write_scales<TargetK>(parts[1], params_.amax + of_q);
+    write_scales<TargetV>(parts[2], params_.amax + of_q + of_k);
+  }
+
  private:
+  template <bool kIsKey>
+  __device__ __forceinline__ float largest_of_tile(const QuantizedPart& part, int32_t index) {
+    const int32_t tile = index / part.num_heads;
+    head_ = index - tile * part.num_heads;
+    if constexpr (kKeepsWeights && kIsKey) {
+      if (part.weight != nullptr) load_weights(part, weight_);
+    }
+    int64_t end = part.num_rows;
+    // Rows past the last request are nobody's.
+    if (part.offsets != nullptr) end = min_of<int64_t>(part.offsets[part.batch_size], end);
+    const int64_t first = static_cast<int64_t>(tile) * part.tile_rows;
+    end = min_of(first + part.tile_rows, end);
+    const DType* source = static_cast<const DType*>(part.source) + head_ * part.source_stride_h;
+    float amax = 0.0f;
+    for (int64_t start = first; start < end; start += kTile) {
+      Vector16 raw[kPasses];
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int64_t token = start + i * kRows + row_;
+        raw[i] = lanes_.load(source + token * part.source_stride_n, part.head_dim, token < end);
+      }
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int64_t token = min_of<int64_t>(start + i * kRows + row_, end - 1);
+        float x[kChunk];
+        to_floats<DType>(raw[i], x);
+        const int32_t request = part.mean == nullptr ? 0 : request_of(part, token);
+        change<kIsKey>(part, request, head_, Turn(), x);
+        if (start + i * kRows + row_ < end) amax = raise_amax(amax, x);
+      }
+    }
+    return amax;
+  }
+
+  // `amax` of tiles and heads.
+  template <typename Target>
+  __device__ __forceinline__ void write_scales(const QuantizedPart& part, const float* amax) const {
+    if (part.num_tiles == 0) return;
+    float of_all = 0.0f;
+    for (int32_t head = threadIdx.x; head < part.num_heads; head += kThreads) {
+      float of_head = 0.0f;
+      // mutate: scales-of-the-first-tile
+      for (int32_t tile = 0; tile < part.num_tiles; ++tile) {
+        of_head = fmaxf(of_head, amax[tile * part.num_heads + head]);
+      }
+      of_all = fmaxf(of_all, of_head);
+      if (part.form == ScaleForm::kOfHeads) {
+        part.scales[head * part.scale_stride_h] = scale_for(of_head, Stored<Target>::kLargest);
+      }
+    }
+    if (part.form != ScaleForm::kOfTensor) return;
+    ptx::block_sync();  // shared_.amax is free
+    of_all = block_max<kThreads>(of_all, shared_.amax[0]);
+    if (threadIdx.x == 0) part.scales[0] = scale_for(of_all, Stored<Target>::kLargest);
+  }
+
   static __device__ __forceinline__ bool finds(const QuantizedPart& part) {
     return Config::kFinds &&
            (part.form == ScaleForm::kOfBlocks || part.form == ScaleForm::kOfPageBlocks);
@@ -416,6 +500,7 @@ class Quantizer {
       const int64_t first = run.slot.page * part.target_stride_page +
                             (run.slot.offset - run.before) * part.target_stride_n +
                             head_ * part.target_stride_h;
+      // mutate: stored-rows-keep-their-scale
       for (; row < run.before; row += step) {
         const int64_t at = first + row * part.target_stride_n;
         typename Format::Packed packed;
