@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 from .attention import (
     append_new_kv,
     find_items,
+    key_lists,
     merge_levels,
     merge_splits,
     pad_lse,
@@ -55,6 +56,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "decode": "one query token a request",
         "prefill": "any number of query tokens, also mixed with decode",
         "cascade": "requests that share prefixes",
+        "sparse": "attention over lists of blocks of keys",
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "quantize": "queries, keys and values to eight bits, and norms and positions ahead",
@@ -201,7 +203,8 @@ def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:
     """(entry name, Config) of all kernels of these kinds of calls on an architecture, once each."""
     result: dict[Instance, None] = {}
     for chosen in selections:
-        kernels = _attention(chosen, arch), _latent(chosen, arch), _cascade(chosen)
+        listed = _listed(chosen, arch)
+        kernels = _attention(chosen, arch), _latent(chosen, arch), _cascade(chosen), listed
         for each in (*kernels, _operations(chosen)):
             result |= dict.fromkeys(each)
     return list(result)
@@ -314,6 +317,17 @@ def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
             for rows in (DECODE, VERIFY):
                 of_keys = replace(problem, key_scales=key_scales)
                 yield from _of_rows(of_keys, rows, True, arch, 1)
+
+
+def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
+    """Kernels of tokens that have lists of keys: one for all page sizes, and none."""
+    if "sparse" not in chosen.operations:
+        return
+    found = dict.fromkeys(replace(x, paged=True, sparse=True) for x, _ in problems(chosen))
+    for problem in filter(key_lists.serves, found):
+        for group in chosen.groups:
+            name = key_lists.row_class_of(group, problem, SHARED_BYTES[arch])
+            yield from _of_rows(problem, name, True, arch, 1)
 
 
 def _cascade(chosen: Selection) -> Iterator[Instance]:
