@@ -111,7 +111,7 @@ class Selection:
     """
 
     operations: tuple[str, ...] = tuple(
-        name for name in OPERATIONS if name not in ("exchange", "quantize")
+        name for name in OPERATIONS if name not in ("exchange", "quantize", "sparse")
     )
     dtypes: tuple[tuple[DType, DType], ...] = (
         (dtypes.bfloat16, dtypes.bfloat16),

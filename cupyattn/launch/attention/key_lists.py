@@ -111,8 +111,8 @@ def serves(problem: AttentionProblem) -> bool:
 
 
 def row_class_of(rows: int, problem: AttentionProblem, max_shared_bytes: int) -> str:
-    """The class of the tiles of tokens with so many rows. Heads of which 32 rows have no kernel take
-    several tiles of 16."""
+    """The class of the tiles of tokens with so many rows. Heads whose tiles have 16 rows at most
+    take several."""
     if rows > MAX_ROWS[DECODE] and decode_sm80.of_verify(problem, max_shared_bytes) is not None:
         return VERIFY
     return DECODE
