@@ -9,7 +9,6 @@ from ..driver import params
 from ..driver.enqueue import Launch, enqueue
 from .rotate_keys import Rotation
 from .tma_sm90 import Maps
-from .widen_queries import Widening
 
 # A launch with its params.PLANNED, packed, and what prefill_sm90 needs.
 Step = tuple[Launch, bytes, Maps | None]
@@ -34,7 +33,6 @@ class BoundRun(NamedTuple):
     """The launches of a plan.
 
     rotation  keys are rotated first; prefill_sm90 reads them where it leaves them
-    widening  queries are widened first, and all launches read those
     behind    what follows params.RUN, but for latent attention
     """
 
@@ -42,7 +40,6 @@ class BoundRun(NamedTuple):
     device_index: int
     rotation: Rotation | None = None
     behind: bytes = b""
-    widening: Widening | None = None
 
     def launch(
         self,
@@ -59,8 +56,6 @@ class BoundRun(NamedTuple):
         `latent` params.LATENT for latent attention, and `lengths` what follows where blocks
         find their items."""
         arguments = params.this_thread.launch_buffer
-        if self.widening is not None:
-            q = self.widening.launch(q, self.device_index, stream)
         latent = latent or self.behind
         if latent:
             begin = arguments.offset + params.RUN.size
