@@ -32,13 +32,19 @@ if not TYPE_CHECKING:
 
 SOURCE_DTYPES = (dtypes.float16, dtypes.bfloat16)
 Q_DTYPES = (dtypes.float8_e4m3fn, dtypes.int8)
+_FORMS = {
+    "block": ScaleForm.OF_BLOCKS,
+    "head": ScaleForm.OF_HEADS,
+    "tensor": ScaleForm.OF_TENSOR,
+}
 
 
 class QuantizedQKV(NamedTuple):
     """What `quantize_qkv` returns; None for what there is not. real = stored * scale.
 
     q, k, v    in eight bits, of the shapes given
-    scale_q, scale_k, scale_v   numbers or arrays as they were given
+    scale_q, scale_k, scale_v   numbers or arrays as they were given, or as they were found: float32
+               [heads] of scales="head", [1] of scales="tensor"
     q_block_scales, k_block_scales, v_block_scales   float32: the scale of each block of tokens and
                head. Ragged [ceil(n / block_size) + requests, heads]: block b of a request whose
                rows begin at `start` is row start // block_size + request + b, and rows of no block
@@ -68,6 +74,7 @@ def quantize_qkv(
     kv_indptr: Array | None = None,
     dtype: Any = "float8_e4m3fn",
     block_size: int = 64,
+    scales: str = "block",
     scale_q: Scale = None,
     scale_k: Scale = None,
     scale_v: Scale = None,
@@ -75,7 +82,8 @@ def quantize_qkv(
     smooth_k: bool = False,
     hadamard: bool = False,
 ) -> QuantizedQKV:
-    """Queries, keys and values of 16 bits to eight bits with their scales, in one launch.
+    """Queries, keys and values of 16 bits to eight bits with their scales, in one launch; in two
+    where scales are of all rows.
 
     q, k, v      float16 or bfloat16 [n, heads, head_dim], ragged, or [batch, tokens, heads,
                  head_dim], any of them or all; head dims to 256, a contiguous last dimension
@@ -83,7 +91,9 @@ def quantize_qkv(
                  ragged (default: one request). On a GPU their values are not known to the host:
                  rows of offsets that fall, or leave the array, are not written
     dtype        of q and k: "float8_e4m3fn" or "int8"; v is float8_e4m3fn
-    block_size   64 or 128 tokens of a request share a scale, for each head, where no scale is given
+    scales       what shares a scale that is not given: "block", tokens of a request, for each head;
+                 "head", all rows of a head; "tensor", all of q, of k or of v
+    block_size   the tokens of a block, 64 or 128
     scale_q, scale_k, scale_v   scales that are given: numbers above 0, or float32 arrays of one
                  element, [heads] or [requests, heads]
     k_mean       float32 [requests, kv heads, head_dim], subtracted from k (where `hadamard` rotates
@@ -94,8 +104,8 @@ def quantize_qkv(
                  over a head and leaves their products; head dims that are powers of two
 
     Stored is x times 1 / scale, rounded to nearest, ties to even; beyond the largest value it is
-    that value. A scale that is found is the largest finite magnitude of its block over 448 (int8:
-    127), 1 for zeros. A NaN stays one, but is 0 in int8.
+    that value. A scale that is found is the largest finite magnitude of what shares it over 448
+    (int8: 127), 1 for zeros. A NaN stays one, but is 0 in int8.
 
     Returns a QuantizedQKV, whose fields are named as the arguments of attention. Raises
     ArgumentError for other shapes, dtypes and devices. Semantics: SageAttention's smoothing and
@@ -120,6 +130,7 @@ def quantize_qkv(
         _parse_dtype(dtype),
         parse.require_int(block_size, "block_size"),
         parse.flag(hadamard, "hadamard"),
+        parse.choice(scales, (*_FORMS,), "scales"),
     )
     # --- 1. Validate ---
     call.smooth(k_mean, parse.flag(smooth_k, "smooth_k"))
@@ -145,9 +156,8 @@ def quantize_qkv(
     delivered = {name: array.deliver(x, like) for name, x in results.items()}
     if mean is not None:
         k_mean = array.deliver(mean.owner, like)
-    return QuantizedQKV(
-        **delivered, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, k_mean=k_mean
-    )
+    given = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "k_mean": k_mean}
+    return QuantizedQKV(**given | delivered)
 
 
 def _parse_dtype(dtype: Any) -> DType:
@@ -165,6 +175,7 @@ class _Call:
     dtype: DType
     block_size: int
     hadamard: bool
+    scales: str
     finds_mean: bool = False
 
     def smooth(self, mean: Any, finds_mean: bool) -> None:
@@ -211,14 +222,14 @@ class _Call:
             return None
         stored = dtypes.float8_e4m3fn if name == "v" else self.dtype
         results[name] = empty_rows(tuple(x.original.shape), stored, x.original)
-        block_scales = None
+        found, form = None, ScaleForm.NUMBER
         if x.finds:
-            shape = x.scales_shape(self.block_size)
-            scales = results[f"{name}_block_scales"] = array.empty(
-                shape, dtypes.float32, x.original
-            )
-            block_scales = array.view(scales, "block scales")
-        return x.part(array.view(results[name], name), block_scales, self.block_size)
+            form = _FORMS[self.scales]
+            shape = x.scales_shape(form, self.block_size)
+            label = f"{name}_block_scales" if form is ScaleForm.OF_BLOCKS else f"scale_{name}"
+            results[label] = array.empty(shape, dtypes.float32, x.original)
+            found = array.view(results[label], label)
+        return x.part(array.view(results[name], name), form, found, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -277,21 +288,29 @@ class _Rows:
 
     @property
     def finds(self) -> bool:
-        """Whether scales of blocks are block_scales."""
+        """Whether no scale is given."""
         return self.number is None and self.scales is None
 
-    def scales_shape(self, block_size: int) -> tuple[int, ...]:
+    def scales_shape(self, form: ScaleForm, block_size: int) -> tuple[int, ...]:
         n, heads = self.view.shape[:2]
+        if form is not ScaleForm.OF_BLOCKS:
+            return (heads if form is ScaleForm.OF_HEADS else 1,)
         if len(self.original.shape) == 4:
             return self.batch_size, -(-self.rows_per_request // block_size), heads
         return -(-n // block_size) + self.batch_size, heads
 
-    def part(self, out: ArrayView, block_scales: ArrayView | None, block_size: int) -> Part:
+    def part(
+        self, out: ArrayView, form: ScaleForm, found: ArrayView | None, block_size: int
+    ) -> Part:
         rows = merge_leading(out, self.name, 2)
-        form, scales, strides = ScaleForm.NUMBER, self.scales, (0, 0, 0)
-        if block_scales is not None:
-            form, scales = ScaleForm.OF_BLOCKS, merge_leading(block_scales, self.name, 1)
-            strides = scales.strides[0], 0, scales.strides[1]
+        scales, strides = self.scales, (0, 0, 0)
+        if found is not None:
+            scales = found
+            if form is ScaleForm.OF_BLOCKS:
+                scales = merge_leading(found, self.name, 1)
+                strides = scales.strides[0], 0, scales.strides[1]
+            elif form is ScaleForm.OF_HEADS:
+                strides = 0, 0, 1
         elif scales is not None:
             form, strides = ScaleForm.GIVEN, given_strides(scales)
         return Part(
@@ -338,6 +357,11 @@ def _quantize_on_cpu(part: Part, hadamard: bool, finds_mean: bool) -> None:
             own = scales[r * per_request : (r + 1) * per_request]
             in_numpy.quantize_blocks(x[rows], out[rows], own, lengths[:1], part.block_size)
         return
+    if part.form >= ScaleForm.OF_HEADS:
+        assert part.scales is not None
+        scales = array.as_numpy(part.scales)
+        kinds = np.split(x, x.shape[1], axis=1) if part.form is ScaleForm.OF_HEADS else [x]
+        scales[...] = [in_numpy.scale_for(own, out.dtype) for own in kinds] if x.shape[1] else 1
     out[...] = in_numpy.stored(x, _scales_of_rows(part, requests), out.dtype)
 
 

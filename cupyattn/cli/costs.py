@@ -33,6 +33,7 @@ _COSTS = {
     "prefill_sm80": Cost(1.1, 127 * _KIB),
     "serving_metadata": Cost(1.2, 70 * _KIB),
     "share_indices": Cost(0.05, 7 * _KIB),
+    "widen_rows": Cost(0.04, 8 * _KIB),
     "store_kv": Cost(0.09, 16 * _KIB),
     "wide_sm80": Cost(0.5, 88 * _KIB),
 }

@@ -5,7 +5,7 @@ No tiles, no devices, no lengths: those belong to the schedule and the launch la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import ArgumentError, UnsupportedError
@@ -52,7 +52,8 @@ class AttentionProblem:
     or an expression of `logits`, which are the caller's own; `latent` that a value is the first
     head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
     latent keys have (KEY_SCALES), `output_gate` what multiplies the output; `key_share` that rows
-    see keys by their places in a sequence that ranks share (key_share.py). Causality, windows,
+    see keys by their places in a sequence that ranks share (key_share.py), `int8_keys` that keys
+    are int8 though queries are not: these were widened from int8. Causality, windows,
     sinks, scales and LSE are run-time facts: they cost nothing when off, so they do not multiply
     the number of kernels.
     """
@@ -76,16 +77,22 @@ class AttentionProblem:
     logits: LogitsExpression | None = None
     output_gate: OutputGate | None = None
     key_share: bool = False
+    int8_keys: bool = False
 
     @property
     def dtype_k(self) -> DType:
         """The dtype of keys: int8 beside int8 queries, else that of values."""
-        return self.dtype_q.of_keys or self.dtype_kv
+        return dtypes.int8 if self.int8_keys else self.dtype_q.of_keys or self.dtype_kv
 
     @property
     def is_8bit(self) -> bool:
         """Whether queries, keys and values are multiplied as they are, in 8 bits (native fp8)."""
         return self.dtype_q.is_8bit_query
+
+    def widened(self) -> AttentionProblem:
+        """The problem of queries of 8 bits in float16, which holds them, over the same keys."""
+        is_int8 = self.dtype_q is dtypes.int8
+        return replace(self, dtype_q=dtypes.float16, int8_keys=is_int8)
 
     @property
     def is_wide(self) -> bool:

@@ -104,8 +104,8 @@ class AttentionSpec:
         return replace(self, causal=False, mask_form="rows")
 
     def as_on_gpu(self) -> AttentionSpec:
-        """The spec with float16 for queries that only the CPU takes, and keys like them."""
-        if self.dtype_q.is_float16:
+        """The spec with float16 for float32, which only the CPU takes, and keys like them."""
+        if self.dtype_q is not dtypes.float32:
             return self
         dtype_kv = self.dtype_kv if self.dtype_kv.is_fp8 else dtypes.float16
         return replace(self, dtype_q=dtypes.float16, dtype_kv=dtype_kv)

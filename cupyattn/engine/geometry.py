@@ -13,9 +13,6 @@ from ..core.problem import OutputGate
 from ..core.spec import AttentionSpec
 from ..errors import PlanError, UnsupportedError
 from ..launch.attention.batch import BatchLauncher
-from ..launch.attention.key_lists import ListLauncher
-from ..launch.tiles.config import Target
-from ..launch.tiles.select import serves_8bit
 from .spec import RawOptions, make_spec
 
 _MAX_GEOMETRIES = 4096
@@ -79,7 +76,6 @@ class Geometry:
     spec: AttentionSpec
     kv_axis: int
     launchers: dict[Variant, BatchLauncher] = field(default_factory=dict)
-    list_launchers: dict[tuple[Variant, bool, float], ListLauncher] = field(default_factory=dict)
     default_variant: Variant = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,15 +83,8 @@ class Geometry:
 
     @property
     def launched_spec(self) -> AttentionSpec:
-        """The spec that launches are planned by: on the CPU, with dtypes that a GPU has a kernel
-        for."""
-        spec = self.spec
-        if self.options.device.kind != "cpu":
-            return spec
-        target = Target(NO_GPU.arch, NO_GPU.max_smem_per_block, spec.page_size)
-        if spec.dtype_q.is_8bit_query and serves_8bit(spec.problem(), target):
-            return spec
-        return spec.as_on_gpu()
+        """The spec that launches are planned by: on the CPU, with dtypes that a GPU takes."""
+        return self.spec if self.options.device.kind != "cpu" else self.spec.as_on_gpu()
 
     def launcher(self, variant: Variant) -> BatchLauncher:
         launcher = self.launchers.get(variant)
@@ -110,21 +99,6 @@ class Geometry:
             problem = replace(problem, key_scales=key_scales, output_gate=output_gate)
             launcher = BatchLauncher(spec, problem, index)
             self.launchers[variant] = launcher
-        return launcher
-
-    def list_launcher(
-        self, variant: Variant, are_of_query_heads: bool, output_scale: float
-    ) -> ListLauncher:
-        """What launches attention by lists, of query heads or of fewer groups."""
-        key = variant, are_of_query_heads, output_scale
-        launcher = self.list_launchers.get(key)
-        if launcher is None:
-            spec = replace(self.spec, output_scale=output_scale)
-            problem = spec.problem(aligned=variant.aligned, prescale_logits=variant.prescale_logits)
-            problem = replace(problem, output_gate=variant.output_gate)
-            index = self.options.device.index
-            launcher = ListLauncher(spec, index, are_of_query_heads, problem)
-            self.list_launchers[key] = launcher
         return launcher
 
 

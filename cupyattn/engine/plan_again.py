@@ -220,7 +220,7 @@ def _take_listed(wrapper: BatchWrapper, plan: Plan) -> bool:
     else:
         plan.page_ids, plan.views = v.ptr, (v,)
     # --- 3. Make it the current plan ---
-    plan.prepared[variant] = _prepared_by_gpu(wrapper, launcher, schedule)
+    plan.prepared[variant] = _prepared_by_gpu(wrapper, plan, launcher, schedule)
     plan.is_uniform = plan.framework in ("torch", "cupy")
     plan.owner = wrapper._turns.begin()
     wrapper._current = plan
@@ -406,13 +406,13 @@ def _prepared(
     """The schedule of a plan on the device: the one that the GPU has made, else the host's."""
     schedule = None if planner is None else _schedule_of(wrapper, planner, built)
     if schedule is not None:
-        return _prepared_by_gpu(wrapper, launcher, schedule)
+        return _prepared_by_gpu(wrapper, plan, launcher, schedule)
     _, schedule = wrapper._schedule_variant(plan, variant)
     require_workspace(wrapper._workspace, schedule.workspace_bytes, "this plan")
-    rotated = wrapper._reserve_rotated(schedule) if schedule.rotated_bytes else 0
+    staged = wrapper._reserve_staged(launcher, schedule, plan.batch)
     address = wrapper._send(schedule.words, None, stream)
-    owner = wrapper._words.view, wrapper._rotated.view
-    return Prepared(launcher, schedule, address, owner, rotated)
+    owner = wrapper._words.view, wrapper._staged.view
+    return Prepared(launcher, schedule, address, owner, staged)
 
 
 def _schedule_of(wrapper: BatchWrapper, planner: Planner, built: Built) -> BatchSchedule | None:
@@ -425,12 +425,14 @@ def _schedule_of(wrapper: BatchWrapper, planner: Planner, built: Built) -> Batch
     return schedule
 
 
-def _prepared_by_gpu(wrapper: BatchWrapper, launcher: Any, schedule: BatchSchedule) -> Prepared:
+def _prepared_by_gpu(
+    wrapper: BatchWrapper, plan: Plan, launcher: Any, schedule: BatchSchedule
+) -> Prepared:
     """The schedule on the device. The list of the plan before was kept, in case this one failed."""
     wrapper._words, wrapper._next_words = wrapper._next_words, wrapper._words
-    rotated = wrapper._reserve_rotated(schedule) if schedule.rotated_bytes else 0
-    owner = wrapper._words.view, wrapper._rotated.view
-    return Prepared(launcher, schedule, wrapper._words.address, owner, rotated)
+    staged = wrapper._reserve_staged(launcher, schedule, plan.batch)
+    owner = wrapper._words.view, wrapper._staged.view
+    return Prepared(launcher, schedule, wrapper._words.address, owner, staged)
 
 
 def _number_of(wrapper: BatchWrapper) -> int:

@@ -16,7 +16,7 @@ from ..core import dtypes
 from ..launch.attention import find_items, pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
-from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
+from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule, round_up
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params, scratch
@@ -51,39 +51,17 @@ class Before(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Launches:
-    """What calls with equal signature and lengths launch; nobody changes it once it is made.
-
-    num_bytes  of the workspace
-    lse_shape  of an LSE that the call makes
-    shared     (place, address, owner) of arrays that all such calls read where their callers give
-               none
-    before     what is launched ahead, whose space is the last of the workspace; or None
-    """
-
-    device_index: int
-    num_bytes: int
-    lse_shape: tuple[int, ...]
-    shared: tuple[tuple[int, int, object], ...] = ()
-    before: Before | None = None
-
-    def launch(
-        self, addresses: Sequence[int], stream: int, allocate: scratch.Allocate, words: int = 0
-    ) -> None:
-        """Enqueue them, on arrays at these addresses, 0 for none, in the order of ROLES, v's at its
-        first page. allocate: memory for zeros; words: see Prepared.launch."""
-        raise NotImplementedError
-
-
 @dataclass(slots=True, eq=False)
-class Prepared(Launches):
-    """The launches of calls that plan on the device, or whose blocks find their items.
+class Prepared:
+    """What launches of calls with equal signature and lengths share; nobody changes it
+    once it is made.
 
     plan       None for lists of one length, which need none
     partials   where partial states begin, in bytes into the workspace
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
+    num_bytes  of the workspace
     num_keys   rows that k and v hold, or pages
+    lse_shape  of an LSE that the call makes
     num_rows   rows that q holds; 0 where heads are latent
     lse_scale, lse_form  see BatchLauncher.bind
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
@@ -93,6 +71,12 @@ class Prepared(Launches):
     slopes     extents of slopes that an expression reads; empty for others
     gate_strides  empty without gates of the output
     second     how launches are told of the second parts of latent rows
+    shared     (place, address, owner) of arrays that all such calls read where their callers give
+               none
+    before     what is launched ahead, whose space is the last of the workspace; or None
+    staged     where queries are widened, in bytes into the workspace, and how many that takes; 0 of
+               them: they are not
+    stages_apart  the workspace has no room for them: each call takes memory
     may_find   blocks may find their items, because nothing else needs a planner
     bound      what a workspace, a page table and words at these addresses make of the launches
     """
@@ -103,11 +87,13 @@ class Prepared(Launches):
     partials: int
     padding: Padding | None
     lse_rows: int
+    num_bytes: int
     strides: bytes
     num_keys: int
     sm_scale: float
     output_scale: float
     has_scales: bool
+    lse_shape: tuple[int, ...]
     num_rows: int = 0
     lse_scale: float = 1.0
     lse_form: int = 0
@@ -118,13 +104,13 @@ class Prepared(Launches):
     slopes: tuple[int, ...] = ()
     gate_strides: tuple[int, ...] = ()
     second: Second | None = None
+    shared: tuple[tuple[int, int, object], ...] = ()
+    before: Before | None = None
+    staged: int = 0
+    staged_bytes: int = 0
+    stages_apart: bool = False
     may_find: bool = False
-    bound: dict[tuple[int, int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
-
-    @property
-    def has_planner(self) -> bool:
-        """Whether a launch plans the work of the others."""
-        return self.plan is not None and self.plan.planner is not None
+    bound: dict[tuple[int, int, int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(
         self,
@@ -144,15 +130,18 @@ class Prepared(Launches):
         (
             q, k, v, workspace, block_tables, kv_lens, out, lse, qo_offsets, kv_offsets, sinks,
             _, _, _, slopes, mask, kv_begin, qo_lens, q_rope, k_rope, max_logits, gate,
-            _, _, _, _, _, _, _, _, _, _, _, _,
+            _, _, _, _, _, _, _, _, _, _, _,
         ) = addresses
         # fmt: on
-        plan, device = self.plan, self.device_index
+        plan, device = self.plan, self.launcher.device_index
         words, _zeros = words or workspace, None
         if plan is not None and plan.num_counters:
             words, _zeros = scratch.counters(plan.num_counters, device, stream, allocate)
-        bound = self.bound.get((workspace, block_tables, words))
-        planned, attention = bound or self._bind(workspace, block_tables, words)
+        staged, _queries = workspace + self.staged, None
+        if self.staged_bytes and self.stages_apart:
+            staged, _queries = allocate(self.staged_bytes)
+        bound = self.bound.get((workspace, block_tables, words, staged))
+        planned, attention = bound or self._bind(workspace, block_tables, words, staged)
         if not kv_lens:
             kv_lens = kv_offsets  # lengths are the steps of offsets
         of_q = of_k = of_v = 0
@@ -191,7 +180,9 @@ class Prepared(Launches):
             offsets = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
             pad_lse.launch(self.padding, planned, offsets, rows, lse, device, stream)
 
-    def _bind(self, workspace: int, block_tables: int, words: int) -> tuple[bytes, BoundRun]:
+    def _bind(
+        self, workspace: int, block_tables: int, words: int, staged: int
+    ) -> tuple[bytes, BoundRun]:
         attention = self.launcher.bind(
             self.schedule,
             words,
@@ -203,6 +194,7 @@ class Prepared(Launches):
             self.mask.row_bytes,
             self.output_scale,
             self.sm_scale,
+            staged,
             num_rows=self.num_rows,
             lse_scale=self.lse_scale,
             lse_form=self.lse_form,
@@ -212,7 +204,7 @@ class Prepared(Launches):
         planned = b""
         if self.plan is not None and self.plan.planner is not None:
             planned = plan_batch.bind(self.plan, words)
-        bound = self.bound[workspace, block_tables, words] = planned, attention
+        bound = self.bound[workspace, block_tables, words, staged] = planned, attention
         return bound
 
 
@@ -257,9 +249,14 @@ def prepare(call: Call, have: int | None = None) -> Prepared:
     prepared = _prepare(call, ANY_BATCH_BYTES)
     if have is None or prepared.num_bytes <= have:
         return prepared
+    is_apart = prepared.staged_bytes > 0
+    if is_apart:
+        prepared = _prepare(call, ANY_BATCH_BYTES, is_apart)
+        if prepared.num_bytes <= have:
+            return prepared
     # Besides the plan a workspace holds what is packed or padded.
     besides = prepared.num_bytes - _plan_bytes(prepared)
-    fewer = _prepare(call, max(0, have - besides))
+    fewer = _prepare(call, max(0, have - besides), is_apart)
     return fewer if fewer.num_bytes <= have else prepared
 
 
@@ -268,8 +265,9 @@ def _plan_bytes(prepared: Prepared) -> int:
     return prepared.schedule.workspace_bytes if plan is None else plan.num_bytes
 
 
-def _prepare(call: Call, max_bytes: int) -> Prepared:
-    """The launches of a plan that takes up to max_bytes, if there is one."""
+def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared:
+    """The launches of a plan that takes up to max_bytes, if there is one; stages_apart: of which
+    queries that are widened take none."""
     vq, keys, vout, gate, scales = call.q, call.keys, call.out, call.output_gate, call.scales
     assert vout is not None
     is_scaled = not (scales.views[0] is scales.views[1] is None)
@@ -298,7 +296,6 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
         partials=0,
         padding=None,
         lse_rows=0,
-        device_index=launcher.device_index,
         num_bytes=0,
         strides=pack_strides(vq, keys.strides, vout, (0, 0)),
         num_keys=keys.size,
@@ -315,6 +312,7 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
         slopes=_slope_extents(call),
         gate_strides=() if gate is None else gate.strides,
         second=_second(call, has_plan=plan is not None),
+        stages_apart=stages_apart,
         may_find=may_find,
     )
     # --- 3. For so many rows, or part by part ---
@@ -334,7 +332,7 @@ def _prepare(call: Call, max_bytes: int) -> Prepared:
 def _variant(call: Call, is_scaled: bool) -> Variant:
     # Kernels whose rows have scales know requests' scales of values too.
     return Variant(
-        is_aligned(call),
+        _is_aligned(call),
         is_scaled or call.scales.logits <= 0.0 or any(call.scales.steps),
         call.mask is not None,
         call.options.key_scales,
@@ -342,7 +340,7 @@ def _variant(call: Call, is_scaled: bool) -> Variant:
     )
 
 
-def is_aligned(call: Call) -> bool:
+def _is_aligned(call: Call) -> bool:
     """Whether all rows start on 16-byte boundaries."""
     vq, keys, queries, pages = call.q, call.keys, call.queries, call.pages
     rows = [x for x in (vq, call.out, queries and queries.rope, pages and pages.rope) if x]
@@ -526,7 +524,12 @@ def of_lengths(
             num_bytes += 4 * num_rows * num_heads
         *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(strides)
         strides = params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page)
+    staged, staged_bytes = 0, launcher.staged_bytes(schedule, num_rows)
+    if staged_bytes and not first.stages_apart:
+        staged = num_bytes = round_up(num_bytes, 16)
+        num_bytes += staged_bytes
     prepared = _like(first, Prepared)
+    prepared.staged, prepared.staged_bytes = staged, staged_bytes
     prepared.plan, prepared.schedule, prepared.partials = plan, schedule, partials
     prepared.padding, prepared.lse_rows, prepared.lse_shape = padding, lse_rows, lse_shape
     prepared.strides, prepared.num_bytes = strides, num_bytes

@@ -465,7 +465,7 @@ def _bind(
         bits.row_bytes,
         output_scale,
         sm_scale,
-        prepared.rotated,
+        prepared.staged,
         lse_scale,
         num_rows=num_rows,
     )

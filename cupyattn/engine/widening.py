@@ -7,30 +7,25 @@ from typing import Any
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import are_rows_aligned
 from ..core import dtypes
-from ..core.device import device_props
 from ..core.dtypes import DType
 from ..core.problem import AttentionProblem
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.ops import copy_rows
-from ..launch.tiles.config import Target
-from ..launch.tiles.select import serves_8bit
 
 
 def keeps_8bit(
     vq: ArrayView, vk: ArrayView, vv: ArrayView, page_size: int = 0, **options: Any
 ) -> bool:
-    """Whether queries of 8 bits are multiplied as they are: keys and values are of 8 bits as these
-    want them, and a kernel of the device, or the reference, serves such heads, rows and options. A
-    call that also takes fp8 queries without one widens them.
+    """Whether queries of 8 bits are served as they are: keys and values are of 8 bits as these want
+    them, and such heads and options are supported. A call that also takes other fp8 queries widens
+    them.
 
     options: fields of AttentionProblem.
     """
     dtype = vq.dtype
     if not dtype.is_8bit_query or vk.dtype is not dtype or vv.dtype is not dtypes.float8_e4m3fn:
         return False
-    rows = [(v.strides[:-1], v.dtype) for v in (vq, vk, vv)]
     problem = AttentionProblem(
         dtype_q=dtype,
         dtype_kv=vv.dtype,
@@ -38,17 +33,13 @@ def keeps_8bit(
         head_dim_qk=vq.shape[-1],
         head_dim_vo=vv.shape[-1],
         paged=page_size > 0,
-        aligned=are_rows_aligned(vq.ptr | vk.ptr | vv.ptr, rows),
         **options,
     )
     try:
         problem.check_supported()
     except (ArgumentError, UnsupportedError):
         return False
-    if vq.device.kind == "cpu":
-        return True
-    props = device_props(vq.device.index)
-    return serves_8bit(problem, Target(props.arch, props.max_smem_per_block, page_size))
+    return True
 
 
 def widened(v: ArrayView, dtype: DType, name: str) -> Any:

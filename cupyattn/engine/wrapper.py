@@ -51,15 +51,16 @@ _NO_WORDS = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class Prepared:
-    """One variant of a plan on the device: the addresses of its schedule (`words`) and of the keys
-    that are rotated before the run (`rotated`, 0 for none). `owner` keeps that memory. On the CPU,
+    """One variant of a plan on the device: the addresses of its schedule (`words`) and of keys that
+    are rotated, or queries that are widened, before the run (`staged`, 0 for none). `owner` keeps
+    that memory. On the CPU,
     which schedules to refuse what a GPU refuses, there is none."""
 
     launcher: BatchLauncher
     schedule: BatchSchedule
     words: int = 0
     owner: object = None
-    rotated: int = 0
+    staged: int = 0
 
 
 @dataclass(slots=True)
@@ -212,7 +213,8 @@ class BatchWrapper(Untraced):
         self._current_stream = array.stream_reader(workspace) if is_on_gpu else int
         self._words = DeviceBuffer(workspace)
         self._next_words = DeviceBuffer(workspace)  # of a list that the GPU makes (plan_again.py)
-        self._rotated = DeviceBuffer(workspace)  # keys, where a plan rotates them ahead
+        # Keys, where a plan rotates them ahead, or queries, where it widens them.
+        self._staged = DeviceBuffer(workspace)
         self._mask_words = DeviceBuffer(workspace)  # packed masks of bools, of runs
         self._turns.open(is_on_gpu)
         self._has_workspace = True
@@ -670,9 +672,9 @@ class BatchWrapper(Untraced):
         for variant, (launcher, schedule) in schedules.items():
             if plan.prepared:
                 words = self._variant_words[variant].address
-            rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
-            owner = self._words.view, self._rotated.view
-            plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
+            staged = self._reserve_staged(launcher, schedule, plan.batch)
+            owner = self._words.view, self._staged.view
+            plan.prepared[variant] = Prepared(launcher, schedule, words, owner, staged)
 
     @staticmethod
     def _keep_views(plan: Plan, views: tuple[ArrayView, ...]) -> None:
@@ -751,15 +753,18 @@ class BatchWrapper(Untraced):
             self._variant_words[variant] = words
             self._rooms[variant] = self._room(variant)
         self._preferred = plan.geometry, variant
-        rotated = self._reserve_rotated(schedule)
-        owner = words.view, self._rotated.view
-        prepared = plan.prepared[variant] = Prepared(launcher, schedule, address, owner, rotated)
+        staged = self._reserve_staged(launcher, schedule, plan.batch)
+        owner = words.view, self._staged.view
+        prepared = plan.prepared[variant] = Prepared(launcher, schedule, address, owner, staged)
         return prepared
 
-    def _reserve_rotated(self, schedule: BatchSchedule) -> int:
-        """The address of memory for the keys that a schedule rotates ahead, 0 for none."""
-        num_words = -(-schedule.rotated_bytes // 4)
-        return self._rotated.reserve(num_words, exactly=True) if num_words else 0
+    def _reserve_staged(
+        self, launcher: BatchLauncher, schedule: BatchSchedule, batch: Batch
+    ) -> int:
+        """The address of memory for keys that a schedule rotates ahead, or queries that it widens;
+        0 for none."""
+        num_words = -(-launcher.staged_bytes(schedule, batch.num_rows) // 4)
+        return self._staged.reserve(num_words, exactly=True) if num_words else 0
 
     def _sizes(
         self, options: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
@@ -771,12 +776,13 @@ class BatchWrapper(Untraced):
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if batch.num_rows == 0 and capacity is None:
             return 0, 0
-        _, schedule = self._schedule_variant(plan, self._variants(geometry)[0])
+        launcher, schedule = self._schedule_variant(plan, self._variants(geometry)[0])
         parts = [schedule.words.size]
         parts += [part.size for part in mask.device_parts(batch).values()]
         if batch.page_ids is not None and self._buffers.kv_indices is None:
             parts.append(batch.num_page_ids)
-        own_bytes = schedule.rotated_bytes + sum(-(-size // 4) * 16 for size in parts)
+        own_bytes = launcher.staged_bytes(schedule, batch.num_rows)
+        own_bytes += sum(-(-size // 4) * 16 for size in parts)
         return max(_MIN_BYTES, schedule.workspace_bytes), own_bytes
 
     def _is_debugging(self) -> bool:

@@ -146,6 +146,9 @@ def explain_schedule(
     heads = launcher.num_kv_heads, launcher.group_size
     refused: list[Refusal] = refusals(problem, page_size, props, offered)
     refused += refused_clusters(problem, requests, heads, props, offered) if offered else []
+    if launcher.widens_queries:
+        asked = launcher.spec.dtype_q
+        more.append(f"queries of {asked} are widened ahead: these are kernels of {problem.dtype_q}")
     if schedule.rotated_bytes:
         more.append(f"keys are rotated ahead, into {schedule.rotated_bytes:,} bytes")
     key_bytes = _key_bytes(launcher, requests)

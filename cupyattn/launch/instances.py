@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 from .attention import (
     append_new_kv,
     find_items,
+    key_lists,
     merge_levels,
     merge_splits,
     pad_lse,
@@ -25,6 +26,7 @@ from .attention import (
     read_tables,
     rotate_keys,
     scan_mask,
+    widen_queries,
 )
 from .ops import (
     append_paged_kv_cache,
@@ -41,11 +43,11 @@ from .ops import (
     store_kv,
 )
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
-from .tiles.config import FOUND_ITEMS, FOUND_PARTS
+from .tiles.config import FOUND_ITEMS, FOUND_PARTS, Target
 from .tiles.decode_sm80 import one_an_sm_rows
 from .tiles.mixed_sm80 import mixed_config
 from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class_of
-from .tiles.select import tile_config
+from .tiles.select import served_problem, tile_config
 
 Instance = tuple[str, jit.Config]
 
@@ -54,6 +56,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "decode": "one query token a request",
         "prefill": "any number of query tokens, also mixed with decode",
         "cascade": "requests that share prefixes",
+        "sparse": "attention over lists of blocks of keys",
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "quantize": "queries, keys and values to eight bits, and norms and positions ahead",
@@ -108,7 +111,7 @@ class Selection:
     """
 
     operations: tuple[str, ...] = tuple(
-        name for name in OPERATIONS if name not in ("exchange", "quantize")
+        name for name in OPERATIONS if name not in ("exchange", "quantize", "sparse")
     )
     dtypes: tuple[tuple[DType, DType], ...] = (
         (dtypes.bfloat16, dtypes.bfloat16),
@@ -187,10 +190,10 @@ def problem_of(
         return None
     q, kv = kinds
     if gate := fields.get("output_gate"):
-        fields["output_gate"] = gate._replace(dtype=q)
+        fields["output_gate"] = gate._replace(dtype=q.of_output)
     head_dim_qk, head_dim_vo = dims
     problem = AttentionProblem(
-        q, kv, q, head_dim_qk, head_dim_vo, aligned=aligned, paged=has_pages, **fields
+        q, kv, q.of_output, head_dim_qk, head_dim_vo, aligned=aligned, paged=has_pages, **fields
     )
     is_rotated = problem.is_wide and problem.pos_encoding == "ROPE_LLAMA"
     return None if is_rotated and kv.is_fp8 else problem
@@ -200,7 +203,8 @@ def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:
     """(entry name, Config) of all kernels of these kinds of calls on an architecture, once each."""
     result: dict[Instance, None] = {}
     for chosen in selections:
-        kernels = _attention(chosen, arch), _latent(chosen, arch), _cascade(chosen)
+        listed = _listed(chosen, arch)
+        kernels = _attention(chosen, arch), _latent(chosen, arch), _cascade(chosen), listed
         for each in (*kernels, _operations(chosen)):
             result |= dict.fromkeys(each)
     return list(result)
@@ -217,7 +221,11 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     rows = {row_class_of(group) for group in chosen.groups}
     if has_prompts:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
-    for problem, page_size in problems(chosen):
+    for asked, page_size in problems(chosen):
+        problem = served_problem(asked, Target(arch, SHARED_BYTES[arch], page_size))
+        if problem is not asked:
+            aligned = problem.aligned and problem.head_dim_qk % 16 == 0
+            yield "widen_rows", widen_queries.config(asked.dtype_q, aligned)
         names = {LARGE} if problem.is_8bit else {*rows}
         if LARGE in names:
             props = replace(NO_GPU, arch=arch, max_smem_per_block=SHARED_BYTES[arch])
@@ -309,6 +317,17 @@ def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
             for rows in (DECODE, VERIFY):
                 of_keys = replace(problem, key_scales=key_scales)
                 yield from _of_rows(of_keys, rows, True, arch, 1)
+
+
+def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
+    """Kernels of tokens that have lists of keys: one for all page sizes, and none."""
+    if "sparse" not in chosen.operations:
+        return
+    found = dict.fromkeys(replace(x, paged=True, sparse=True) for x, _ in problems(chosen))
+    for problem in filter(key_lists.serves, found):
+        for group in chosen.groups:
+            name = key_lists.row_class_of(group, problem, SHARED_BYTES[arch])
+            yield from _of_rows(problem, name, True, arch, 1)
 
 
 def _cascade(chosen: Selection) -> Iterator[Instance]:

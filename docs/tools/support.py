@@ -14,9 +14,8 @@ from cupyattn.core.problem import (
 )
 from cupyattn.errors import CupyAttnError
 from cupyattn.launch.instances import OPTIONS, SHARED_BYTES, fields_of
-from cupyattn.launch.tiles.config import Target
 from cupyattn.launch.tiles.row_classes import LARGE, MAX_ROWS, ROW_CLASSES
-from cupyattn.launch.tiles.select import serves_8bit, tile_config
+from cupyattn.launch.tiles.select import tile_config
 
 from . import doors
 
@@ -75,10 +74,7 @@ def _dtypes() -> str:
     def answer(q: dtypes.DType, kv: dtypes.DType) -> str:
         problem = AttentionProblem(q, kv, q.of_output, 128, 128)
         if not _is_refused(problem):
-            if not problem.is_8bit:
-                return "GPU, CPU"
-            is_served = serves_8bit(problem, Target(HOPPER, SHARED_BYTES[HOPPER]))
-            return "Hopper, CPU" if is_served else "CPU"
+            return "GPU, CPU"
         return "–" if _is_refused(problem, on_cpu=True) else "CPU"
 
     queries = (*_HALF, dtypes.float32, dtypes.float8_e4m3fn, dtypes.int8)
@@ -88,8 +84,9 @@ def _dtypes() -> str:
     )
     head = ["q", *(f"k, v `{kv}`" for kv in _KEYS)]
     said = (
-        "Queries of 8 bits are multiplied as they are; beside those of `int8` keys are `int8`, and "
-        "values `float8_e4m3fn`.\n\n"
+        "Beside `int8` queries keys are `int8`, and values `float8_e4m3fn`. Queries of 8 bits are "
+        "multiplied as they are where a kernel does ([8 bits](prefill_sm90.md#8-bits)), and in "
+        "float16, into which they are widened ahead, elsewhere.\n\n"
     )
     said += f"Answers, in the calls with *output dtype* [below](#options-by-call): {outputs}.\n"
     return "## Dtypes\n\n" + table(head, rows) + "\n" + said

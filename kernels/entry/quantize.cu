@@ -1,5 +1,6 @@
 // Queries, keys and values to eight bits with scales, or to 16 bits: into arrays or pages, behind an
-// RMS norm, rotary positions, a Hadamard rotation and a mean that is subtracted, as asked for.
+// RMS norm, rotary positions, a Hadamard rotation and a mean that is subtracted, as asked for. Or a
+// launch ahead of that, which finds the scales of heads or of whole tensors.
 #include "cupyattn/quantize/quantize.cuh"
 
 #ifndef CUPYATTN_CONFIG
@@ -12,7 +13,7 @@ struct Config {
   using DTypeV = e4m3_t;
   static constexpr bool kAligned = true, kNorm = false, kHadamard = false, kMean = false;
   static constexpr bool kFinds = true, kFindsRuns = false,
-                        kCopies = false;
+                        kCopies = false, kMeasures = false;
   static constexpr int kRope = 0, kThreads = 256, kLanes = 16, kPasses = 4;
 };
 #endif
@@ -36,6 +37,10 @@ extern "C" __global__ void
   using namespace cupyattn;
   __shared__ Quantizer<QuantizeConfig>::Shared shared;
   Quantizer<QuantizeConfig> quantizer(params, shared);
+  if constexpr (Config::kMeasures) {
+    using C = Config;
+    return quantizer.template find_scales<C::DTypeQ, C::DTypeK, C::DTypeV>();
+  }
   const int32_t of_q = params.parts[0].num_tiles * quantizer.blocks_per_tile(params.parts[0]);
   const int32_t of_k = params.parts[1].num_tiles * quantizer.blocks_per_tile(params.parts[1]);
   int32_t index = blockIdx.x;

@@ -33,6 +33,15 @@ def _configs() -> Iterator[jit.Config]:
                 finds_runs=True,
                 copies=is_aligned,
             )
+            yield quantize.config(
+                dtypes.float16,
+                (first, first, _E4M3),
+                is_aligned=is_aligned,
+                tile=(256, quantize.lanes_of(head_dim), 4),
+                hadamard=True,
+                has_mean=True,
+                measures=True,
+            )
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,8 @@ PORTABLE = (
     Mutation("infinite-amax", "magnitude <= 0x1.fffffep127f", "true", "eight bits"),
     Mutation("hadamard-sign", "other - x[e]", "x[e] - other", "eight bits"),
     Mutation("mean-of-one-row-more", "double>(rows)", "double>(rows + 1)", "eight bits"),
+    Mutation("scales-of-the-first-tile", "tile < part.num_tiles", "tile < 1", "eight bits"),
+    Mutation("stored-rows-keep-their-scale", "row += step", "row += kRows", "eight bits in pages"),
     Mutation("norm-without-epsilon", "mean + params.epsilon", "mean", "eight bits in pages"),
     Mutation("rotated-backwards", "subtracts ?", "!subtracts ?", "eight bits in pages"),
     Mutation(

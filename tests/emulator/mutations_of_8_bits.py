@@ -33,4 +33,6 @@ EIGHT_BITS = (
         "8 * static_cast<int>",
         "hopper 8-bit broken tokens",
     ),
+    Mutation("widened-into-another-vector", "index * kCount", "(index ^ 1) * kCount", "widened"),
+    Mutation("int8-sign-lost", "0xe480e480u", "0xe400e400u", "widened int8"),
 )

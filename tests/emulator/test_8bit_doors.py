@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import needles
 
 import cupyattn
 from cupyattn import flash_attn, reference
@@ -135,3 +136,8 @@ def test_planned_batches_with_scales_of_requests(emulated: Any) -> None:
     of_q, of_k, of_v = batch.descales.values()
     of_q = np.repeat(of_q, HEADS // KV_HEADS, axis=1)
     batch.check(wrapper.run(*batch.rows, q_scale=of_q, k_scale=of_k, v_scale=of_v))
+
+
+def test_needles_are_found(emulated: Any) -> None:
+    stack = needles.haystack(rows=4, keys=700)
+    assert needles.shares_found(stack) == {"prompt": 1.0, "append": 1.0, "decode": 1.0}

@@ -314,6 +314,7 @@ TESTED_ELSEWHERE = {
     "quantize": "test_quantize.py",
     "store_kv": "test_page.py",
     "copy_rows": "test_flash_attn.py",
+    "widen_rows": "test_widened_queries.py",
     "serving_metadata": "test_serving.py",
     "exchange_states": "test_exchange.py",
     "gather_heads": "test_exchange.py",

@@ -49,6 +49,7 @@ from . import (
     test_serving,
     test_wide,
     test_wide_sm90,
+    test_widened_queries,
     wide,
 )
 from .library import EmulatorError
@@ -610,6 +611,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper 8-bit broken tokens": lambda **facts: test_prefill_sm90_8bit.check(
         replace(test_prefill_sm90_8bit.BASE, group=72, qo_len=8, kv_len=100), **facts
     ),
+    "widened": lambda **facts: test_widened_queries.check_small("float8_e4m3fn", **facts),
+    "widened int8": lambda **facts: test_widened_queries.check_small("int8", **facts),
     "hopper 8-bit sums": test_prefill_sm90_8bit.check_sums_are_emptied,
     "hopper 8-bit rising": test_prefill_sm90_8bit.check_rising_logits,
     "hopper 8-bit peak": test_prefill_sm90_8bit.check_small_probabilities,

@@ -31,6 +31,21 @@ def test_means_are_found_by_launches_ahead(emulated: gpu.EmulatedGpu) -> None:
     np.testing.assert_allclose(result.k_mean[0], k.astype(np.float64).mean(0), atol=1e-5)
 
 
+@pytest.mark.parametrize("scales", ["head", "tensor"])
+def test_scales_of_all_rows_are_found_by_one_launch_ahead(
+    emulated: gpu.EmulatedGpu, scales: str
+) -> None:
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((700, 3, 64)).astype(np.float16)
+    q[650, 2, 5] = 40
+    result = quantize_qkv(q, scales=scales)
+    assert [launch.name for launch in emulated.launches] == ["quantize"] * 2
+    largest = np.abs(q.astype(np.float32)).max((0, 2)) / np.float32(448)
+    wanted = largest if scales == "head" else largest[2:]
+    np.testing.assert_array_equal(result.scale_q, wanted)
+    assert result.q_block_scales is None
+
+
 def test_stray_offsets_write_nothing(emulated: gpu.EmulatedGpu) -> None:
     """Offsets that fall or leave the rows are known to the GPU alone."""
     q = np.ones((70, 1, 64), np.float16)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
-from helpers import eight_bit_cases, single_calls
+from helpers import eight_bit_cases, needles, single_calls
 from helpers.batch_calls import planned
 from helpers.eight_bit_cases import PREFILL_SM90 as SERVED
-from helpers.on_gpu import try_random, workspace
+from helpers.on_gpu import capture, ints, scratch, try_random, workspace
+
+import cupyattn
 
 pytestmark = pytest.mark.gpu
 
 cupy = pytest.importorskip("cupy")
 
 BLOCK, NUM_CASES = 25, 800
+# Of all that is served, most of which is widened to 16 bits.
+ALL = replace(eight_bit_cases.EVERYTHING, page_sizes=(16,))
+NUM_OF_ALL = 200
 
 
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
@@ -25,3 +34,70 @@ def test_random_requests(first: int) -> None:
 def test_random_batches(first: int) -> None:
     make = lambda seed, xp: planned(eight_bit_cases.batch(seed, SERVED), xp, workspace(xp))  # noqa: E731
     try_random(first, BLOCK, make)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_OF_ALL, BLOCK))
+def test_random_requests_of_all_options(first: int) -> None:
+    make = lambda seed, xp: single_calls.Call(eight_bit_cases.single(seed, ALL), xp)  # noqa: E731
+    try_random(first, BLOCK, make)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_OF_ALL, BLOCK))
+def test_random_batches_of_all_options(first: int) -> None:
+    make = lambda seed, xp: planned(eight_bit_cases.batch(seed, ALL), xp, workspace(xp))  # noqa: E731
+    try_random(first, BLOCK, make)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_a_graph_widens_the_rows_of_its_plan(torch: Any, kind: str) -> None:
+    heads, kv_heads, dim, page, num_pages = 8, 2, 128, 16, 40
+    rng = np.random.default_rng(3)
+
+    def made(*shape: int) -> Any:
+        x = torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).cuda()
+        if kind == "int8":
+            return (x * 30).clamp(-127, 127).to(torch.int8)
+        return x.to(torch.float8_e4m3fn)
+
+    q, k = made(30, heads, dim), made(num_pages, page, kv_heads, dim)
+    v = torch.from_numpy(rng.standard_normal((num_pages, page, kv_heads, dim)).astype(np.float32))
+    cache = k, v.cuda().to(torch.float8_e4m3fn)
+    options = {"q_data_type": kind, "kv_data_type": "float8_e4m3fn"}
+    options |= {
+        "causal": True,
+        "logits_soft_cap": 20.0,
+        "sm_scale": 1e-3 if kind == "int8" else 0.1,
+    }
+
+    def plan(wrapper: Any, lengths: list[int]) -> None:
+        rows = np.cumsum([0, *lengths]).astype(np.int32)
+        pages = np.array([0, 12, 30, 40], np.int32)
+        ids, last = (
+            np.arange(num_pages, dtype=np.int32)[::-1].copy(),
+            np.array([3, 16, 9], np.int32),
+        )
+        wrapper.plan(rows, pages, ids, last, heads, kv_heads, dim, page, **options)
+
+    cls = cupyattn.BatchPrefillWithPagedKVCacheWrapper
+    buffers = (ints(torch, 4), ints(torch, 4), ints(torch, 60), ints(torch, 3))
+    wrapper, eager = cls(scratch(torch), "NHD", True, *buffers), cls(scratch(torch))
+    out = torch.zeros(30, heads, dim, dtype=torch.bfloat16, device="cuda")
+    plan(wrapper, [10, 18, 2])
+    plan(wrapper, [1, 3, 2])
+    run = lambda: wrapper.run(q[:6], cache, out=out[:6])  # noqa: E731
+    run()
+    replay = capture(torch, torch, run)
+    for lengths in ([10, 18, 2], [0, 5, 1], [1, 1, 1], [7, 20, 3]):
+        count = sum(lengths)
+        plan(wrapper, lengths)
+        out.zero_()
+        replay()
+        plan(eager, lengths)
+        wanted = eager.run(q[:count], cache)
+        torch.testing.assert_close(out[:count], wanted, rtol=0.02, atol=0.02)
+        assert not out[count:].any()
+
+
+def test_needles_are_found_in_128k_keys() -> None:
+    stack = needles.haystack(rows=16, keys=1 << 17)
+    assert needles.shares_found(stack, cupy) == {"prompt": 1.0, "append": 1.0, "decode": 1.0}

@@ -80,6 +80,7 @@ class OfArrays(calls.Placed):
             "dtype": str(rng.choice(["float8_e4m3fn", "int8"])),
             "block_size": self.block_size,
             "hadamard": self.hadamard,
+            "scales": str(rng.choice(["block", "head", "tensor"])),
             "smooth_k": "k" in arrays and "k_mean" not in named and bool(rng.random() < 0.4),
         }
         self.wanted = quantize_qkv(**arrays, **named, **self.options)

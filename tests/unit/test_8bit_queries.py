@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import needles
 
 import cupyattn
 from cupyattn import reference
@@ -515,3 +516,12 @@ def test_dot_product_attention_takes_them() -> None:
         exact, _ = reference.attention(batch.q[i], batch.k[i], batch.v[i])
         assert out.dtype == ml_dtypes.bfloat16
         assert (np.abs(out[i].astype(np.float64) - exact) <= 2**-8 * np.abs(exact) + 1e-6).all()
+
+
+@pytest.mark.parametrize("keys", [300, 4096])
+def test_needles_are_found(keys: int) -> None:
+    """One key among many has what a row asks for, whatever eight bits leave of the others."""
+    stack = needles.haystack(rows=3, keys=keys)
+    assert needles.shares_found(stack) == {"prompt": 1.0, "append": 1.0, "decode": 1.0}
+    stack.codes[1, 2] *= -1
+    assert needles.shares_found(stack)["append"] == 23 / 24

@@ -97,11 +97,19 @@ def _without_cuts(shape: TileShape) -> TileShape:
     return replace(shape, takes_cuts=False)
 
 
+def _with_rows(schedule: BatchSchedule, num_rows: int, room: int) -> BatchSchedule:
+    """The schedule of a graph, which says how many rows of q there are, at most `room`."""
+    count = np.array([num_rows, 0, 0, 0], np.int32)  # what follows lies on a boundary too
+    words = np.concatenate([schedule.words, count])
+    return replace(schedule, words=words, row_room=room, row_count=schedule.words.nbytes)
+
+
 class BatchLauncher(Binder):
     """Serves every plan and run of one problem, device and geometry."""
 
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
         super().__init__(spec, problem, device_index)
+        problem = self.problem
         num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
         self.num_kv_heads = num_kv_heads
         share = spec.key_share if problem.key_share else None
@@ -128,6 +136,9 @@ class BatchLauncher(Binder):
         else take more than `max_bytes`; if it still does, this is the best plan without a limit.
         """
         schedule = self._within(requests, Splitting(may_split, split_tokens), capacity, max_bytes)
+        if capacity is not None and self.widens_queries:
+            num_rows = int((requests.q_start + requests.qo_len).max(initial=0))
+            schedule = _with_rows(schedule, num_rows, capacity.num_rows)
         schedule.requests = requests
         if self._log is not None:
             self._log.batch(self, schedule, requests)
@@ -538,6 +549,8 @@ class BatchLauncher(Binder):
         built = self._layout.lay_out(works, levels.positions)
         if self._log is not None:
             self._log.batch(self, built, requests)
+        if capacity is not None and self.widens_queries:
+            built = _with_rows(built, levels.num_rows, capacity.num_rows)
         return rotate_batch.reserve_rotated(built, requests, self._keys, capacity)
 
     def _blocks_of_first_group(self, groups: list[KernelGroup]) -> int:

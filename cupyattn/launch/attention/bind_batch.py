@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ..driver import params
 from ..driver.enqueue import Launch
-from ..tiles.config import TileConfig
-from . import rotate_batch, rotate_keys, tma_sm90
+from ..tiles.config import Target, TileConfig
+from ..tiles.select import served_problem
+from . import rotate_batch, rotate_keys, tma_sm90, widen_queries
 from .bound_run import BoundRun, Step, in_order
 from .layout import BatchSchedule
 from .swizzle import swizzle_of
@@ -21,7 +23,11 @@ class Binder:
     """Binds every plan of one problem, device and geometry."""
 
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
-        self.spec, self.problem, self.device_index = spec, problem, device_index
+        props = device_props(device_index)
+        target = Target(props.arch, props.max_smem_per_block, spec.page_size)
+        self.spec, self.problem = spec, (problem := served_problem(problem, target))
+        self.device_index = device_index
+        self.widens_queries = problem.dtype_q is not spec.dtype_q
         self.group_size = spec.group_size
         self._keys = rotate_keys.Keys(
             spec.dtype_kv,
@@ -49,7 +55,7 @@ class Binder:
         mask_row_bytes: int,
         output_scale: float,
         sm_scale: float,
-        rotated: int = 0,
+        staged: int = 0,
         lse_scale: float = 1.0,
         num_rows: int = 0,
         lse_form: int = 0,
@@ -58,13 +64,16 @@ class Binder:
 
         `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
-        options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
+        options times what the run adds to them. staged: room for staged_bytes(). lse_scale
         multiplies the LSE. num_rows: of q; 0: not known, or heads are latent. lse_form: flags of
         params.LSE_WITHOUT_SINKS and others.
         """
         steps: list[Step] = []
         merges: list[Step] = []
-        rotation = None
+        rotation = widening = None
+        if self.widens_queries:
+            widening = self._widening(schedule, words, strides, num_rows, staged)
+            strides = widen_queries.widened_strides(self.spec, strides)
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
@@ -101,7 +110,7 @@ class Binder:
                     maps = None
                     if part.tiles is not None:
                         if part.tiles.wants_rotated_keys:
-                            to = rotate_keys.Where(rotated, schedule.rotated)
+                            to = rotate_keys.Where(staged, schedule.rotated)
                             rotation = rotate_batch.of_part(
                                 part, words, self._keys, strides, kv_indices, self.group_size, to
                             )
@@ -112,7 +121,28 @@ class Binder:
                     steps.append((launch, planned, maps))
             if part.merge is not None:
                 merges.append((part.merge, planned, None))
-        return BoundRun(in_order(steps, merges), self.device_index, rotation, self._behind)
+        return BoundRun(
+            in_order(steps, merges), self.device_index, rotation, self._behind, widening
+        )
+
+    def _widening(
+        self, schedule: BatchSchedule, words: int, strides: bytes, num_rows: int, to: int
+    ) -> widen_queries.Widening:
+        return widen_queries.prepare(
+            self.spec,
+            self.problem.aligned,
+            strides,
+            schedule.row_room or num_rows,
+            to,
+            self.device_index,
+            0 if schedule.row_count < 0 else words + schedule.row_count,
+        )
+
+    def staged_bytes(self, schedule: BatchSchedule, num_rows: int) -> int:
+        """Memory for what is launched ahead to leave: rotated keys, or num_rows wide queries."""
+        if not self.widens_queries:
+            return schedule.rotated_bytes
+        return widen_queries.num_bytes(self.spec, schedule.row_room or num_rows)
 
     def _maps(
         self,

@@ -191,6 +191,7 @@ def may_find(problem: AttentionProblem) -> bool:
         and not problem.dtype_kv.is_fp8
         and not problem.key_share
         and not problem.is_wide
+        and not problem.sparse
         and problem.pos_encoding == "NONE"
     )
 

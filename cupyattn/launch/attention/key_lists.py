@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...choose.candidates import Keys
+from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import Masking
@@ -20,6 +21,7 @@ from ...schedule.tile_shape import TileShape
 from ..driver import params, scratch
 from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
+from ..tiles import decode_sm80
 from ..tiles.config import TileConfig
 from ..tiles.row_classes import DECODE, MAX_ROWS, VERIFY
 from . import merge_splits
@@ -95,6 +97,27 @@ class _Plan:
     merge: Launch | None = None
 
 
+def serves(problem: AttentionProblem) -> bool:
+    """Whether lists may name the keys of a problem: they do not follow one another, so that what
+    is known of a range of keys does not hold."""
+    return not (
+        problem.custom_mask
+        or problem.pos_encoding != "NONE"
+        or problem.transforms_logits
+        or problem.key_share
+        or problem.is_wide
+        or problem.is_8bit
+    )
+
+
+def row_class_of(rows: int, problem: AttentionProblem, max_shared_bytes: int) -> str:
+    """The class of the tiles of tokens with so many rows. Heads whose tiles have 16 rows at most
+    take several."""
+    if rows > MAX_ROWS[DECODE] and decode_sm80.of_verify(problem, max_shared_bytes) is not None:
+        return VERIFY
+    return DECODE
+
+
 class ListLauncher:
     """Serves every call of one problem, device and geometry.
 
@@ -159,14 +182,12 @@ class ListLauncher:
     def _choose(self, num_tokens: int, num_keys: int) -> tuple[str, TileShape]:
         """The blocks that serve such tokens."""
         rows = self.spec.group_size
-        if rows > MAX_ROWS[DECODE] and self._has_verify():
+        shared_bytes = device_props(self.device_index).max_smem_per_block
+        if row_class_of(rows, self.problem, shared_bytes) == VERIFY:
             return VERIFY, self._kernels.shape(VERIFY)
         num_tiles = num_tokens * -(-rows // MAX_ROWS[DECODE])
         keys = Keys.equal(num_tiles, num_keys)
         return self._kernels.choose(DECODE, keys, min(rows, MAX_ROWS[DECODE]))
-
-    def _has_verify(self) -> bool:
-        return self._kernels.get(VERIFY).kinds[0].name == "decode_sm80"
 
     def _splits(self, num_tokens: int, num_keys: int, shape: TileShape) -> int:
         """In how many parts each list is divided."""

@@ -134,6 +134,8 @@ class BatchSchedule:
     candidate        the name of what serves them (candidates.py)
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
                      takes; 0 if none are
+    row_room         of a graph whose queries are widened ahead: the most rows of q. row_count:
+                     bytes into the words, where this plan's are counted; else 0 and -1
     """
 
     words: np.ndarray
@@ -143,6 +145,8 @@ class BatchSchedule:
     longest: int = 0
     rotated: int = 0
     rotated_bytes: int = 0
+    row_room: int = 0
+    row_count: int = -1
     uniform: Uniform | None = None
     requests: BatchRequests | None = None
     candidate: str = ""

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...choose import candidates
 from ...choose.candidates import Batch
+from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import Masking
@@ -18,9 +19,10 @@ from ...schedule.tile_shape import TileShape
 from ..driver import params, scratch
 from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
-from ..tiles.config import TileConfig
+from ..tiles.config import Target, TileConfig
 from ..tiles.row_classes import row_class_of
-from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90
+from ..tiles.select import served_problem
+from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90, widen_queries
 from .kernels import Kernels
 from .swizzle import ONE_HEAD, L2Swizzle, swizzle_of
 
@@ -67,8 +69,11 @@ class AttentionLauncher:
     """Serves every call of one problem, device and geometry; only lengths and pointers vary."""
 
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
+        props = device_props(device_index)
+        problem = served_problem(problem, Target(props.arch, props.max_smem_per_block))
         self.spec = spec
         self.problem = problem
+        self._widens_queries = problem.dtype_q is not spec.dtype_q
         self.num_kv_heads = spec.num_kv_heads
         self.group_size = spec.group_size
         self.device_index = device_index
@@ -223,6 +228,8 @@ class AttentionLauncher:
         plan = self.plan(qo_len, kv_len)
         partial_o = partial_lse = counters = mask_maps = 0
         # Owners of scratch memory (names that start with _) may go once everything is enqueued.
+        if self._widens_queries:
+            q, strides, _wide = self._widen_queries(q, strides, qo_len, stream, allocate)
         if plan.rotates_keys and kv_len:
             k, strides, _rotated = self._rotate_keys(k, strides, kv_len, stream, allocate)
         if plan.partial_bytes:
@@ -305,6 +312,17 @@ class AttentionLauncher:
         rotated, owner = rotate_keys.launch(self._keys, k, k_strides, kv_len, stream, allocate)
         contiguous = _K_STRIDES.pack(*self._keys.strides[:2])
         return rotated, strides[:start] + contiguous + strides[end:], owner
+
+    def _widen_queries(
+        self, q: int, strides: bytes, qo_len: int, stream: int, allocate: Allocate
+    ) -> tuple[int, bytes, object]:
+        """Queries widened into scratch memory: their address, the strides with theirs, their
+        owner."""
+        to, owner = allocate(widen_queries.num_bytes(self.spec, qo_len))
+        index, is_aligned = self.device_index, self.problem.aligned
+        widening = widen_queries.prepare(self.spec, is_aligned, strides, qo_len, to, index)
+        q = widening.launch(q, index, stream)
+        return q, widen_queries.widened_strides(self.spec, strides), owner
 
 
 def _rounded(length: int) -> int:

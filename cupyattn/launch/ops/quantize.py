@@ -6,7 +6,7 @@ import enum
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -15,12 +15,12 @@ from ...array import ArrayView
 from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
-from ..driver import params
+from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue
 
 # kernels/cupyattn/params/quantize.cuh
 PART = struct.Struct("<7Q 12q 8i f i")
-SHARED = struct.Struct(f"<Q q Q 2Q 2q 2i Q q Q 2q 2i 3f 4x {4 * params.MAX_ROPE_PAIRS}s")
+SHARED = struct.Struct(f"<Q q Q 2Q 2q 2i Q q Q 2q 2Q 2i 3f 4x {4 * params.MAX_ROPE_PAIRS}s")
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (64, 128)
 _CHUNK = 8  # elements of a lane
@@ -33,7 +33,7 @@ _NOTHING = bytes(PART.size)
 class ScaleForm(enum.IntEnum):
     """ScaleForm of kernels/cupyattn/params/quantize.cuh."""
 
-    NUMBER, GIVEN, OF_BLOCKS, OF_PAGE_BLOCKS = range(4)
+    NUMBER, GIVEN, OF_BLOCKS, OF_PAGE_BLOCKS, OF_HEADS, OF_TENSOR = range(6)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ class Shared:
     weight_bias: float = 0.0
     uses_hadamard: bool = False
 
-    def pack(self, head_dim: int) -> bytes:
+    def pack(self, head_dim: int, amax: int = 0, arrivals: int = 0) -> bytes:
+        """The struct; amax, arrivals: addresses of what a launch that finds scales works with."""
+
         def at(v: ArrayView | None) -> int:
             return 0 if v is None else v.ptr
 
@@ -130,6 +132,8 @@ class Shared:
             at(table),
             0 if table is None else table.strides[0],
             0 if table is None else table.shape[0],
+            amax,
+            arrivals,
             self.rotary_dim,
             self.is_interleaved,
             self.epsilon,
@@ -154,8 +158,10 @@ def config(
     finds: bool = False,
     finds_runs: bool = False,
     copies: bool = False,
+    measures: bool = False,
 ) -> jit.Config:
-    """The kernel's Config; tile: threads, lanes of a row, passes. dtype_weight None: no norm."""
+    """The kernel's Config; tile: threads, lanes of a row, passes. dtype_weight None: no norm.
+    measures: the launch ahead, which finds scales of all rows."""
     threads, lanes, passes = tile
     values: dict[str, jit.Constant] = {
         "DType": dtype,
@@ -171,6 +177,7 @@ def config(
         "kFinds": finds,
         "kFindsRuns": finds_runs,
         "kCopies": copies,
+        "kMeasures": measures,
         "kRope": 1 if dtype_table is not None else 2 if has_steps else 0,
         "kThreads": threads,
         "kLanes": lanes,
@@ -214,6 +221,7 @@ def choose_tile(lanes: int, block_size: int, num_rows: int) -> tuple[int, int, i
 
 def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     """Write what becomes of q, k and v; None for one that there is not."""
+    parts = _with_found_scales(parts, shared, stream)
     present = [part for part in parts if part is not None and _has_work(part)]
     if not present:
         return
@@ -257,6 +265,58 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     enqueue(Launch(kernel.function, (blocks, 1, 1), tile[0], 0), arguments, device, stream)
 
 
+def _with_found_scales(
+    parts: Sequence[Part | None], shared: Shared, stream: int
+) -> list[Part | None]:
+    """The same parts with scales that are given: those of heads and tensors, by a launch ahead."""
+    measured = [
+        part if part is not None and part.form >= ScaleForm.OF_HEADS else None for part in parts
+    ]
+    present = [part for part in measured if part is not None]
+    if not present:
+        return list(parts)
+    first = present[0]
+    device = first.source.device.index
+    tile = _THREADS, lanes_of(max(part.source.shape[2] for part in present)), 4
+    filled = [part or first for part in measured]
+    chosen = config(
+        first.source.dtype,
+        (filled[0].dtype, filled[1].dtype, filled[2].dtype),
+        is_aligned=all(part.is_aligned for part in present),
+        tile=tile,
+        hadamard=shared.uses_hadamard,
+        has_mean=any(part.mean is not None for part in present),
+        measures=True,
+    )
+    # As many tiles as fill the GPU, of whole passes.
+    step = _THREADS // tile[1] * tile[2]
+    num_rows = sum(part.source.shape[0] * part.source.shape[1] for part in present)
+    tile_rows = -(-num_rows // (2 * _MANY_BLOCKS) // step) * step or step
+    packed, blocks = [], 0
+    for part in measured:
+        if part is None:
+            packed.append(_NOTHING)
+            continue
+        n, heads = part.source.shape[:2]
+        tiles = max(1, -(-n // tile_rows))  # scales of no rows are written too
+        packed.append(_pack(part, tiles, tile_rows))
+        blocks += tiles * heads
+    if blocks:
+        allocate = scratch.allocator(first.source)
+        amax, owner = scratch.workspace(4 * blocks, device, stream, allocate)
+        arrivals, counters = scratch.counters(1, device, stream, allocate)
+        kernel = jit.load("quantize", chosen, device, device_props(device).arch)
+        arguments = params.this_thread.launch_buffer
+        head_dim = max((x.source.shape[2] for x in measured[:2] if x is not None), default=0)
+        arguments.write(b"".join(packed) + shared.pack(head_dim, amax, arrivals))
+        enqueue(Launch(kernel.function, (blocks, 1, 1), tile[0], 0), arguments, device, stream)
+        del owner, counters  # the launch is enqueued
+    return [
+        part if found is None else replace(found, form=ScaleForm.GIVEN)
+        for part, found in zip(parts, measured, strict=True)
+    ]
+
+
 def _has_work(part: Part) -> bool:
     """Whether there are rows, or places of scales that no block has."""
     n, heads = part.source.shape[:2]
@@ -265,16 +325,15 @@ def _has_work(part: Part) -> bool:
 
 def _tiles_of(part: Part, tile: tuple[int, int, int]) -> tuple[int, int]:
     """(blocks of the grid for some heads, tokens that each of them looks at)."""
-    n, heads = part.source.shape[:2]
+    n = part.source.shape[0]
     if part.form is ScaleForm.OF_BLOCKS:
         if part.offsets is None:
             blocks = -(-part.rows_per_request // part.block_size)
             return part.batch_size * blocks, part.block_size
         return -(-n // part.block_size) + part.batch_size, part.block_size
     if part.form is ScaleForm.OF_PAGE_BLOCKS:
-        # Few tokens may all be of blocks of their own, which a block would write one by one.
-        at_least = -(-n * heads // (4 * _MANY_BLOCKS))
-        rows = min(1 << max(at_least - 1, 0).bit_length(), part.block_size)
+        # Tokens of blocks of their own are written at a time, as many as a pass has rows.
+        rows = min(tile[0] // tile[1], part.block_size)
         return -(-n // rows), rows
     rows = tile[0] // tile[1]
     return -(-n // rows), rows

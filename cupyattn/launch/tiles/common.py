@@ -48,9 +48,15 @@ def problem_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
         "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
         "kOwnValuePages": problem.own_value_pages,
+        **key_constants(problem),
         **share_constants(problem),
         **gate_constants(problem),
     }
+
+
+def key_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
+    """The dtype of keys where it is not that of values, of which other kernels are not told."""
+    return {"DTypeK": problem.dtype_k} if problem.int8_keys else {}
 
 
 def share_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:

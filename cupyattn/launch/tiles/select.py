@@ -42,6 +42,12 @@ def serves_8bit(problem: AttentionProblem, target: Target) -> bool:
     return prefill_sm90.refusal(problem, LARGE, target) is None
 
 
+def served_problem(problem: AttentionProblem, target: Target) -> AttentionProblem:
+    """The problem that kernels of a device serve: queries of 8 bits are in float16, into which they
+    are widened ahead, where none multiplies them as they are."""
+    return problem if not problem.is_8bit or serves_8bit(problem, target) else problem.widened()
+
+
 @lru_cache(maxsize=4096)
 def tile_config(
     problem: AttentionProblem,

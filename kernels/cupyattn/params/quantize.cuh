@@ -12,6 +12,8 @@ enum class ScaleForm : int32_t {
   kGiven,         // an array that is read
   kOfBlocks,      // found of each block of tokens of a request, and written
   kOfPageBlocks,  // found of what a block of a page gets, which keeps what it has
+  kOfHeads,       // found of all rows of a head by a launch ahead, for which it is kGiven then
+  kOfTensor,      // likewise, of all heads together
 };
 
 // The queries, the keys or the values of a call; strides in elements.
@@ -57,6 +59,8 @@ struct QuantizeParams {
   const void* cos_sin;   // [num_positions, rotary_dim] of Config::DTypeTable: cosines, then sines
   int64_t cos_sin_stride;
   int64_t num_positions;
+  float* amax;         // [blocks of the grid] of a launch that finds scales of all rows
+  uint32_t* arrivals;  // of its blocks
   int32_t rotary_dim;
   int32_t is_interleaved;
   float epsilon;       // of the RMS norm
@@ -66,7 +70,7 @@ struct QuantizeParams {
   uint32_t rope_step[kMaxRopePairs];  // turns per position / 2^32, where there is no table
 };
 
-static_assert(sizeof(QuantizedPart) == 192 && sizeof(QuantizeParams) == 1216,
+static_assert(sizeof(QuantizedPart) == 192 && sizeof(QuantizeParams) == 1232,
               "the structs and their mirrors in launch/ops/quantize.py must agree");
 
 // The means of a request's rows: sums of blocks of rows, then a mean of these.

@@ -1,4 +1,4 @@
-// Conversions of fp8: to pairs of 16-bit elements, and from float32. An instruction converts where
+// Conversions of fp8 and int8: to pairs of 16-bit elements, and from float32. An instruction converts where
 // there is one, else arithmetic does. No asm here, so that both ways run on a host too.
 #pragma once
 
@@ -33,6 +33,16 @@ struct Fp8ToHalfPair<e4m3_t, kLow, kHigh> {
     if ((spread & 0x7f0000u) == 0x7f0000u) scaled |= 0x7fff0000u;
     return scaled;
 #endif
+  }
+};
+
+// int8 in the low byte of an f16 of [1024, 2048), from which its offset is taken.
+template <int kLow, int kHigh>
+struct Fp8ToHalfPair<int8_t, kLow, kHigh> {
+  static __device__ __forceinline__ uint32_t convert(uint32_t bytes) {
+    const uint32_t placed = permute_bytes(bytes ^ 0x80808080u, 0x64646464u,
+                                          0x4040u | (kHigh << 8) | kLow);
+    return multiply_add_pair<half_t>(placed, 0x3c003c00u, 0xe480e480u);  // mutate: int8-sign-lost
   }
 };
 

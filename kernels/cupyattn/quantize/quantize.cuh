@@ -5,6 +5,7 @@
 
 #include "cupyattn/quantize/rows.cuh"
 #include "cupyattn/quantize/scales.cuh"
+#include "cupyattn/shared/state.cuh"
 
 namespace cupyattn {
 
@@ -29,6 +30,10 @@ class Quantizer {
                                    Config::kRotary != Rotary::kNone;
   static constexpr bool kKeepsWeights = Config::kNorm && kPasses <= 4;  // registers are few
   using Turn = typename RowLanes<Config>::Turn;
+  // Runs of so few tokens, as decode and drafts have, are a row's lanes' work: all of a tile at a
+  // time. Longer ones are the block's, one after another. Their rows are held in registers, of which
+  // a thread of 512 has 128.
+  static constexpr int kShortRun = kThreads > 256 ? 2 : 4;
   // The tokens that a block looks at, those of the last run, and the one ahead.
   static constexpr int kMaxLooked = 2 * kTile + 1;
 
@@ -36,6 +41,7 @@ class Quantizer {
   struct Shared {
     uint32_t amax[2][kThreads / kWarpSize];
     int64_t block[Config::kFindsRuns ? kMaxLooked : 1];
+    uint32_t is_last;
   };
 
   __device__ __forceinline__ Quantizer(const QuantizeParams& params, Shared& shared)
@@ -69,7 +75,88 @@ class Quantizer {
     write_rows<Target, kIsKey>(part, static_cast<int64_t>(tile) * kRows + row_);
   }
 
+  // Each block finds the largest magnitude of a tile's rows of a head, as they are stored. The last
+  // one to arrive makes the scales of heads, or of a tensor, of these. Grid: tiles × heads, of q,
+  // then of k, then of v.
+  template <typename TargetQ, typename TargetK, typename TargetV>
+  __device__ __forceinline__ void find_scales() {
+    const QuantizedPart(&parts)[3] = params_.parts;
+    const int32_t of_q = parts[0].num_tiles * parts[0].num_heads;
+    const int32_t of_k = parts[1].num_tiles * parts[1].num_heads;
+    const int32_t index = blockIdx.x;
+    float amax;
+    if (index < of_q) {
+      amax = largest_of_tile<true>(parts[0], index);
+    } else if (index < of_q + of_k) {
+      amax = largest_of_tile<true>(parts[1], index - of_q);
+    } else {
+      amax = largest_of_tile<false>(parts[2], index - of_q - of_k);
+    }
+    amax = block_max<kThreads>(amax, shared_.amax[0]);
+    if (threadIdx.x == 0) params_.amax[index] = amax;
+    if (!arrive_last(params_.arrivals, gridDim.x, threadIdx.x, &shared_.is_last)) return;
+    write_scales<TargetQ>(parts[0], params_.amax);
+    write_scales<TargetK>(parts[1], params_.amax + of_q);
+    write_scales<TargetV>(parts[2], params_.amax + of_q + of_k);
+  }
+
  private:
+  template <bool kIsKey>
+  __device__ __forceinline__ float largest_of_tile(const QuantizedPart& part, int32_t index) {
+    const int32_t tile = index / part.num_heads;
+    head_ = index - tile * part.num_heads;
+    if constexpr (kKeepsWeights && kIsKey) {
+      if (part.weight != nullptr) load_weights(part, weight_);
+    }
+    int64_t end = part.num_rows;
+    // Rows past the last request are nobody's.
+    if (part.offsets != nullptr) end = min_of<int64_t>(part.offsets[part.batch_size], end);
+    const int64_t first = static_cast<int64_t>(tile) * part.tile_rows;
+    end = min_of(first + part.tile_rows, end);
+    const DType* source = static_cast<const DType*>(part.source) + head_ * part.source_stride_h;
+    float amax = 0.0f;
+    for (int64_t start = first; start < end; start += kTile) {
+      Vector16 raw[kPasses];
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int64_t token = start + i * kRows + row_;
+        raw[i] = lanes_.load(source + token * part.source_stride_n, part.head_dim, token < end);
+      }
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int64_t token = min_of<int64_t>(start + i * kRows + row_, end - 1);
+        float x[kChunk];
+        to_floats<DType>(raw[i], x);
+        const int32_t request = part.mean == nullptr ? 0 : request_of(part, token);
+        change<kIsKey>(part, request, head_, Turn(), x);
+        if (start + i * kRows + row_ < end) amax = raise_amax(amax, x);
+      }
+    }
+    return amax;
+  }
+
+  // `amax` of tiles and heads.
+  template <typename Target>
+  __device__ __forceinline__ void write_scales(const QuantizedPart& part, const float* amax) const {
+    if (part.num_tiles == 0) return;
+    float of_all = 0.0f;
+    for (int32_t head = threadIdx.x; head < part.num_heads; head += kThreads) {
+      float of_head = 0.0f;
+      // mutate: scales-of-the-first-tile
+      for (int32_t tile = 0; tile < part.num_tiles; ++tile) {
+        of_head = fmaxf(of_head, amax[tile * part.num_heads + head]);
+      }
+      of_all = fmaxf(of_all, of_head);
+      if (part.form == ScaleForm::kOfHeads) {
+        part.scales[head * part.scale_stride_h] = scale_for(of_head, Stored<Target>::kLargest);
+      }
+    }
+    if (part.form != ScaleForm::kOfTensor) return;
+    ptx::block_sync();  // shared_.amax is free
+    of_all = block_max<kThreads>(of_all, shared_.amax[0]);
+    if (threadIdx.x == 0) part.scales[0] = scale_for(of_all, Stored<Target>::kLargest);
+  }
+
   static __device__ __forceinline__ bool finds(const QuantizedPart& part) {
     return Config::kFinds &&
            (part.form == ScaleForm::kOfBlocks || part.form == ScaleForm::kOfPageBlocks);
@@ -132,20 +219,86 @@ class Quantizer {
       shared_.block[i] = block;
     }
     ptx::block_sync();
+    for (int32_t start = 1; start <= part.tile_rows; start += kRows) {
+      const int32_t i = start + row_;
+      TokenRun run = {first, 0, -1, nullptr, {-1, 0}, 0};
+      if (i <= part.tile_rows) {
+        const int32_t count = run_length(i, looked, kShortRun + 1);
+        if (count <= kShortRun && count > 0) run = run_at(part, first - 1 + i, count);
+      }
+      write_short_runs<Target, kIsKey>(part, run);
+    }
     int parity = 0;
     for (int32_t i = 1; i <= part.tile_rows; ++i) {
-      const int64_t block = shared_.block[i];
-      if (block < 0 || block == shared_.block[i - 1]) continue;
-      int32_t end = i + 1;
-      while (end < looked && end - i < 1 << part.block_bits && shared_.block[end] == block) ++end;
-      const Slot slot = slot_of(first - 1 + i);
-      const int32_t before = slot.offset & ((1 << part.block_bits) - 1);
-      float* scale = part.scales + slot.page * part.scale_stride_n +
-                     (slot.offset >> part.block_bits) * part.scale_stride_block +
-                     head_ * part.scale_stride_h;
-      const TokenRun run = {first - 1 + i, end - i, -1, scale, slot, before};
-      write_block<Target, kIsKey>(part, run, parity);
+      const int32_t count = run_length(i, looked, 1 << part.block_bits);
+      if (count <= kShortRun) continue;
+      write_block<Target, kIsKey>(part, run_at(part, first - 1 + i, count), parity);
       parity ^= 1;
+    }
+  }
+
+  // Tokens of the run that begins at a place of shared_.block, up to `most`; 0: none does.
+  __device__ __forceinline__ int32_t run_length(int32_t place, int32_t looked, int32_t most) const {
+    const int64_t block = shared_.block[place];
+    if (block < 0 || block == shared_.block[place - 1]) return 0;
+    int32_t end = place + 1;
+    while (end < looked && end - place < most && shared_.block[end] == block) ++end;
+    return end - place;
+  }
+
+  __device__ __forceinline__ TokenRun run_at(const QuantizedPart& part, int64_t token,
+                                             int32_t count) const {
+    const Slot slot = slot_of(token);
+    const int32_t before = slot.offset & ((1 << part.block_bits) - 1);
+    float* scale = part.scales + slot.page * part.scale_stride_n +
+                   (slot.offset >> part.block_bits) * part.scale_stride_block +
+                   head_ * part.scale_stride_h;
+    return TokenRun{token, count, -1, scale, slot, before};
+  }
+
+  // Each row's lanes have a run of their own, or one of no tokens.
+  template <typename Target, bool kIsKey>
+  __device__ __forceinline__ void write_short_runs(const QuantizedPart& part, const TokenRun& run) {
+    const int longest = ptx::warp_max(run.count);
+    if (longest == 0) return;
+    const DType* source = static_cast<const DType*>(part.source) + head_ * part.source_stride_h;
+    Vector16 raw[kShortRun];
+#pragma unroll
+    for (int i = 0; i < kShortRun; ++i) {
+      raw[i] = lanes_.load(source + (run.first + i) * part.source_stride_n, part.head_dim,
+                           i < run.count);
+    }
+    const float old = run.before > 0 ? *run.scale : 0.0f;
+    float held[kShortRun][kChunk], amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kShortRun; ++i) {
+      if (i >= longest) break;
+      to_floats<DType>(raw[i], held[i]);
+      const int64_t token = min_of(run.first + i, part.num_rows - 1);
+      Turn turn;
+      if constexpr (kIsKey && Config::kRotary != Rotary::kNone) {
+        turn = lanes_.turn_to(params_.positions[token]);
+      }
+      const int32_t request = part.mean == nullptr ? 0 : request_of(part, token);
+      change<kIsKey>(part, request, head_, turn, held[i]);
+      if (i < run.count) amax = raise_amax(amax, held[i]);
+    }
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+      amax = fmaxf(amax, ptx::shuffle_xor(amax, mask));
+    }
+    ptx::warp_sync();  // all lanes have read the old scale
+    if (run.count == 0) return;
+    const float scale = new_scale<Target>(part, run, amax, old, 0, 1);
+    if (lanes_.lane == 0) *run.scale = scale;
+    const float inverse = ptx::divide_rn(1.0f, scale);
+#pragma unroll
+    for (int i = 0; i < kShortRun; ++i) {
+      if (i >= run.count) break;
+      const Slot place = slot_of(run.first + i);
+      const int64_t at = place.page * part.target_stride_page + place.offset * part.target_stride_n;
+      store<Target>(part.target, at + head_ * part.target_stride_h, part.head_dim,
+                    Stored<Target>::pack(held[i], inverse));
     }
   }
 
@@ -272,7 +425,7 @@ class Quantizer {
     }
     const float old = run.before > 0 ? *run.scale : 0.0f;
     amax = block_max<kThreads>(amax, shared_.amax[parity]);
-    const float scale = new_scale<Target>(part, run, amax, old);
+    const float scale = new_scale<Target>(part, run, amax, old, row_, kRows);
     if (threadIdx.x == 0) *run.scale = scale;
     const float inverse = ptx::divide_rn(1.0f, scale);
 #pragma unroll
@@ -330,10 +483,11 @@ class Quantizer {
   }
 
   // The scale of a block that has tokens already grows by a power of two, which their values are
-  // divided by.
+  // divided by: rows `row`, `row + step`, ... of it here.
   template <typename Target>
   __device__ __forceinline__ float new_scale(const QuantizedPart& part, const TokenRun& run,
-                                             float amax, float old) const {
+                                             float amax, float old, int32_t row,
+                                             int32_t step) const {
     const float needed = scale_for(amax, Stored<Target>::kLargest);
     if constexpr (!Config::kFindsRuns) {
       return needed;
@@ -346,7 +500,8 @@ class Quantizer {
       const int64_t first = run.slot.page * part.target_stride_page +
                             (run.slot.offset - run.before) * part.target_stride_n +
                             head_ * part.target_stride_h;
-      for (int32_t row = row_; row < run.before; row += kRows) {
+      // mutate: stored-rows-keep-their-scale
+      for (; row < run.before; row += step) {
         const int64_t at = first + row * part.target_stride_n;
         typename Format::Packed packed;
         if (!load_stored<Target>(part, at, packed)) continue;

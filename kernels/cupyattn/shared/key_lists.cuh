@@ -95,10 +95,10 @@ __device__ __forceinline__ BlockWork listed_work(const ListedAttentionParams& al
   kv_len = min_of(kv_len, lists.max_kv_len);
   // mutate: drafts-see-the-future
   if (lists.is_causal) kv_len -= at.rest - 1;
-  work.request.kv_len = max_of(ptx::warp_uniform(kv_len), 0);
-  const int begin = lists.kv_offsets == nullptr ? at.request * lists.kv_step
-                                                : lists.kv_offsets[at.request];
-  work.request.kv_start = ptx::warp_uniform(begin);
+  // No shuffle waits for these: entries of the list are asked for meanwhile.
+  work.request.kv_len = max_of(kv_len, 0);
+  work.request.kv_start = lists.kv_offsets == nullptr ? at.request * lists.kv_step
+                                                      : lists.kv_offsets[at.request];
   return work;
 }
 

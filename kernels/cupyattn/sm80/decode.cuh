@@ -20,6 +20,7 @@ struct DecodeSm80 {
   static constexpr int kKeys = Config::kKeysPerWarp, kTileKV = kWarps * kKeys;
   static constexpr int kStages = Config::kStages;
   using Traits = TraitsSm80<Config, kTileQ, kKeys, kWarpSize>;
+  using DTypeK = typename Traits::DTypeK;
   using DTypeKV = typename Traits::DTypeKV;
   using DTypeO = typename Traits::DTypeO;
   using QTile = typename Traits::QTile;
@@ -144,7 +145,7 @@ struct DecodeSm80 {
 
   // What copies a head's keys, or values, from `first_row` on to the ring of this warp.
   __device__ __forceinline__ auto k_copier(int head, int64_t first_row) const {
-    return typename Traits::KCopier(keys_of<DTypeKV>(params, head), params.k_stride_n, first_row,
+    return typename Traits::KCopier(keys_of<DTypeK>(params, head), params.k_stride_n, first_row,
                                     ptx::shared_address(shared.ring[warp][0].k), lane);
   }
   __device__ __forceinline__ auto v_copier(int head, int64_t first_row) const {

@@ -116,7 +116,7 @@ struct ListedKeys {
 
   // All keys of the list and the window, whichever there are of them.
   static __device__ __forceinline__ KeyRange range_of(const Kernel& kernel) {
-    const int count = kernel.request.kv_len > 0 ? kernel.params.kv_len : 0;
+    const int count = kernel.params.kv_len;
     return KeyRange{0, count, 0, count, 0, 0};
   }
 

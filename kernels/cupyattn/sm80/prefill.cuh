@@ -14,6 +14,7 @@ struct PrefillSm80 {
   static constexpr int kTilesS = kTileKV / 8, kBuffers = Config::kBuffers;
   static constexpr int kExpGroup = Config::kKeysPerExp / 16;
   using Traits = TraitsSm80<Config, kTileQ, kTileKV, kThreads>;
+  using DTypeK = typename Traits::DTypeK;
   using DTypeKV = typename Traits::DTypeKV;
   using DTypeO = typename Traits::DTypeO;
   using QTile = typename Traits::QTile;
@@ -305,7 +306,7 @@ struct PrefillSm80 {
     const int first_key = next_key(tiles.origin + tiles.begin * kTileKV);
     const uint32_t k_tile = ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]);
     const int64_t first_row = static_cast<int64_t>(work.request.kv_start) + first_key;
-    KeyLoop loop{KCopier(keys_of<DTypeKV>(params, work.tile.kv_head), params.k_stride_n, first_row,
+    KeyLoop loop{KCopier(keys_of<DTypeK>(params, work.tile.kv_head), params.k_stride_n, first_row,
                          ptx::shared_address(shared.k_source), thread),
                  VCopier(values_of<DTypeKV>(params, work.tile.kv_head), params.v_stride_n,
                          first_row, ptx::shared_address(shared.v), thread),

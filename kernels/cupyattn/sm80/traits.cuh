@@ -4,6 +4,7 @@
 
 #include "cupyattn/shared/hidden_values.cuh"
 #include "cupyattn/shared/key_rows.cuh"
+#include "cupyattn/shared/key_type.cuh"
 #include "cupyattn/shared/mask.cuh"
 #include "cupyattn/shared/rope.cuh"
 #include "cupyattn/shared/state.cuh"
@@ -18,6 +19,7 @@ struct TraitsSm80 : Config {
   using Config::kHeadDimQK, Config::kHeadDimVO, Config::kMmaQ, Config::kPaged;
   using typename Config::DTypeKV;
   using typename Config::DTypeQ;
+  using DTypeK = typename KeyType<Config>::type;
   static constexpr int kThreads = Config::kWarps * kWarpSize;
   static constexpr bool kFp8 = is_fp8<DTypeKV>;
   // Keys of fp8 that must be rotated are widened first; others stay fp8 up to the fragment.
@@ -29,7 +31,7 @@ struct TraitsSm80 : Config {
   using DTypeP = conditional<kFp8, half_t, DTypeQ>;
 
   using QTile = SharedTile<DTypeQ, kTileRows, kHeadDimQK>;
-  using KSourceTile = SharedTile<DTypeKV, kTileKeys, kHeadDimQK>;
+  using KSourceTile = SharedTile<DTypeK, kTileKeys, kHeadDimQK>;
   using KTile = conditional<kWidenKeys, SharedTile<DTypeQ, kTileKeys, kHeadDimQK>, KSourceTile>;
   using VTile = SharedTile<DTypeKV, kTileKeys, kHeadDimVO>;
   using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kCopyThreads, kPaged>;

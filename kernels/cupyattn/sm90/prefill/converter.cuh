@@ -4,6 +4,7 @@
 
 #include "cupyattn/ptx/tensor_copy.cuh"
 #include "cupyattn/shared/hidden_values.cuh"
+#include "cupyattn/shared/key_type.cuh"
 #include "cupyattn/sm90/roles/traits.cuh"
 
 namespace cupyattn {
@@ -11,6 +12,7 @@ namespace cupyattn {
 template <typename Traits>
 struct PrefillSm90Converter {
   using DTypeKV = typename Traits::DTypeKV;
+  using DTypeK = typename KeyType<Traits>::type;
   using Item = typename Traits::Item;
   static constexpr int kThreads = Traits::kConverters * kWarpSize;
 
@@ -40,8 +42,8 @@ struct PrefillSm90Converter {
   __device__ __forceinline__ void convert_keys(const KeyTile& tile) {
     await_phase(shared.full_fp8_k[full_fp8_k.stage], full_fp8_k.parity);
     await_phase(shared.empty_k[k.stage], k.parity ^ 1);  // mutate: converted-before-empty
-    convert<typename Traits::KLoadTile, typename Traits::KTile>(shared.fp8_k[full_fp8_k.stage],
-                                                                shared.k[k.stage]);
+    convert<DTypeK, typename Traits::KLoadTile, typename Traits::KTile>(
+        shared.fp8_k[full_fp8_k.stage], shared.k[k.stage]);
     if constexpr (Traits::kMasked) {
       if (thread == 0) shared.row_bits.tiles[k.stage] = tile;
     }
@@ -63,7 +65,7 @@ struct PrefillSm90Converter {
       zero_nonfinite<Landing>(landing, shared.nonfinite_keys[v.stage],
                               item.range.end - item.first_key(tile.tile));
     }
-    convert<Landing, typename Traits::VTile>(landing, shared.v[v.stage]);
+    convert<DTypeKV, Landing, typename Traits::VTile>(landing, shared.v[v.stage]);
     pass_on(shared.empty_fp8_v[full_fp8_v.stage], shared.full_v[v.stage]);
     full_fp8_v.advance();
     v.advance();
@@ -82,7 +84,7 @@ struct PrefillSm90Converter {
   // same chunk of every four, in the same row of every kRowsAtOnce. Eight threads that access
   // memory together have two rows; if rows are whole lines, the second row's groups of four chunks
   // are swapped, so that the eight read and write different banks.
-  template <typename Landing, typename Tile>
+  template <typename From, typename Landing, typename Tile>
   __device__ __forceinline__ void convert(const unsigned char* landing, unsigned char* tile) const {
     constexpr int kRowsAtOnce = kThreads / 4, kFours = ceil_div(Landing::kChunks, 4);
     constexpr int kSteps = Landing::kRows / kRowsAtOnce * kFours;
@@ -113,8 +115,8 @@ struct PrefillSm90Converter {
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
           const uint32_t word = bytes.word[2 * half + w];
-          converted.word[2 * w] = ptx::fp8_to_pair<typename Tile::T, DTypeKV, 0, 1>(word);
-          converted.word[2 * w + 1] = ptx::fp8_to_pair<typename Tile::T, DTypeKV, 2, 3>(word);
+          converted.word[2 * w] = ptx::fp8_to_pair<typename Tile::T, From, 0, 1>(word);
+          converted.word[2 * w + 1] = ptx::fp8_to_pair<typename Tile::T, From, 2, 3>(word);
         }
         *reinterpret_cast<Vector16*>(to[half] + rows / 8 * Tile::kGroupBytes +
                                      four * Tile::kPanelBytes) = converted;

@@ -1,0 +1,74 @@
+"""Calls of 8-bit queries that no kernel multiplies as they are: widened ahead, on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import eight_bit_cases
+from helpers.eight_bit_cases import E4M3, INT8
+from helpers.share import one_of
+
+from . import run, test_prefill_sm90_8bit
+
+SERVED = replace(eight_bit_cases.EVERYTHING, most_keys=600)
+CAUSAL = replace(test_prefill_sm90_8bit.CAUSAL, kv_len=200)
+PAGED = test_prefill_sm90_8bit.PAGED
+
+
+def check(answer: run.Answer) -> run.Answer:
+    answer.check()
+    assert "widen_rows" in {launch.name for launch in answer.launches}
+    return answer
+
+
+@pytest.mark.parametrize(
+    "options",
+    one_of(
+        4,
+        [
+            {"head_dim_qk": 160, "head_dim_vo": 160},
+            {"head_dim_qk": 256, "head_dim_vo": 256},
+            {"head_dim_qk": 192, "head_dim_vo": 192},
+            {"head_dim_qk": 48, "head_dim_vo": 48, "strides": ("padded",) * 4},
+            {"logits_soft_cap": 8.0, "scale_q": "per_head"},
+            {"pos_encoding_mode": "ALIBI"},
+            {"mask_kind": "bool"},
+            {"o_dtype": E4M3},
+        ],
+    ),
+)
+def test_options(options: dict[str, Any]) -> None:
+    check(run.single(replace(CAUSAL, **options)))
+
+
+def check_small(kind: str, **facts: Any) -> None:
+    case = replace(CAUSAL, qo_len=3, kv_len=40, logits_soft_cap=30.0)
+    check(run.single(test_prefill_sm90_8bit.typed(case, kind), **facts))
+
+
+@pytest.mark.parametrize("kind", [E4M3, INT8])
+def test_kinds(kind: str) -> None:
+    check_small(kind)
+
+
+@pytest.mark.parametrize("facts", [{"is_portable": True}, {"arch": 800, "is_portable": True}])
+def test_other_cards(facts: dict[str, Any]) -> None:
+    check(run.single(CAUSAL, **facts))
+    check(run.single(replace(CAUSAL, qo_len=1), is_decode=True, **facts))
+    check(run.batch(replace(PAGED, qo_len=(1, 20, 1), kv_len=(90, 60, 200)), **facts))
+
+
+def test_rows_off_16_bytes() -> None:
+    check(run.single(replace(CAUSAL, strides=("unaligned",) * 4)))
+
+
+@pytest.mark.parametrize("seed", one_of(12, range(36)))
+def test_random_requests(seed: int) -> None:
+    run.single(run.small(eight_bit_cases.single(seed, SERVED))).check()
+
+
+@pytest.mark.parametrize("seed", one_of(12, range(36)))
+def test_random_batches(seed: int) -> None:
+    run.batch(eight_bit_cases.batch(seed, SERVED)).check()
