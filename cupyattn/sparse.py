@@ -1,14 +1,256 @@
-"""Attention with block-sparse masks."""
+"""Sparse attention: block-sparse masks, and lists of the keys that each token attends to."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from . import array
+from .core import parse
 from .core.names import refuse_names
+from .core.parse import require_int
+from .core.tracing import untraced
+from .engine.arrays import Arrays, make_arrays
+from .engine.check_planless import Options
+from .engine.index_arrays import progression
+from .engine.key_lists import KeyLists, require_granularity
+from .engine.kv_cache import is_pair
+from .engine.planless_cache import Asked
+from .engine.run_planless import run, run_cached
+from .engine.views import Names, number_or_array
+from .errors import ArgumentError
+from .typing import Array, Pages, Scale, returns_lse
 from .wrappers.block_sparse import BlockSparseAttentionWrapper
 from .wrappers.variable_block_sparse import VariableBlockSparseAttentionWrapper
 
-__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "attend"]
 
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
+
+_NAMES = Names(
+    "q",
+    "cache[0]",
+    "cache[1]",
+    block_tables="table",
+    kv_lens="lengths",
+    qo_offsets="indptr",
+    kv_offsets="kv_indptr",
+    sm_scale="sm_scale",
+    k_scale="k_scale",
+    output_scale="v_scale",
+    q_len="q",
+    o_dtype="o_dtype",
+)
+_ONE_CACHE = _NAMES.but(k="cache", v="cache[:, 1]")
+
+
+@untraced
+@returns_lse
+def attend(
+    q: Array,
+    cache: Pages,
+    lists: Array,
+    table: Array | None = None,
+    lengths: Array | None = None,
+    *,
+    granularity: int = 1,
+    indptr: Array | None = None,
+    kv_indptr: Array | None = None,
+    causal: bool = True,
+    window: int = 0,
+    sinks: Array | None = None,
+    output_gate: Array | None = None,
+    sm_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    kv_layout: str = "NHD",
+    o_dtype: Any = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    return_lse: Literal[False] = False,
+) -> Any:
+    """Attention of each token to the blocks of keys that a list of its own names. Lists, lengths
+    and tables stay where they are, on the device, so that a CUDA graph may capture the call.
+
+    q       [tokens, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too): the
+            tokens of one request after those of another.
+    cache   keys and values, of q's dtype, float8_e4m3fn or float8_e5m2, in one of three forms:
+            pages, with `table`: a pair (K, V) of [num_pages, page_size, num_kv_heads, head_dim], or
+            heads before slots with kv_layout "HND"; or one array [num_pages, 2, ...] of both. Any
+            page size and strides; V may have a head dim of its own.
+            Rows, with `kv_indptr`: a pair of [rows, num_kv_heads, head_dim].
+            Requests of one size: a pair of [requests, keys, num_kv_heads, head_dim], or [keys,
+            num_kv_heads, head_dim] of one request.
+    lists   int32 [tokens, groups, entries], in which each entry is the number of a block of
+            `granularity` keys, counted within the request of the token. groups is 1 (or there is
+            no such axis), num_kv_heads or num_qo_heads: the heads that share a list are neighbours.
+            Negative entries, and blocks that the token does not see, are no keys, wherever they
+            stand; of a block that the last key cuts, the keys up to that count. A block is attended
+            as often as it is listed: list it once. `select` makes such lists.
+    table   int32 [requests, most pages], pages of each request in the order of its keys. What no
+            list names is not read: other entries, pages and keys may hold anything.
+    lengths int32 [requests], keys of each request, those of its new tokens among them; needed with
+            `table`, else all rows of a request by default.
+    granularity  keys of a block, a power of two from 1 to 256.
+    indptr  int32 [requests + 1], the first token of each request and their number. By default all
+            requests have equally many tokens. Rows of q past the last offset are left alone.
+    kv_indptr  int32 [requests + 1], the first row of each request's keys and their number.
+    causal  a token sees no key behind its own, for tokens are the last of their requests: token i
+            of n sees lengths - (n - 1 - i) keys. False: all of them.
+    window  so many last keys that a token sees are attended besides those of its list, each once,
+            whether they are listed or not.
+    sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator and in the LSE.
+    output_gate  [tokens, num_qo_heads] or [tokens, num_qo_heads, head_dim], q's dtype or float32:
+            the output is multiplied by its sigmoid.
+    sm_scale   multiplies the logits; default 1 / sqrt(head_dim). logits_soft_cap: c > 0 makes
+            c * tanh(logit / c) of them.
+    k_scale, v_scale  what fp8 keys and values are multiplied by: numbers, or float32 [num_kv_heads]
+            or [requests, num_kv_heads].
+    o_dtype float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or q.
+    out, lse   arrays to write instead of new ones; lse float32 [tokens, num_qo_heads], base 2.
+
+    Returns out [tokens, num_qo_heads, head_dim], or (out, lse) if `return_lse`, a state that merges
+    with others (`merge_state`). A token without keys gives 0 and -inf, with a sink 0 and the sink.
+
+    Raises ArgumentError for shapes, dtypes and values that do not fit, and UnsupportedError for
+    what no kernel serves, before anything is launched. On the CPU lengths and listed pages are
+    checked.
+    Semantics of lists: those of cuDNN's sparse attention (`indices` and `index_granularity`).
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 4, 64)).astype(np.float16)  # a token each of two requests
+    >>> cache = rng.standard_normal((6, 2, 16, 2, 64)).astype(np.float16)  # six pages of 16 tokens
+    >>> table = np.array([[0, 1, 2], [3, 4, 5]], np.int32)
+    >>> lists = np.array([[[0, 3], [1, -1]], [[4, 5], [0, 2]]], np.int32)  # of each KV head
+    >>> lengths = np.array([40, 44], np.int32)
+    >>> attend(q, cache, lists, table, lengths, granularity=8).shape
+    (2, 4, 64)
+    """
+    k, v = _keys_and_values(cache, has_table=table is not None)
+    k_number, scale_k = number_or_array(k_scale)
+    v_number, scale_v = number_or_array(v_scale)
+    arrays = make_arrays(
+        q=q,
+        k=k,
+        v=v,
+        block_tables=table,
+        kv_lens=lengths,
+        out=out,
+        lse=lse,
+        qo_offsets=indptr,
+        kv_offsets=kv_indptr,
+        sinks=sinks,
+        scale_k=scale_k,
+        scale_v=scale_v,
+        output_gate=output_gate,
+        lists=lists,
+    )
+    options = _Options(
+        granularity=granularity,
+        window=window,
+        causal=causal,
+        sm_scale=sm_scale,
+        k_scale=k_number,
+        v_scale=v_number,
+        logits_soft_cap=logits_soft_cap,
+        kv_layout=kv_layout,
+        o_dtype=o_dtype,
+        return_lse=return_lse,
+    )
+    if table is not None or kv_indptr is not None:
+        return run(arrays, options)
+    result = run_cached(arrays, options)
+    return _attend_dense(arrays, options) if result is None else result
+
+
+class _Options(NamedTuple):
+    """The options of `attend`."""
+
+    granularity: Any
+    window: Any
+    causal: Any
+    sm_scale: Any
+    k_scale: Any
+    v_scale: Any
+    logits_soft_cap: Any
+    kv_layout: Any
+    o_dtype: Any
+    return_lse: Any
+
+    def resolve(self, arrays: Arrays) -> Options:
+        if arrays.block_tables is not None and arrays.kv_offsets is not None:
+            raise ArgumentError("kv_indptr: given beside table; pass one of them")
+        vq = array.view(arrays.q, "q")
+        columns = vq.shape[-1] if vq.shape else 1
+        sm_scale = parse.finite(self.sm_scale, "sm_scale", 1.0 / math.sqrt(max(1, columns)))
+        return Options(
+            _ONE_CACHE if arrays.v is None else _NAMES,
+            kv_layout=self.kv_layout,
+            q_len=0 if arrays.qo_offsets is not None else _tokens_of_each(arrays),
+            sm_scale=sm_scale * parse.finite(self.k_scale, "k_scale", 1.0),
+            output_scale=self.v_scale,
+            o_dtype=self.o_dtype,
+            return_lse=self.return_lse,
+            logits_soft_cap=self.logits_soft_cap,
+            scales_by_head=True,
+            key_lists=KeyLists(
+                require_granularity(self.granularity),
+                require_int(self.window, "window", 0),
+                parse.flag(self.causal, "causal"),
+            ),
+        )
+
+
+def _keys_and_values(cache: Any, has_table: bool) -> tuple[Any, Any]:
+    """K and V of a cache; V is None where one array has both."""
+    if not is_pair(cache):
+        if not has_table:
+            raise ArgumentError("cache: got one array without table; wanted a pair (K, V)")
+        return cache, None
+    if len(cache) != 2:
+        raise ArgumentError(f"cache: got {len(cache)} arrays; wanted one, or a pair (K, V)")
+    return cache[0], cache[1]
+
+
+def _tokens_of_each(arrays: Arrays) -> int:
+    """How many tokens each request has, where all have equally many."""
+    if arrays.block_tables is not None:
+        shape, extra = array.view(arrays.block_tables, "table").shape, 0
+    elif arrays.kv_lens is not None:
+        shape, extra = array.view(arrays.kv_lens, "lengths").shape, 0
+    else:
+        shape, extra = array.view(arrays.kv_offsets, "kv_indptr").shape, 1
+    count = max(0, math.prod(shape[:1]) - extra)
+    tokens = math.prod(array.view(arrays.q, "q").shape[:1])
+    if tokens % max(1, count):
+        raise ArgumentError(
+            f"q: has {tokens} tokens of {count} requests; wanted equally many of each, or indptr"
+        )
+    return tokens // max(1, count)
+
+
+def _attend_dense(arrays: Arrays, options: _Options) -> Any:
+    """Requests of one size: each is a page of its own."""
+    views = [array.view(x, name) for x, name in zip(arrays[1:3], _NAMES_OF_KV, strict=True)]
+    pages: dict[str, Any] = {}
+    for role, x, v, name in zip("kv", arrays[1:3], views, _NAMES_OF_KV, strict=True):
+        if len(v.shape) not in (3, 4):
+            raise ArgumentError(
+                f"{name}: shape is {list(v.shape)}; wanted [requests, keys, num_kv_heads, head_dim]"
+                ", without the first axis for one request, or table or kv_indptr besides"
+            )
+        if len(v.shape) == 3:
+            pages[role] = array.restride(x, name, (1, *v.shape), (0, *v.strides))
+    vq = array.view(arrays.q, "q")
+    count, room = (1, *views[0].shape[-3:-2]) if len(views[0].shape) == 3 else views[0].shape[:2]
+    pages["block_tables"] = progression(count, 0, 1, vq)[:, None]
+    if arrays.kv_lens is None:
+        pages["kv_lens"] = progression(count, room, 0, vq)
+    asked = Asked(arrays, options, pages)
+    return run(arrays._replace(**pages), options, asked=asked)
+
+
+_NAMES_OF_KV = "cache[0]", "cache[1]"

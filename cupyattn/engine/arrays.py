@@ -28,6 +28,8 @@ class Arrays(NamedTuple):
     max_logits   float32 [rows, heads] of lists, -inf, to be raised to the largest natural logits
     output_gate  like q, without its last axis or with that of v: the output is multiplied by the
                  sigmoid
+    lists        int32 [rows of q, groups, entries]: blocks of keys of its request that a token sees
+                 (key_lists.py)
     Slopes and scales [B, heads] are of the caller's requests, see `sharers` of Options
     """
 
@@ -55,6 +57,7 @@ class Arrays(NamedTuple):
     output_gate: Any = None
     o_offsets: Any = None
     v_offsets: Any = None
+    lists: Any = None
 
 
 class MoreArrays(NamedTuple):

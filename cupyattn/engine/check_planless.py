@@ -27,6 +27,7 @@ from . import latent_rows as latent
 from . import planless_share, row_mask
 from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
+from .key_lists import KeyLists, refuse_on_gpu, view_lists
 from .key_share import require_sinks_once
 from .kv_cache import Keys, dtype_kv, view_ragged
 from .latent_rows import Parts
@@ -94,6 +95,8 @@ class Options(NamedTuple):
     request_tokens  of lists: tokens in turn that are one request of kv_lens
     counts_later a token counts one entry of its list less for each token of its request behind it;
                  kv_lens may be larger than lists
+
+    key_lists    what `lists` of the arrays name, of keys with heads of their own; else None
     """
 
     names: Names
@@ -133,6 +136,7 @@ class Options(NamedTuple):
     counts_later: bool = False
     key_share: KeyShare | None = None
     counts_rows: bool = True
+    key_lists: KeyLists | None = None
 
     def resolve(self, arrays: Arrays) -> Options:
         """Themselves, in calls that are found by them."""
@@ -264,6 +268,7 @@ class Call:
     gaps       elements of q, of q_rope and of block_tables between the requests of the caller,
                beside the strides of their tokens
     spread     those arrays as given, where there are gaps
+    lists      [rows of q, groups, entries] of blocks of keys, see Options.key_lists
     """
 
     options: Options
@@ -293,6 +298,7 @@ class Call:
     pages: Parts | None = None
     gaps: tuple[int, int, int] = (0, 0, 0)
     spread: tuple[ArrayView, ...] = ()
+    lists: ArrayView | None = None
 
     @property
     def names(self) -> Names:
@@ -315,6 +321,7 @@ class Call:
             "mask": self.mask,
             "alibi_slopes": self.alibi_slopes,
             "output_gate": self.output_gate,
+            "lists": self.lists,
             names.sm_scale: self.scales.views[0],
             names.k_scale: self.scales.views[1],
             names.output_scale: self.scales.views[2],
@@ -410,6 +417,7 @@ def check(arrays: Arrays, options: Options) -> Call:
         queries=rows.queries,
         pages=rows.pages,
         gaps=rows.gaps,
+        lists=None if options.key_lists is None else view_lists(arrays.lists, vq, dims),
     )
     _check_rest(call, arrays)
     return call
@@ -420,6 +428,8 @@ def _check_rest(call: Call, arrays: Arrays) -> None:
     options = call.options
     if call.q.device.kind == "cuda":
         _refuse_on_gpu(call, options.names)
+        if call.lists is not None:
+            _refuse_lists_on_gpu(call, call.lists)
     if arrays.mask is not None:
         call.mask, call.mask_bits = _view_mask(arrays.mask, options, call.lengths)
     if arrays.max_logits is not None:
@@ -591,7 +601,7 @@ def _raw_options(
         encoding, soft_cap = ("ALIBI", soft_cap) if expression is None else ("NONE", None)
     return RawOptions(
         kv_layout=kv_layout,
-        causal=False if options.is_list else options.causal,
+        causal=False if options.is_list or options.key_lists is not None else options.causal,
         pos_encoding_mode=encoding,
         window_left=options.window_left,
         logits_soft_cap=soft_cap,
@@ -667,6 +677,22 @@ def _refuse_on_gpu(call: Call, names: Names) -> None:
             raise UnsupportedError(
                 f"{name}: has no GPU kernel in this call; leave it out, or pass CPU arrays"
             )
+
+
+def _refuse_lists_on_gpu(call: Call, lists: ArrayView) -> None:
+    """UnsupportedError for what only the reference serves beside lists."""
+    names, indices, spec = call.names, call.indices, call.geometry.spec
+    labels = names.sm_scale, names.k_scale, names.output_scale
+    refuse_on_gpu(
+        lists,
+        {
+            names.kv_lens: indices.kv_lens,
+            names.qo_offsets: indices.qo_offsets,
+            names.kv_offsets: indices.kv_offsets,
+        },
+        {name: v for name, v in zip(labels, call.scales.views, strict=True) if v is not None},
+        (spec.num_qo_heads, spec.num_kv_heads),
+    )
 
 
 def _check_extents(options: Options, dims: Dims, kv_layout: str) -> None:

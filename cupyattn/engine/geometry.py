@@ -13,6 +13,7 @@ from ..core.problem import OutputGate
 from ..core.spec import AttentionSpec
 from ..errors import PlanError, UnsupportedError
 from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.key_lists import ListLauncher
 from .spec import RawOptions, make_spec
 
 _MAX_GEOMETRIES = 4096
@@ -76,6 +77,7 @@ class Geometry:
     spec: AttentionSpec
     kv_axis: int
     launchers: dict[Variant, BatchLauncher] = field(default_factory=dict)
+    list_launchers: dict[tuple[Variant, bool, float], ListLauncher] = field(default_factory=dict)
     default_variant: Variant = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +101,21 @@ class Geometry:
             problem = replace(problem, key_scales=key_scales, output_gate=output_gate)
             launcher = BatchLauncher(spec, problem, index)
             self.launchers[variant] = launcher
+        return launcher
+
+    def list_launcher(
+        self, variant: Variant, are_of_query_heads: bool, output_scale: float
+    ) -> ListLauncher:
+        """What launches attention by lists, of query heads or of fewer groups."""
+        key = variant, are_of_query_heads, output_scale
+        launcher = self.list_launchers.get(key)
+        if launcher is None:
+            spec = replace(self.spec, output_scale=output_scale)
+            problem = spec.problem(aligned=variant.aligned, prescale_logits=variant.prescale_logits)
+            problem = replace(problem, output_gate=variant.output_gate)
+            index = self.options.device.index
+            launcher = ListLauncher(spec, index, are_of_query_heads, problem)
+            self.list_launchers[key] = launcher
         return launcher
 
 

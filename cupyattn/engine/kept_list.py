@@ -6,7 +6,7 @@ from ..core import recording
 from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from .arrays import Arrays
-from .prepared import Prepared
+from .prepared import Launches, Prepared
 
 _KV_LENS = Arrays._fields.index("kv_lens")
 
@@ -25,15 +25,14 @@ class KeptList:
 
     def launch(
         self,
-        prepared: Prepared,
+        prepared: Launches,
         addresses: list[int],
         stream: int,
         allocate: scratch.Allocate,
     ) -> None:
         """Enqueue a call, and the planner ahead of it unless the list is there."""
-        plan = prepared.plan
-        is_kept = type(prepared) is Prepared and plan is not None and plan.planner is not None
-        if not is_kept or recording.current is not None or cuda().is_capturing(stream):
+        is_apart = recording.current is not None or cuda().is_capturing(stream)
+        if is_apart or type(prepared) is not Prepared or not prepared.has_planner:
             prepared.launch(addresses, stream, allocate)
             return
         asked = prepared, addresses[_KV_LENS], scratch.identity(stream)

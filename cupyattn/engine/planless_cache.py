@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .. import array
 from ..errors import CupyAttnError
@@ -19,9 +19,10 @@ from ..launch.driver.enqueue import cuda
 from .arrays import NO_MORE, ROLES, Arrays, MoreArrays
 from .call_cache import Argument, CallCache, CallOptions, Found, after_launch
 from .check_planless import Call, Extents, LengthForm
-from .prepared import Before, Prepared, is_bool_mask, of_lengths, plan_of
+from .prepared import Before, Launches, Prepared, is_bool_mask, of_lengths, plan_of
 
 _MAX_LENGTHS = 256
+_Launches = TypeVar("_Launches", bound=Launches)
 
 
 class Counts(NamedTuple):
@@ -72,7 +73,7 @@ class Checked:
 class Repeat(NamedTuple):
     """How a call that was launched is launched again; fields as in Checked."""
 
-    prepared: Prepared
+    prepared: Launches
     v_offset: int = 0
     derivation: Derivation | None = None
 
@@ -136,6 +137,7 @@ class Asked(NamedTuple):
         if before is not None:
             prepared = _with_before(prepared, before)
             if repeat.derivation is not None and not shared:
+                assert isinstance(prepared, Prepared)  # others have no derivation
                 derivation = replace(
                     repeat.derivation,
                     first=prepared,
@@ -152,7 +154,7 @@ _OF_ROWS_OR_KEYS = ("q", "k", "v", "out", "output_gate")
 _SCALES = frozenset(("scale_q", "scale_k", "scale_v"))
 _LENGTH_AXES = dict.fromkeys((*_OF_ROWS_OR_KEYS, *_PER_REQUEST), 0)
 _LENGTH_AXES |= dict.fromkeys((*_SCALES, "alibi_slopes", "new_k", "new_v", "new_offsets"), 0)
-_LENGTH_AXES |= {"rotary_begin": 0, "cache_rows": 0}
+_LENGTH_AXES |= {"rotary_begin": 0, "cache_rows": 0, "lists": 0}
 CALLS: CallCache[Checked] = CallCache(
     *(
         Argument(
@@ -183,14 +185,15 @@ def _key_of(cached: Found[Checked]) -> tuple[Any, ...]:
     return (*cached.lengths, *free)
 
 
-def prepared_for(cached: Found[Checked]) -> Prepared | None:
+def prepared_for(cached: Found[Checked]) -> Launches | None:
     """What calls of these lengths launch, from now on; None if they need the full checks."""
     checked, by_lengths = cached.call.checked, cached.call.by_lengths
     key = *_, table, lse = _key_of(cached)
-    prepared, derivation = by_lengths.get(key), checked.derivation
-    if prepared is not None or derivation is None:
-        cached.prepared = prepared
-        return prepared
+    known: Launches | None = by_lengths.get(key)
+    derivation = checked.derivation
+    if known is not None or derivation is None:
+        cached.prepared = known
+        return known
     extents = _extents_of(derivation, cached.lengths, table)
     if extents is None:
         return None
@@ -226,7 +229,7 @@ def prepared_for(cached: Found[Checked]) -> Prepared | None:
     return prepared
 
 
-def _with_before(prepared: Prepared, before: Before) -> Prepared:
+def _with_before(prepared: _Launches, before: Before) -> _Launches:
     """The launches behind what is launched ahead of them, which has the end of their workspace."""
     num_bytes = -(-prepared.num_bytes // 16) * 16 + before.num_bytes
     return replace(prepared, before=before, num_bytes=num_bytes)
@@ -296,7 +299,7 @@ def insert(asked: Asked, call: Call, repeat: Repeat) -> None:
         cached.prepared = cached.call.by_lengths[_key_of(cached)] = prepared
 
 
-def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
+def repeat_of(call: Call, arrays: Arrays, prepared: Launches) -> Repeat | None:
     """How a call is launched again; None if what was made for it has no address to keep."""
     table, kv_lens = call.block_tables, call.indices.kv_lens
     if not call.scales.is_constant or is_bool_mask(call):
@@ -310,7 +313,7 @@ def repeat_of(call: Call, arrays: Arrays, prepared: Prepared) -> Repeat | None:
             return None  # only the graph writes those lengths
         return Repeat(replace(prepared, shared=((_KV_LENS, kv_lens.ptr, kv_lens.owner),)))
     derivation = None
-    if _is_derivable(call, arrays):
+    if isinstance(prepared, Prepared) and _is_derivable(call, arrays):
         per_request, fixed = _counts_of_requests(call, arrays)
         requests = Counts(_TABLE, 0)
         if table is None or call.form.has_table_offsets:

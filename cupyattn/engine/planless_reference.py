@@ -15,7 +15,7 @@ from ..core import parse
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError
 from ..launch.driver.params import LSE_OF_NO_KEYS_IS_INFINITE, LSE_WITHOUT_SINKS
-from . import cpu, planless_share, row_mask
+from . import cpu, key_lists_reference, planless_share, row_mask
 from . import latent_rows as latent
 from .arrays import Arrays
 from .check_planless import Call, require_from_zero
@@ -221,7 +221,7 @@ def read_tables(
     keys = read(call.block_tables).astype(np.int64)
     is_one = call.value_tables is call.block_tables
     tables = keys, keys if is_one else read(call.value_tables).astype(np.int64)
-    if call.options.is_list:  # entries that are no slots are no keys
+    if call.options.is_list or call.lists is not None:  # which read what lists name alone
         return tables
     for index, request in enumerate(requests):
         for table in tables:
@@ -252,11 +252,18 @@ def attend(call: Call, arrays: Arrays, append: Callable[[], None] | None = None)
         append()
     scales, options = call.scales, call.options
     spec = replace(call.geometry.spec, sm_scale=scales.logits, output_scale=scales.output)
-    requests = list(_reference_requests(call, spans, tables))
     q = array.as_numpy(call.q)
     if call.queries is not None:
         q = latent.as_rows(call.queries, options.rope_scale)
-    o, lse = cpu.attend(spec, q, requests, {"sinks": call.sinks, "output_gate": call.output_gate})
+    if call.lists is None:
+        requests = list(_reference_requests(call, spans, tables))
+        extras = {"sinks": call.sinks, "output_gate": call.output_gate}
+        o, lse = cpu.attend(spec, q, requests, extras)
+    else:
+        requests = []
+        o, lse = key_lists_reference.attend(
+            call, spec, q, spans, None if tables is None else tables[0]
+        )
     if call.sinks is not None and options.lse_form & LSE_WITHOUT_SINKS:
         _, lse = cpu.attend(spec, q, requests, {})
     if options.lse_form & LSE_OF_NO_KEYS_IS_INFINITE:
@@ -264,8 +271,8 @@ def attend(call: Call, arrays: Arrays, append: Callable[[], None] | None = None)
     if call.max_logits is not None:
         array.as_numpy(call.max_logits)[...] = _max_logits(spec, q, requests)
     owned = np.zeros(len(o), np.bool_)
-    for request in requests:
-        owned[request.rows] = True
+    for span in spans:
+        owned[span.q_start : span.q_start + span.qo_len] = True
     # As on a GPU, rows of no request are left as they are.
     out = cpu.deliver(o if call.out else o.reshape(call.out_shape), call.out, call.q, owned)
     out = out if arrays.out is None else arrays.out

@@ -51,17 +51,39 @@ class Before(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Launches:
+    """What calls with equal signature and lengths launch; nobody changes it once it is made.
+
+    num_bytes  of the workspace
+    lse_shape  of an LSE that the call makes
+    shared     (place, address, owner) of arrays that all such calls read where their callers give
+               none
+    before     what is launched ahead, whose space is the last of the workspace; or None
+    """
+
+    device_index: int
+    num_bytes: int
+    lse_shape: tuple[int, ...]
+    shared: tuple[tuple[int, int, object], ...] = ()
+    before: Before | None = None
+
+    def launch(
+        self, addresses: Sequence[int], stream: int, allocate: scratch.Allocate, words: int = 0
+    ) -> None:
+        """Enqueue them, on arrays at these addresses, 0 for none, in the order of ROLES, v's at its
+        first page. allocate: memory for zeros; words: see Prepared.launch."""
+        raise NotImplementedError
+
+
 @dataclass(slots=True, eq=False)
-class Prepared:
-    """What launches of calls with equal signature and lengths share; nobody changes it
-    once it is made.
+class Prepared(Launches):
+    """The launches of calls that plan on the device, or whose blocks find their items.
 
     plan       None for lists of one length, which need none
     partials   where partial states begin, in bytes into the workspace
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
-    num_bytes  of the workspace
     num_keys   rows that k and v hold, or pages
-    lse_shape  of an LSE that the call makes
     num_rows   rows that q holds; 0 where heads are latent
     lse_scale, lse_form  see BatchLauncher.bind
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
@@ -71,9 +93,6 @@ class Prepared:
     slopes     extents of slopes that an expression reads; empty for others
     gate_strides  empty without gates of the output
     second     how launches are told of the second parts of latent rows
-    shared     (place, address, owner) of arrays that all such calls read where their callers give
-               none
-    before     what is launched ahead, whose space is the last of the workspace; or None
     staged     where queries are widened, in bytes into the workspace, and how many that takes; 0 of
                them: they are not
     stages_apart  the workspace has no room for them: each call takes memory
@@ -87,13 +106,11 @@ class Prepared:
     partials: int
     padding: Padding | None
     lse_rows: int
-    num_bytes: int
     strides: bytes
     num_keys: int
     sm_scale: float
     output_scale: float
     has_scales: bool
-    lse_shape: tuple[int, ...]
     num_rows: int = 0
     lse_scale: float = 1.0
     lse_form: int = 0
@@ -104,13 +121,16 @@ class Prepared:
     slopes: tuple[int, ...] = ()
     gate_strides: tuple[int, ...] = ()
     second: Second | None = None
-    shared: tuple[tuple[int, int, object], ...] = ()
-    before: Before | None = None
     staged: int = 0
     staged_bytes: int = 0
     stages_apart: bool = False
     may_find: bool = False
     bound: dict[tuple[int, int, int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
+
+    @property
+    def has_planner(self) -> bool:
+        """Whether a launch plans the work of the others."""
+        return self.plan is not None and self.plan.planner is not None
 
     def launch(
         self,
@@ -130,10 +150,10 @@ class Prepared:
         (
             q, k, v, workspace, block_tables, kv_lens, out, lse, qo_offsets, kv_offsets, sinks,
             _, _, _, slopes, mask, kv_begin, qo_lens, q_rope, k_rope, max_logits, gate,
-            _, _, _, _, _, _, _, _, _, _, _,
+            _, _, _, _, _, _, _, _, _, _, _, _,
         ) = addresses
         # fmt: on
-        plan, device = self.plan, self.launcher.device_index
+        plan, device = self.plan, self.device_index
         words, _zeros = words or workspace, None
         if plan is not None and plan.num_counters:
             words, _zeros = scratch.counters(plan.num_counters, device, stream, allocate)
@@ -296,6 +316,7 @@ def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared
         partials=0,
         padding=None,
         lse_rows=0,
+        device_index=launcher.device_index,
         num_bytes=0,
         strides=pack_strides(vq, keys.strides, vout, (0, 0)),
         num_keys=keys.size,
@@ -332,7 +353,7 @@ def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared
 def _variant(call: Call, is_scaled: bool) -> Variant:
     # Kernels whose rows have scales know requests' scales of values too.
     return Variant(
-        _is_aligned(call),
+        is_aligned(call),
         is_scaled or call.scales.logits <= 0.0 or any(call.scales.steps),
         call.mask is not None,
         call.options.key_scales,
@@ -340,7 +361,7 @@ def _variant(call: Call, is_scaled: bool) -> Variant:
     )
 
 
-def _is_aligned(call: Call) -> bool:
+def is_aligned(call: Call) -> bool:
     """Whether all rows start on 16-byte boundaries."""
     vq, keys, queries, pages = call.q, call.keys, call.queries, call.pages
     rows = [x for x in (vq, call.out, queries and queries.rope, pages and pages.rope) if x]

@@ -27,7 +27,8 @@ from .call_cache import CallOptions
 from .check_planless import Call, Options, check
 from .kept_list import KeptList
 from .planless_cache import CALLS, Append, Asked, insert, prepared_for, repeat_of
-from .prepared import Prepared, is_bool_mask, prepare
+from .prepared import Launches, Prepared, is_bool_mask, prepare
+from .prepared_lists import prepare_lists
 from .views import merge_leading
 from .workspace import num_bytes, view_workspace
 
@@ -86,11 +87,11 @@ def _serve(call: Call, arrays: Arrays, asked: Asked, append: Append | None) -> A
     if lse is None and call.return_lse:
         lse = array.empty(call.lse_shape, dtypes.float32, vq)
         call.lse = call.view_lse(lse)
-    prepared = None
+    prepared: Launches | None = None
     if call.launches:
         if cuda().is_debugging:
             reference.check_values(call)
-        prepared = prepare(call, have)
+        prepared = prepare(call, have) if call.lists is None else prepare_lists(call)
         if have is not None:
             _require_size(have, prepared.num_bytes)
 
@@ -147,7 +148,7 @@ def run_cached(
     stream = call.current_stream()
     if not addresses[_WORKSPACE] and prepared.num_bytes:
         addresses[_WORKSPACE], owner = scratch.workspace(
-            prepared.num_bytes, prepared.launcher.device_index, stream, checked.allocate
+            prepared.num_bytes, prepared.device_index, stream, checked.allocate
         )
     if append is not None:
         append()
@@ -191,7 +192,7 @@ def _with_outputs(call: Call) -> Call:
     return replace(call, out=out, lse=lse)
 
 
-def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> None:
+def _launch(call: Call, prepared: Launches, vworkspace: ArrayView | None) -> None:
     vq = call.q
     stream = array.current_stream(vq)
     owner: object = None
@@ -206,6 +207,7 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
     addresses = Arrays(*(0 if x is None else x.ptr for x in views))
     mask = addresses.mask
     if call.mask is not None and is_bool_mask(call):
+        assert isinstance(prepared, Prepared)
         mask = workspace + prepared.mask.address
         row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
     addresses = addresses._replace(workspace=workspace, mask=mask)
@@ -237,5 +239,6 @@ def _views(call: Call) -> Arrays:
         q_rope=None if queries is None else queries.rope,
         k_rope=None if pages is None else pages.rope,
         max_logits=call.max_logits,
+        lists=call.lists,
         **of_roles,
     )

@@ -1,0 +1,104 @@
+"""What a call by lists launches: nothing is planned, so lengths and lists stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..launch.attention.key_lists import ListAddresses, ListLauncher, Lists
+from ..launch.driver import params, scratch
+from . import output_gate
+from .arrays import Arrays
+from .check_planless import Call
+from .geometry import Variant
+from .kv_cache import pack_strides
+from .prepared import SCALE_PLACES, Launches, is_aligned
+
+(*(_Q, _K, _V, _TABLE, _KV_LENS, _OUT, _LSE, _QO_OFFSETS, _KV_OFFSETS, _SINKS, _GATE, _LISTS),) = (
+    map(
+        Arrays._fields.index,
+        (
+            *("q", "k", "v", "block_tables", "kv_lens", "out", "lse", "qo_offsets", "kv_offsets"),
+            *("sinks", "output_gate", "lists"),
+        ),
+    )
+)
+
+
+@dataclass(slots=True, eq=False)
+class PreparedLists(Launches):
+    """The launches of attention by lists.
+
+    lists         what they are told of lists
+    strides       params.STRIDES
+    num_tokens    rows of q
+    gate_strides  empty without gates of the output
+    """
+
+    launcher: ListLauncher
+    lists: Lists
+    strides: bytes
+    num_tokens: int
+    gate_strides: tuple[int, ...] = ()
+
+    def launch(
+        self, addresses: Sequence[int], stream: int, allocate: scratch.Allocate, words: int = 0
+    ) -> None:
+        gate, kv_lens, kv_offsets = addresses[_GATE], addresses[_KV_LENS], addresses[_KV_OFFSETS]
+        at = ListAddresses(
+            q=addresses[_Q],
+            k=addresses[_K],
+            v=addresses[_V],
+            o=addresses[_OUT],
+            entries=addresses[_LISTS],
+            kv_lens=kv_lens or kv_offsets,
+            table=addresses[_TABLE],
+            qo_offsets=addresses[_QO_OFFSETS],
+            kv_offsets=kv_offsets,
+        )
+        read = params.NO_LOGITS_ARRAYS
+        if gate:
+            read = params.with_output_gate(read, gate, self.gate_strides)
+        scales = [addresses[index] for index in SCALE_PLACES]
+        lse, sinks = addresses[_LSE], addresses[_SINKS]
+        optional = params.OPTIONAL.pack(lse, 0, sinks, *scales, 0, params.NO_STEPS, read)
+        tokens = self.num_tokens
+        self.launcher.launch(at, self.lists, optional, self.strides, tokens, stream, allocate)
+
+
+def prepare_lists(call: Call) -> PreparedLists:
+    """The launches of a call that has lists."""
+    form, lists, scales = call.options.key_lists, call.lists, call.scales
+    assert form is not None and lists is not None and call.out is not None
+    is_scaled = not (scales.views[0] is scales.views[1] is None)
+    variant = Variant(
+        is_aligned(call),
+        is_scaled or scales.logits <= 0.0,
+        output_gate=output_gate.kind_of(call.output_gate),
+    )
+    spec, (_, groups, entries) = call.geometry.spec, lists.shape
+    is_of_query_heads = groups == spec.num_qo_heads > spec.num_kv_heads
+    launcher = call.geometry.list_launcher(variant, is_of_query_heads, scales.output)
+    table, lse_strides = call.block_tables, (0, 0) if call.lse is None else call.lse.strides
+    return PreparedLists(
+        launcher,
+        Lists(
+            length=entries,
+            granularity=form.granularity,
+            stride_n=lists.strides[0],
+            stride_group=lists.strides[1] if groups > 1 else 0,
+            num_requests=call.lengths.num_requests,
+            max_kv_len=call.lengths.max_kv_len,
+            window=form.window,
+            request_tokens=0 if call.form.has_qo_offsets else max(call.lengths.qo_len, 1),
+            kv_step=0 if table is None else table.strides[0],
+            is_causal=form.is_causal,
+            kv_lens_are_steps=call.indices.kv_lens is call.indices.kv_offsets,
+        ),
+        strides=pack_strides(call.q, call.keys.strides, call.out, lse_strides),
+        num_tokens=call.q.shape[0],
+        gate_strides=() if call.output_gate is None else call.output_gate.strides,
+        device_index=launcher.device_index,
+        num_bytes=0,
+        lse_shape=call.lse_shape,
+    )
