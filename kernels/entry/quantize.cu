@@ -25,7 +25,8 @@ struct QuantizeConfig : Config {
   // Rows that are found a scale for wait for each other: an SM needs threads of other blocks.
   static constexpr bool kIsPlain = Config::kRope == 0 && !Config::kNorm && !Config::kHadamard &&
                                    !Config::kMean && !Config::kFindsRuns && Config::kAligned;
-  static constexpr int kMinBlocks = kIsPlain && Config::kPasses <= 4 ? 1024 / Config::kThreads : 1;
+  static constexpr int kMinThreads = Config::kLanes == 32 ? 768 : 1024;
+  static constexpr int kMinBlocks = kIsPlain ? kMinThreads / Config::kThreads : 1;
 };
 
 }  // namespace cupyattn

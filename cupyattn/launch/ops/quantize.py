@@ -25,6 +25,7 @@ MAX_HEAD_DIM = 256
 BLOCK_SIZES = (64, 128)
 _CHUNK = 8  # elements of a lane
 _THREADS = 256
+_PLAIN_PASSES = 8
 # As many blocks as keep an SM's memory busy while they wait: fewer tokens a block below it.
 _MANY_BLOCKS = 1024
 _NOTHING = bytes(PART.size)
@@ -191,7 +192,7 @@ def configs(dtype: DType, dtype_cache: DType, head_dim: int) -> Iterator[jit.Con
     rotated by a table, to a cache."""
     lanes, e4m3 = lanes_of(head_dim), dtypes.float8_e4m3fn
     for block_size in BLOCK_SIZES:
-        tile = choose_tile(lanes, block_size, 0)
+        tile = choose_tile(lanes, block_size, 0, is_plain=True)
         yield config(dtype, (e4m3, e4m3, e4m3), is_aligned=True, tile=tile, finds=True)
     for num_rows, norm, table in product((0, 2**31), (None, dtype), (dtypes.float32, dtype)):
         yield config(
@@ -209,9 +210,16 @@ def lanes_of(head_dim: int) -> int:
     return max(8, 1 << max(-(-head_dim // _CHUNK) - 1, 0).bit_length())
 
 
-def choose_tile(lanes: int, block_size: int, num_rows: int) -> tuple[int, int, int]:
+def choose_tile(
+    lanes: int, block_size: int, num_rows: int, *, is_plain: bool = False
+) -> tuple[int, int, int]:
     """(threads, lanes, passes) for blocks of so many tokens whose scale is found, 0 for none, and
-    rows of all heads. Passes are over the tokens of a block, or over heads where none is found."""
+    rows of all heads. Passes are over the tokens of a block, or over heads where none is found.
+
+    is_plain: nothing is done to rows before, which then are held as they were read: many a thread.
+    """
+    if block_size and is_plain:
+        return block_size * lanes // _PLAIN_PASSES, lanes, _PLAIN_PASSES
     if block_size:
         passes = block_size * lanes // _THREADS
         return (_THREADS, lanes, passes) if passes <= 4 else (2 * _THREADS, lanes, passes // 2)
@@ -230,21 +238,26 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     lanes = lanes_of(max(part.source.shape[2] for part in present))
     sizes = [x.block_size for x in present if x.form >= ScaleForm.OF_BLOCKS]
     num_rows = sum(part.source.shape[0] * part.source.shape[1] for part in present)
-    tile = choose_tile(lanes, max(sizes, default=0), num_rows)
     weights = [part.weight.dtype for part in present if part.weight is not None]
+    is_aligned = all(part.is_aligned for part in present)
+    has_mean = any(part.mean is not None for part in present)
+    finds_runs = any(part.form is ScaleForm.OF_PAGE_BLOCKS for part in present)
+    changes = weights or shared.cos_sin is not None or shared.rope_steps or shared.uses_hadamard
+    is_plain = is_aligned and not (changes or has_mean or finds_runs)
+    tile = choose_tile(lanes, max(sizes, default=0), num_rows, is_plain=is_plain)
     filled = [part or first for part in parts]
     chosen = config(
         first.source.dtype,
         (filled[0].dtype, filled[1].dtype, filled[2].dtype),
-        is_aligned=all(part.is_aligned for part in present),
+        is_aligned=is_aligned,
         tile=tile,
         dtype_weight=weights[0] if weights else None,
         dtype_table=None if shared.cos_sin is None else shared.cos_sin.dtype,
         has_steps=bool(shared.rope_steps),
         hadamard=shared.uses_hadamard,
-        has_mean=any(part.mean is not None for part in present),
+        has_mean=has_mean,
         finds=bool(sizes),
-        finds_runs=any(part.form is ScaleForm.OF_PAGE_BLOCKS for part in present),
+        finds_runs=finds_runs,
         copies=any(part.copy is not None for part in present),
     )
     packed, blocks = [], 0

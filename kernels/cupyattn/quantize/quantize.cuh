@@ -3,6 +3,7 @@
 // some tokens of one head, and holds what it read in registers until the scale is known.
 #pragma once
 
+#include "cupyattn/ptx/warpgroup.cuh"
 #include "cupyattn/quantize/rows.cuh"
 #include "cupyattn/quantize/scales.cuh"
 #include "cupyattn/shared/state.cuh"
@@ -438,7 +439,12 @@ class Quantizer {
         at = place.page * part.target_stride_page + place.offset * part.target_stride_n;
       }
       float(&x)[kChunk] = held[kHolds ? pass : 0];
-      if constexpr (!kHolds) to_floats<DType>(raw[pass], x);
+      if constexpr (!kHolds) {
+        // Else the compiler would keep the floats of before, which are twice as many words.
+#pragma unroll
+        for (uint32_t& word : raw[pass].word) word = ptx::opaque_copy(word);
+        to_floats<DType>(raw[pass], x);
+      }
       store<Target>(part.target, at + head_ * part.target_stride_h, part.head_dim,
                     Format::pack(x, inverse));
     }
