@@ -17,13 +17,20 @@ from .engine.key_lists import KeyLists, require_granularity
 from .engine.kv_cache import is_pair
 from .engine.planless_cache import Asked
 from .engine.run_planless import run, run_cached
+from .engine.select import SelectArrays, SelectOptions
+from .engine.select import run as run_select
 from .engine.views import Names, number_or_array
 from .errors import ArgumentError
 from .typing import Array, Pages, Scale, returns_lse
 from .wrappers.block_sparse import BlockSparseAttentionWrapper
 from .wrappers.variable_block_sparse import VariableBlockSparseAttentionWrapper
 
-__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "attend"]
+__all__ = [
+    "BlockSparseAttentionWrapper",
+    "VariableBlockSparseAttentionWrapper",
+    "attend",
+    "select",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
@@ -254,3 +261,124 @@ def _attend_dense(arrays: Arrays, options: _Options) -> Any:
 
 
 _NAMES_OF_KV = "cache[0]", "cache[1]"
+
+
+@untraced
+def select(
+    q_index: Array,
+    index_cache: Array,
+    table: Array | None = None,
+    lengths: Array | None = None,
+    *,
+    topk: int,
+    block: int = 128,
+    score: str = "max",
+    weights: Array | None = None,
+    groups: int | None = None,
+    first: int = 0,
+    last: int = 0,
+    ratio: int = 1,
+    tail: bool = False,
+    causal: bool = True,
+    indptr: Array | None = None,
+    kv_indptr: Array | None = None,
+    candidates: Array | None = None,
+    candidate_block: int | None = None,
+    sm_scale: float | None = None,
+    k_scale: Scale = None,
+    k_scales: Array | None = None,
+    out: Array | None = None,
+    values: Array | None = None,
+    return_values: bool = False,
+) -> Any:
+    """The blocks of keys that each token attends to: those of the greatest scores of an index,
+    which has a key of one head for every key or few keys. `attend` takes such lists.
+
+    q_index [tokens, index_heads, head_dim], float16, bfloat16 or float8_e4m3fn (on the CPU float32
+            too): the tokens of one request after those of another.
+    index_cache  rows of q_index's dtype or float8_e4m3fn: pages [num_pages, page_size, head_dim]
+            with `table`, [rows, head_dim] of all requests with `kv_indptr`, or [requests, rows,
+            head_dim]. An axis of one head behind page_size is allowed. Pages may be DeepGEMM's,
+            uint8 [num_pages, page_size, 1, head_dim + 4]: the e4m3 rows of a page, and behind them
+            a float32 scale of each.
+    table   int32 [requests, most pages], the pages of each request's index rows.
+    lengths int32 [requests], keys (not index rows) of each request, those of its new tokens among
+            them; needed with `table`, else as many as there is room for.
+    topk    entries of a list, 1 to 2048. block: keys of the block that an entry names, a power of
+            two from 1 to 256.
+    score   of a block, by products of index queries and rows times sm_scale:
+            "max": the largest of the block's rows and the group's heads. "relu_sum": of each row
+            the sum over the group's heads of weight * max(product, 0); of a block its largest row.
+            "softmax": the sum over the block's rows and the group's heads of weight * probability,
+            where a head's probabilities are over all rows that the token sees.
+    weights float32 or q_index's dtype [tokens, index_heads]; default 1. Not with "max".
+    groups  lists of a token, for each of which neighbouring heads vote; default index_heads for
+            "max", else 1.
+    first, last  so many first and last blocks that the token sees are in its list whatever their
+            scores, and count in topk.
+    ratio   keys that an index row stands for. A token that sees n keys sees n // ratio rows.
+    tail    where block equals ratio, above 1: one more entry, for the last block where the token
+            sees only some of its keys, so that no row stands for it.
+    causal  token i of a request's n sees lengths - (n - 1 - i) keys. False: all of them.
+    indptr  int32 [requests + 1], the first token of each request and their number. By default all
+            requests have equally many tokens.
+    kv_indptr  int32 [requests + 1], the first index row of each request and their number.
+    candidates  int32 [tokens, groups or 1, entries], -1 for none, each once: blocks of
+            `candidate_block` keys (a multiple of block, by default the same) that alone compete.
+    sm_scale  multiplies the products; default 1, for "softmax" 1 / sqrt(head_dim).
+    k_scale, k_scales  of fp8 rows: a number or float32 [1], and float32 [num_pages, page_size] (or
+            like index_cache without its last axis), one for each row.
+    out, values  arrays to write instead of new ones: int32 and float32 [tokens, groups, topk].
+    return_values  return the scores too.
+
+    Returns int32 [tokens, groups, topk], with a tail topk + 1: block numbers within the token's
+    request, ascending, then -1. Which blocks is exact: the greatest scores, of equal ones the lower
+    block; NaN counts as -inf. All blocks that the token sees compete. Tokens of no request have -1.
+    With `return_values` (lists, values), float32: the scores of what is listed, -inf beside -1 and
+    the tail.
+
+    Raises ArgumentError and UnsupportedError, before anything is launched; a GPU has no kernel yet.
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q_index = rng.standard_normal((2, 4, 32)).astype(np.float16)  # a token each of two requests
+    >>> index_cache = rng.standard_normal((8, 16, 32)).astype(np.float16)  # eight pages of 16 rows
+    >>> table = np.array([[0, 1, 2, 3], [4, 5, 6, 7]], np.int32)
+    >>> lengths = np.array([60, 9], np.int32)
+    >>> lists = select(q_index, index_cache, table, lengths, topk=3, block=8, last=1)
+    >>> lists.shape
+    (2, 4, 3)
+    >>> lists[1, 0].tolist()  # nine keys are two blocks
+    [0, 1, -1]
+    """
+    k_number, k_array = number_or_array(k_scale)
+    arrays = SelectArrays(
+        q=q_index,
+        index_cache=index_cache,
+        table=table,
+        lengths=lengths,
+        weights=weights,
+        indptr=indptr,
+        kv_indptr=kv_indptr,
+        candidates=candidates,
+        k_scale=k_array,
+        k_scales=k_scales,
+        out=out,
+        values=values,
+    )
+    options = SelectOptions(
+        topk=topk,
+        block=block,
+        score=score,
+        groups=groups,
+        first=first,
+        last=last,
+        ratio=ratio,
+        tail=tail,
+        causal=causal,
+        candidate_block=candidate_block,
+        sm_scale=sm_scale,
+        k_scale=k_number,
+        return_values=return_values,
+    )
+    return run_select(arrays, options)

@@ -15,3 +15,5 @@ from .merge import merge_states as merge_states
 from .merge import variable_length_merge_states as variable_length_merge_states
 from .pages import store_rows as store_rows
 from .pages import to_fp8 as to_fp8
+from .selection import choose_blocks as choose_blocks
+from .selection import score_blocks as score_blocks
