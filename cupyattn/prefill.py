@@ -189,10 +189,11 @@ def single_prefill_with_kv_cache(
             float32: the output is multiplied by its sigmoid before it is rounded.
     q_block_scales, k_block_scales, v_block_scales  float32 [ceil(tokens / block_size), heads],
             beside q, k and v of 8 bits: what each block of block_size (64 or 128) tokens is
-            multiplied by, as `quantize_qkv` gives them. They multiply with the scales above. CPU
-            arrays only yet. Default 1.
+            multiplied by, as `quantize_qkv` gives them. They multiply with the scales above. On
+            GPUs: Hopper, where products with those of k and v are rounded to float16. Default 1.
     k_mean  float32 [1, num_kv_heads, head_dim_qk], what was subtracted from keys before they were
-            quantized: the LSE, soft caps and sinks are of whole keys again. Default 0.
+            quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it where
+            there are none of these. Default 0.
     out, lse            arrays to write instead of new ones; lse float32, base 2.
 
     Returns out [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse

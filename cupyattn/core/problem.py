@@ -53,7 +53,8 @@ class AttentionProblem:
     head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
     latent keys have (KEY_SCALES), `output_gate` what multiplies the output; `key_share` that rows
     see keys by their places in a sequence that ranks share (key_share.py), `int8_keys` that keys
-    are int8 though queries are not: these were widened from int8. Causality, windows,
+    are int8 though queries are not: these were widened from int8; `block_scales` that blocks of
+    tokens of q, k and v have scales. Causality, windows,
     sinks, scales and LSE are run-time facts: they cost nothing when off, so they do not multiply
     the number of kernels.
     """
@@ -78,6 +79,7 @@ class AttentionProblem:
     output_gate: OutputGate | None = None
     key_share: bool = False
     int8_keys: bool = False
+    block_scales: bool = False
 
     @property
     def dtype_k(self) -> DType:
@@ -88,6 +90,11 @@ class AttentionProblem:
     def is_8bit(self) -> bool:
         """Whether queries, keys and values are multiplied as they are, in 8 bits (native fp8)."""
         return self.dtype_q.is_8bit_query
+
+    @property
+    def has_tiles_of_prompts(self) -> bool:
+        """Whether tiles of prompts serve requests of any number of rows: no others are made."""
+        return self.is_8bit or self.block_scales
 
     def widened(self) -> AttentionProblem:
         """The problem of queries of 8 bits in float16, which holds them, over the same keys."""

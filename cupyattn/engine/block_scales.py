@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,13 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import match_array
 from ..core import dtypes, parse
+from ..core.problem import AttentionProblem
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
+from ..launch.driver import params
 
 SIZES = 64, 128
+_SCALES = "q_block_scales", "k_block_scales", "v_block_scales"
 
 
 class BlockScales(NamedTuple):
@@ -35,6 +38,18 @@ class CheckedBlocks:
 
     views: dict[str, ArrayView]
     size: int
+
+    def pack(self) -> bytes:
+        """params.LOGITS_ARRAYS of the scales, which a kernel reads in the place of arrays of an
+        expression: strides of a block, a head and a page, and the tokens of a block as a power of
+        two (kernels/cupyattn/shared/block_scales.cuh)."""
+        arrays = []
+        for name in _SCALES:
+            v = self.views.get(name)
+            page, block, head = (0, 0, 0) if v is None else (0, *v.strides)[-3:]
+            shift = self.size.bit_length() - 1
+            arrays.append((0 if v is None else v.ptr, (block, head, page, shift)))
+        return params.pack_logits_arrays(arrays)
 
     def of_request(
         self,
@@ -69,15 +84,17 @@ def check(
     counts: Sequence[int],
     num_requests: int,
     device_kind: str,
+    wants_logits: str = "",
 ) -> CheckedBlocks:
     """The arrays of a call checked against its heads and sizes.
 
-    counts: rows of q, and rows or pages of k and v. Raises ArgumentError for shapes, dtypes and
-    sizes that do not fit, UnsupportedError where no kernel reads them.
+    counts: rows of q, and rows or pages of k and v. wants_logits: what of a call depends on logits
+    themselves, and not on their differences within a row. Raises ArgumentError for shapes, dtypes
+    and sizes that do not fit, UnsupportedError where no kernel reads them.
     """
     if blocks is None:
         return NO_BLOCKS
-    names = "q_block_scales", "k_block_scales", "v_block_scales", "k_mean"
+    names = *_SCALES, "k_mean"
     present = {n: x for n, x in zip(names, blocks, strict=False) if x is not None}
     first = next(iter(present))
     size = parse.require_int(blocks.size, "block_size", 0)
@@ -108,12 +125,29 @@ def check(
         else:
             match_array(v, "num_blocks heads", dtypes.float32, name, {"heads": heads})
             _require_rows(v, name, num_rows if is_q else num_keys, size, num_requests)
-    if device_kind != "cpu":
+    if device_kind != "cpu" and views.pop("k_mean", None) is not None and wants_logits:
+        # The rest sees differences of a row's logits, which all have the same product of the mean.
         raise UnsupportedError(
-            f"{first}: has no GPU kernel yet; give each head one scale, which quantize_qkv takes "
-            "as scale_q, scale_k and scale_v"
+            f"k_mean: has no GPU kernel beside {wants_logits}; pass None, or keys that are stored "
+            "with their mean"
         )
-    return CheckedBlocks(views, size)
+    return CheckedBlocks(views, size) if views else NO_BLOCKS
+
+
+def wants_logits(spec: AttentionSpec, has_lse: bool, sinks: Any) -> str:
+    """What of a call depends on logits themselves; see `check`."""
+    wanted = {
+        "a log-sum-exp": has_lse,
+        "sinks": sinks is not None,
+        "a soft cap": spec.logits_soft_cap > 0.0,
+        "logits_transform": spec.logits is not None and spec.logits.transform is not None,
+    }
+    return next((name for name, is_wanted in wanted.items() if is_wanted), "")
+
+
+def scaled(problem: AttentionProblem) -> AttentionProblem:
+    """The problem of a call with scales of blocks, of which rows have a part."""
+    return replace(problem, block_scales=True, prescale_logits=True)
 
 
 def _require_rows(v: ArrayView, name: str, tokens: int, size: int, num_requests: int) -> None:

@@ -63,12 +63,18 @@ class CheckedRun:
         views = self.views
         return Variant(
             self._is_aligned and output_gate.is_aligned(views.output_gate),
-            self.prescale_logits,
+            self.prescale_logits or self._scales_blocks,
             views.mask is not None,
             self.key_scales,
             output_gate.kind_of(views.output_gate),
-            self._scales_requests,
+            self._scales_requests or self._scales_blocks,
+            self._scales_blocks,
         )
+
+    @property
+    def _scales_blocks(self) -> bool:
+        """Whether a kernel reads scales of blocks of tokens; the CPU plans without them."""
+        return bool(self.blocks.views) and self.views.q.device.kind != "cpu"
 
     @property
     def _scales_requests(self) -> bool:

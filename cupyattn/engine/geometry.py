@@ -50,7 +50,8 @@ class PlanOptions(NamedTuple):
 
 class Variant(NamedTuple):
     """What a run decides about the kernel; see AttentionProblem. A run may bring a mask, scales of
-    keys, gates of the output, or scales of requests, which then know their place in the batch."""
+    keys, gates of the output, or scales of requests or of blocks of them, which then know their
+    place in the batch."""
 
     aligned: bool
     prescale_logits: bool
@@ -58,6 +59,7 @@ class Variant(NamedTuple):
     key_scales: str = ""
     output_gate: OutputGate | None = None
     scales_requests: bool = False
+    block_scales: bool = False
 
     @property
     def needs_places(self) -> bool:
@@ -91,7 +93,7 @@ class Geometry:
     def launcher(self, variant: Variant) -> BatchLauncher:
         launcher = self.launchers.get(variant)
         if launcher is None:
-            aligned, prescale_logits, has_mask, key_scales, output_gate, _ = variant
+            aligned, prescale_logits, has_mask, key_scales, output_gate, _, has_blocks = variant
             spec, index = self.launched_spec, self.options.device.index
             if self.options.device.kind == "cpu":
                 index = NO_GPU.index
@@ -99,6 +101,7 @@ class Geometry:
                 spec = spec.with_row_mask()
             problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
             problem = replace(problem, key_scales=key_scales, output_gate=output_gate)
+            problem = replace(problem, block_scales=has_blocks)
             launcher = BatchLauncher(spec, problem, index)
             self.launchers[variant] = launcher
         return launcher

@@ -394,7 +394,14 @@ def _launch(wrapper: BatchWrapper, plan: Plan, checked: CheckedRun, variant: Var
     vq, vk, vout, gate = views.q, views.k, views.out, views.output_gate
     stream = array.current_stream(vq)
     own = [x for x in views if x is not None and x is not vq]
-    used = (*own, *scales.values(), workspace, *plan.views, *checked.logits)
+    used = (
+        *own,
+        *scales.values(),
+        *checked.blocks.views.values(),
+        workspace,
+        *plan.views,
+        *checked.logits,
+    )
     array.acquire(vq, *used)
     bits = _mask_bits(wrapper, plan, views.mask, stream)
     shared = _Shared(
@@ -421,6 +428,8 @@ def _launch(wrapper: BatchWrapper, plan: Plan, checked: CheckedRun, variant: Var
     read = plan.packed_logits
     if checked.logits is not plan.logits:
         read = params.pack_logits_arrays((v.ptr, v.shape) for v in checked.logits)
+    if checked.blocks.views:
+        read = checked.blocks.pack()
     read = output_gate.pack(read, gate)
     optional = params.OPTIONAL.pack(
         addresses.lse,
@@ -522,9 +531,15 @@ def _check(
     gate = output_gate.view_gate(arrays.output_gate, (batch.num_rows,), spec)
     inputs |= {**scales.by_head, output_gate.NAME: gate}
     counts, kind = (batch.num_rows, keys.size), vq.device.kind
-    blocks = block_scales.check(options.blocks, spec, counts, batch.num_requests, kind)
+    has_lse = options.return_lse is not False or arrays.lse is not None
+    wants = block_scales.wants_logits(spec, has_lse, sinks)
+    blocks = block_scales.check(options.blocks, spec, counts, batch.num_requests, kind, wants)
     if blocks.views and batch.parts:
         raise UnsupportedError("q_block_scales: are not supported in a cascade; pass None")
+    if blocks.views and spec.mask_form in _IN_BITS and kind != "cpu":
+        raise UnsupportedError(
+            "q_block_scales: are not supported beside a mask of whole requests; pass None"
+        )
     inputs |= blocks.views
     if spec.logits is not None:
         if mask is not None and spec.mask_form == "expression":

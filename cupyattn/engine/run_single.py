@@ -191,7 +191,8 @@ def run(
         own = {"q": call.q, "k": call.k, "v": call.v, "out": call.out, "lse": call.lse}
         require_apart(workspace, **own, **views)
     counts, kind = (call.qo_len, call.kv_len), call.q.device.kind
-    checked = block_scales.check(blocks, call.entry.spec, counts, 1, kind)
+    wants = block_scales.wants_logits(call.entry.spec, return_lse or lse is not None, sinks)
+    checked = block_scales.check(blocks, call.entry.spec, counts, 1, kind, wants)
     if checked.views:
         array.same_device(q=call.q, **checked.views)
 
@@ -209,7 +210,7 @@ def run(
         lse = array.empty(call.out_shape[:-1], dtypes.float32, call.q)
         call.lse = array.view(lse, "lse")
     if call.qo_len:
-        strides = _launch(call, views)
+        strides = _launch(call, views, checked)
         if calls is not None and entry.is_constant:
             _insert(calls, known, options, call, strides)
     out = array.deliver(out, call.q)
@@ -606,16 +607,19 @@ def _view_optional(
     return views | expressed
 
 
-def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
+def _launch(call: _Call, extras: dict[str, ArrayView], blocks: CheckedBlocks) -> bytes:
     """Enqueue the call; returns its strides as the kernels take them."""
     vq, vk, vv, vout, vlse, entry = call.q, call.k, call.v, call.out, call.lse, call.entry
     assert vout is not None and entry.launcher is not None
     launcher, gate = entry.launcher, extras.get(output_gate.NAME)
-    if gate is not None:
+    read = logits.pack(entry.spec, extras)
+    if gate is not None or blocks.views:
         problem = output_gate.gated(entry.problem, gate)
+        if blocks.views:
+            problem, read = block_scales.scaled(problem), blocks.pack()
         launcher = _launcher_of(entry.spec, problem, vq.device.index)
     stream = array.current_stream(vq)
-    inputs = (vk, vv, *extras.values())
+    inputs = (vk, vv, *extras.values(), *blocks.views.values())
     array.acquire(vq, *inputs)
     mask = extras.get("packed_custom_mask")
     if entry.spec.mask_form == "whole" and mask is None:
@@ -640,7 +644,7 @@ def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
         vout.ptr,
         params.OPTIONAL.pack(
             *(0 if v is None else v.ptr for v in optional),
-            *(0, params.NO_STEPS, output_gate.pack(logits.pack(entry.spec, extras), gate)),
+            *(0, params.NO_STEPS, output_gate.pack(read, gate)),
         ),
         strides,
         0 if mask is None else mask.shape[0],

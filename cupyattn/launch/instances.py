@@ -226,7 +226,7 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
         if problem is not asked:
             aligned = problem.aligned and problem.head_dim_qk % 16 == 0
             yield "widen_rows", widen_queries.config(asked.dtype_q, aligned)
-        names = {LARGE} if problem.is_8bit else {*rows}
+        names = {LARGE} if problem.has_tiles_of_prompts else {*rows}
         if LARGE in names:
             props = replace(NO_GPU, arch=arch, max_smem_per_block=SHARED_BYTES[arch])
             names |= {*large_tiles(problem, props, page_size)}

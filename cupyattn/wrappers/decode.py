@@ -256,9 +256,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 head, as `quantize_qkv` gives them. Rows of q: [ceil(rows / block_size) + B,
                 num_qo_heads], where block b of a request whose rows begin at `start` is row start
                 // block_size + request + b; pages: [num_pages, page_size / block_size,
-                num_kv_heads]. They multiply with the scales above. CPU arrays only yet.
+                num_kv_heads]. They multiply with the scales above. On GPUs: Hopper, where
+                products with those of k and v are rounded to float16.
         k_mean  float32 [B, num_kv_heads, head_dim], what was subtracted from keys before they were
-                quantized: the LSE, soft caps and sinks are of whole keys again. Default 0.
+                quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it
+                where there are none of these. Default 0.
         window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
                 for compatibility, and so is skip_softmax_threshold_scale_factor, which allows less
                 exact outputs.

@@ -34,5 +34,9 @@ EIGHT_BITS = (
         "hopper 8-bit broken tokens",
     ),
     Mutation("widened-into-another-vector", "index * kCount", "(index ^ 1) * kCount", "widened"),
+    Mutation(
+        "block-scales-of-first-request", "request.mask_start", "0", "hopper block scales of rows"
+    ),
+    Mutation("block-scale-of-the-page", "place.slot >> shift", "0", "hopper block scales of pages"),
     Mutation("int8-sign-lost", "0xe480e480u", "0xe400e400u", "widened int8"),
 )

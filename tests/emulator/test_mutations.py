@@ -29,6 +29,7 @@ from . import (
     run,
     test_attention,
     test_batch,
+    test_block_scales,
     test_cascade,
     test_exchange,
     test_flash_attn,
@@ -611,6 +612,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper 8-bit broken tokens": lambda **facts: test_prefill_sm90_8bit.check(
         replace(test_prefill_sm90_8bit.BASE, group=72, qo_len=8, kv_len=100), **facts
     ),
+    "hopper block scales of rows": test_block_scales.check,
+    "hopper block scales of pages": lambda **facts: test_block_scales.check(page_size=128, **facts),
     "widened": lambda **facts: test_widened_queries.check_small("float8_e4m3fn", **facts),
     "widened int8": lambda **facts: test_widened_queries.check_small("int8", **facts),
     "hopper 8-bit sums": test_prefill_sm90_8bit.check_sums_are_emptied,

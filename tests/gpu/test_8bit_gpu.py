@@ -11,6 +11,8 @@ from helpers import eight_bit_cases, needles, single_calls
 from helpers.batch_calls import planned
 from helpers.eight_bit_cases import PREFILL_SM90 as SERVED
 from helpers.on_gpu import capture, ints, scratch, try_random, workspace
+from helpers.poison import download, upload
+from helpers.token_blocks import Blocks
 
 import cupyattn
 
@@ -101,3 +103,27 @@ def test_a_graph_widens_the_rows_of_its_plan(torch: Any, kind: str) -> None:
 def test_needles_are_found_in_128k_keys() -> None:
     stack = needles.haystack(rows=16, keys=1 << 17)
     assert needles.shares_found(stack, cupy) == {"prompt": 1.0, "append": 1.0, "decode": 1.0}
+
+
+# Page sizes, 0 for rows; and options beside scales of blocks.
+BLOCKS = [(0, {}), (64, {}), (128, {}), (0, {"logits_soft_cap": 3.0}), (128, {"window_left": 90})]
+
+
+@pytest.mark.parametrize(("page_size", "options"), BLOCKS)
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_blocks_have_scales(torch: Any, kind: str, page_size: int, options: dict[str, Any]) -> None:
+    for seed in range(20):
+        size = 128 if page_size == 128 and seed % 2 else 64
+        drawn = Blocks(seed, kind, size, has_mean=False)
+        where, changes = workspace(torch), drawn.arguments(k_mean=None)
+        if page_size:
+            wrapper, cache, scales = drawn.paged(page_size, where, **options)
+            changes |= scales
+            keys: tuple[Any, ...] = (tuple(upload(x, torch) for x in cache),)
+        else:
+            wrapper = drawn.ragged(where, **options)
+            keys = upload(drawn.k, torch), upload(drawn.v, torch)
+        given = {n: upload(x, torch) for n, x in changes.items() if isinstance(x, np.ndarray)}
+        changes |= given
+        out, lse = wrapper.run(upload(drawn.q, torch), *keys, return_lse=True, **changes)
+        drawn.check(download(out), download(lse), 0.01, **options)

@@ -587,7 +587,7 @@ class BatchLauncher(Binder):
         if capacity is not None:
             lengths = np.array([longest for _, longest in capacity.levels])
         rows, chosen = lengths * self.group_size, np.arange(len(requests.qo_len))
-        serves_all = self.problem.is_8bit  # tiles of prefill_sm90, whatever the rows
+        serves_all = self.problem.has_tiles_of_prompts  # tiles of prefill_sm90, whatever the rows
         is_large, groups = (rows > MAX_ROWS[SMALL]) | serves_all, []
         if is_large.any() and self._kernels.get(LARGE).kinds[0].is_sm90:
             # Its blocks are like those of no other kernel, which serves the rest.

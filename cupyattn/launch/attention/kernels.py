@@ -323,7 +323,7 @@ class Kernels:
 
         None if all are of one kind, or there is no such kernel.
         """
-        if self._problem.is_8bit:
+        if self._problem.has_tiles_of_prompts:
             return None
         rows, edge = lengths * self._group_size, MAX_ROWS[VERIFY]
         maximum = max_of(rows) if rows.size else 0
@@ -355,7 +355,7 @@ def group_by_row_class(
     """The requests of each row class, the largest tiles first."""
     if len(requests.qo_len) == 0:
         return []
-    if problem.is_8bit:
+    if problem.has_tiles_of_prompts:
         return [(row_class_of(0, problem), requests)]
     minimum, maximum = requests.qo_range()
     name = row_class_of(maximum * group_size)

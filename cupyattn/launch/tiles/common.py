@@ -55,8 +55,14 @@ def problem_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
 
 
 def key_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
-    """The dtype of keys where it is not that of values, of which other kernels are not told."""
-    return {"DTypeK": problem.dtype_k} if problem.int8_keys else {}
+    """The dtype of keys where it is not that of values, and whether blocks of keys have scales; of
+    which other kernels are not told."""
+    constants: dict[str, jit.Constant] = {}
+    if problem.int8_keys:
+        constants["DTypeK"] = problem.dtype_k
+    if problem.block_scales:
+        constants["kBlockScales"] = True
+    return constants
 
 
 def share_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:

@@ -284,6 +284,8 @@ def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> T
     """The tile of this name for a problem, or a sentence that says why there is none."""
     if not problem.aligned:
         return "tensor maps need rows that begin on 16-byte boundaries"
+    if problem.block_scales and problem.logits is not None:
+        return "scales of blocks are read where expressions read their arrays"
     if problem.is_8bit and (reason := _refusal_of_8_bits(problem, name)) is not None:
         return reason
     if name in (LARGE, PERSISTENT):
@@ -302,6 +304,8 @@ def _refusal_of_8_bits(problem: AttentionProblem, name: str) -> str | None:
         return f"it has no tile for queries of 8 bits with head dims {dims[0]} and {dims[1]}"
     if problem.dtype_o.itemsize == 1:
         return "the output of queries of 8 bits is of 16 or 32 bits"
+    if problem.block_scales:
+        return "queries of 8 bits have no scales of blocks"
     if problem.custom_mask or problem.soft_cap or problem.transforms_logits:
         return "queries of 8 bits have no mask, soft cap or logits expression"
     if problem.pos_encoding != "NONE" or problem.biases_logits:
@@ -410,8 +414,10 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
         return None
     if shape.fp8_stages and problem.has_long_transform:
         return None  # no tile leaves it registers
-    if shape.fp8_stages and problem.custom_mask:
-        # Warps that write mask bits take more registers.
+    if problem.block_scales and dims == (192, 192):
+        return None  # nor the factors of rows that three chunks have
+    if shape.fp8_stages and (problem.custom_mask or problem.block_scales):
+        # Warps that write mask bits, or scale what they convert, take more registers.
         shape = shape._replace(registers=(48, 208) if shape.converters == 4 else (72, 216))
     if problem.has_large_mask:
         # So do those that evaluate an expression, at the cost of consumers, or of a third consumer.
@@ -435,7 +441,10 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
         spills = (
             problem.soft_cap and problem.dtype_q is dtypes.float16 and (dim, dim_vo) == (128, 128)
         )
-        return 96 if problem.custom_mask or _caps_rows(problem) or spills else 128
+        spills |= problem.custom_mask or problem.block_scales or _caps_rows(problem)
+        if problem.block_scales and dim == 192:
+            return 64
+        return 96 if spills else 128
     if dim <= 128 and problem.logits is not None and problem.logits.loads_for_keys:
         return 64 if dim == 64 else 80  # 80 and 96 keys take a register too many
     if dim_vo > 192:

@@ -31,8 +31,8 @@ ONE_AN_SM = {DECODE: "decode_one_an_sm", VERIFY: "verify_one_an_sm"}
 
 def row_class_of(rows: int, problem: AttentionProblem | None = None) -> str:
     """The kernel family for this many packed query rows (query tokens times group size). A problem
-    of 8-bit queries has one for all: few rows then have the bits of many."""
-    if problem is not None and problem.is_8bit:
+    of 8-bit products has one for all: few rows then have the bits of many."""
+    if problem is not None and problem.has_tiles_of_prompts:
         return LARGE
     for name, maximum in MAX_ROWS.items():
         if rows <= maximum:

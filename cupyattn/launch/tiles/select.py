@@ -60,10 +60,15 @@ def tile_config(
     """The tile configuration for a problem and a row class on a device of an architecture, with so
     much shared memory per block. UnsupportedError if no kernel serves it."""
     target, reason = Target(arch, max_shared_bytes, page_size, is_batch), None
-    for kernel in (prefill_sm90,) if problem.is_8bit else KERNELS:
+    for kernel in (prefill_sm90,) if problem.has_tiles_of_prompts else KERNELS:
         reason = kernel.refusal(problem, row_class, target)
         if reason is None:
             return kernel.tiles(problem, row_class, target)
+    if problem.block_scales:
+        raise UnsupportedError(
+            "q_block_scales, k_block_scales, v_block_scales: have one kernel, prefill_sm90 on "
+            f"Hopper, which does not serve this call: {reason}; give each head one scale"
+        )
     if problem.is_8bit:
         raise UnsupportedError(
             f"q: dtype {problem.dtype_q} has one kernel, prefill_sm90 on Hopper, which does not "

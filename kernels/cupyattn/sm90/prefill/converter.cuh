@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cupyattn/ptx/tensor_copy.cuh"
+#include "cupyattn/shared/block_scales.cuh"
 #include "cupyattn/shared/hidden_values.cuh"
 #include "cupyattn/shared/key_type.cuh"
 #include "cupyattn/sm90/roles/traits.cuh"
@@ -15,6 +16,9 @@ struct PrefillSm90Converter {
   using DTypeK = typename KeyType<Traits>::type;
   using Item = typename Traits::Item;
   static constexpr int kThreads = Traits::kConverters * kWarpSize;
+  // Four threads have a row.
+  static constexpr int kRowsAtOnce = kThreads / 4;
+  static constexpr bool kScalesBlocks = HasBlockScales<Traits>::kValue;
 
   const PrefillSm90Block<Traits>& block;
   typename Traits::SharedMemory& shared;
@@ -33,17 +37,18 @@ struct PrefillSm90Converter {
     for (;;) {
       const Item& item = block.await_item(place);
       if (!item.exists) return;
-      item.for_tiles([&](const KeyTile& tile, int) { convert_keys(tile); },
+      item.for_tiles([&](const KeyTile& tile, int) { convert_keys(item, tile); },
                      [&](const KeyTile& tile) { convert_values(item, tile); });
       block.release_item(place, lane);
     }
   }
 
-  __device__ __forceinline__ void convert_keys(const KeyTile& tile) {
+  __device__ __forceinline__ void convert_keys(const Item& item, const KeyTile& tile) {
+    const RowFactors factors = factors_of(BlockScales::kKeys, item, tile);
     await_phase(shared.full_fp8_k[full_fp8_k.stage], full_fp8_k.parity);
     await_phase(shared.empty_k[k.stage], k.parity ^ 1);  // mutate: converted-before-empty
     convert<DTypeK, typename Traits::KLoadTile, typename Traits::KTile>(
-        shared.fp8_k[full_fp8_k.stage], shared.k[k.stage]);
+        shared.fp8_k[full_fp8_k.stage], shared.k[k.stage], factors);
     if constexpr (Traits::kMasked) {
       if (thread == 0) shared.row_bits.tiles[k.stage] = tile;
     }
@@ -55,6 +60,7 @@ struct PrefillSm90Converter {
   __device__ __forceinline__ void convert_values(const Item& item, const KeyTile& tile) {
     using Landing = typename Traits::VLoadTile;
     unsigned char* const landing = shared.fp8_v[full_fp8_v.stage];
+    const RowFactors factors = factors_of(BlockScales::kValues, item, tile);
     await_phase(shared.full_fp8_v[full_fp8_v.stage], full_fp8_v.parity);
     await_phase(shared.empty_v[v.stage], v.parity ^ 1);
     if constexpr (Traits::kMasked) {
@@ -65,7 +71,7 @@ struct PrefillSm90Converter {
       zero_nonfinite<Landing>(landing, shared.nonfinite_keys[v.stage],
                               item.range.end - item.first_key(tile.tile));
     }
-    convert<DTypeKV, Landing, typename Traits::VTile>(landing, shared.v[v.stage]);
+    convert<DTypeKV, Landing, typename Traits::VTile>(landing, shared.v[v.stage], factors);
     pass_on(shared.empty_fp8_v[full_fp8_v.stage], shared.full_v[v.stage]);
     full_fp8_v.advance();
     v.advance();
@@ -80,13 +86,35 @@ struct PrefillSm90Converter {
     }
   }
 
+  // What the rows of a tile that a thread converts are multiplied by.
+  struct RowFactors {
+    float row[kScalesBlocks ? Traits::kTileKV / kRowsAtOnce : 1];
+  };
+  __device__ __forceinline__ RowFactors factors_of(BlockScales::Place place, const Item& item,
+                                                   const KeyTile& tile) const {
+    RowFactors factors;
+    if constexpr (kScalesBlocks) {
+      const BlockScales scales = BlockScales::of(block.params, place);
+      const BlockWork& work = item.work;
+      const int last = work.request.kv_len - 1;
+#pragma unroll
+      for (int i = 0; i < Traits::kTileKV / kRowsAtOnce; ++i) {
+        const int key = item.first_key(tile.tile) + thread / 4 + i * kRowsAtOnce;
+        factors.row[i] = scales.template of_key<Traits::kPaged>(
+            block.params, work.request, max_of(min_of(key, last), 0), work.tile.kv_head);
+      }
+    }
+    return factors;
+  }
+
   // Converts a tile. Each 16-byte chunk of a row becomes two chunks of a panel. A thread has the
   // same chunk of every four, in the same row of every kRowsAtOnce. Eight threads that access
   // memory together have two rows; if rows are whole lines, the second row's groups of four chunks
   // are swapped, so that the eight read and write different banks.
   template <typename From, typename Landing, typename Tile>
-  __device__ __forceinline__ void convert(const unsigned char* landing, unsigned char* tile) const {
-    constexpr int kRowsAtOnce = kThreads / 4, kFours = ceil_div(Landing::kChunks, 4);
+  __device__ __forceinline__ void convert(const unsigned char* landing, unsigned char* tile,
+                                          [[maybe_unused]] const RowFactors& factors) const {
+    constexpr int kFours = ceil_div(Landing::kChunks, 4);
     constexpr int kSteps = Landing::kRows / kRowsAtOnce * kFours;
     static_assert(Landing::kRows % kRowsAtOnce == 0, "all threads have as many rows");
     const int row = thread / 4, chunk = thread % 4;
@@ -117,6 +145,18 @@ struct PrefillSm90Converter {
           const uint32_t word = bytes.word[2 * half + w];
           converted.word[2 * w] = ptx::fp8_to_pair<typename Tile::T, From, 0, 1>(word);
           converted.word[2 * w + 1] = ptx::fp8_to_pair<typename Tile::T, From, 2, 3>(word);
+        }
+        if constexpr (kScalesBlocks) {
+          // The factor in two f16 numbers, so that a product is rounded once.
+          const float factor = factors.row[step / kFours];
+          const uint32_t high = ptx::pack_pair<half_t>(factor, factor);
+          float rounded, same;
+          ptx::unpack_pair<half_t>(high, rounded, same);
+          const uint32_t low = ptx::pack_pair<half_t>(factor - rounded, factor - rounded);
+#pragma unroll
+          for (uint32_t& pair : converted.word) {
+            pair = ptx::multiply_add_pair<half_t>(pair, high, ptx::multiply_half_pair(pair, low));
+          }
         }
         *reinterpret_cast<Vector16*>(to[half] + rows / 8 * Tile::kGroupBytes +
                                      four * Tile::kPanelBytes) = converted;

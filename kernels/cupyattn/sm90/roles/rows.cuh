@@ -4,6 +4,7 @@
 
 #include "cupyattn/ptx/ldmatrix.cuh"
 #include "cupyattn/ptx/tensor_copy.cuh"
+#include "cupyattn/shared/block_scales.cuh"
 #include "cupyattn/shared/state.cuh"
 #include "cupyattn/sm90/roles/traits.cuh"
 
@@ -52,6 +53,11 @@ struct PrefillSm90Rows {
           LogitsVariant::make_row(params, request, row.token,
                                   request.position<Traits::Mask::kKeyShare>(params, row.token),
                                   kv_head * params.group_size + row.group_head, kv_head);
+      if constexpr (HasBlockScales<Traits>::kValue) {
+        const BlockScales scales = BlockScales::of(params, BlockScales::kQueries);
+        shared.rows[r].scale *= scales.of_row(request, request.q_start, row.token,
+                                              kv_head * params.group_size + row.group_head);
+      }
     }
     ptx::warp_sync();
   }
