@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...choose.candidates import Keys
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
@@ -23,6 +22,7 @@ from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
 from ..tiles import decode_sm80
 from ..tiles.config import TileConfig
+from ..tiles.decode_sm80 import one_an_sm_rows
 from ..tiles.row_classes import DECODE, MAX_ROWS, VERIFY
 from . import merge_splits
 from .kernels import Kernels
@@ -30,6 +30,10 @@ from .kernels import Kernels
 # The keys of a request that has no pages are one: a page of more keys than there are.
 _ONE_PAGE = 1 << 30
 _MAX_PLANS = 4096
+# Sizes of clusters that lists are shared by, and what a block reads in the time of a merge by the
+# last block of a list.
+_CLUSTERS = 8, 4, 2
+_PART_BYTES = 256 << 10
 
 
 class Lists(NamedTuple):
@@ -158,12 +162,11 @@ class ListLauncher:
         return cached
 
     def _prepare(self, num_tokens: int, num_keys: int) -> _Plan:
-        row_class, shape = self._choose(num_tokens, num_keys)
+        row_class, shape, num_splits = self._choose(num_tokens, num_keys)
         tiles = self._kernels.get(row_class).kinds[0]
         rows, num_heads = self.spec.group_size, self.spec.num_kv_heads
         tiles_a_token = -(-rows // tiles.tile_q)
         num_tiles = num_tokens * tiles_a_token
-        num_splits = self._splits(num_tokens, num_keys, shape)
         starts = range(0, num_tiles, MAX_GRID_YZ)
         parts = tuple(
             self._part(row_class, shape, first, num_tiles, num_splits) for first in starts
@@ -179,15 +182,35 @@ class ListLauncher:
             merge = self._merge(tiles, num_tiles * tiles.tile_q)
         return _Plan(parts, o_bytes, o_bytes + 4 * states, num_counters, merge)
 
-    def _choose(self, num_tokens: int, num_keys: int) -> tuple[str, TileShape]:
-        """The blocks that serve such tokens."""
-        rows = self.spec.group_size
+    def _choose(self, num_tokens: int, num_keys: int) -> tuple[str, TileShape, int]:
+        """The blocks that serve such tokens, and in how many parts each list is divided.
+
+        All lists are as long, so that blocks end together: what counts is that all SMs read. Few
+        lists are shared by the blocks of clusters, which merge without memory.
+        """
         shared_bytes = device_props(self.device_index).max_smem_per_block
-        if row_class_of(rows, self.problem, shared_bytes) == VERIFY:
-            return VERIFY, self._kernels.shape(VERIFY)
-        num_tiles = num_tokens * -(-rows // MAX_ROWS[DECODE])
-        keys = Keys.equal(num_tiles, num_keys)
-        return self._kernels.choose(DECODE, keys, min(rows, MAX_ROWS[DECODE]))
+        row_class = row_class_of(self.spec.group_size, self.problem, shared_bytes)
+        kernel = self._kernels.get(row_class)
+        num_tiles = -(-self.spec.group_size // kernel.kinds[0].tile_q)
+        num_items = num_tokens * num_tiles * self.spec.num_kv_heads
+        one_an_sm = one_an_sm_rows(self.problem, row_class)
+        if kernel.loaded.has_clusters and one_an_sm and num_items <= kernel.loaded.num_sms:
+            alone = self._kernels.get(one_an_sm)
+            shape, loaded = alone.shapes[0], alone.loaded
+            for cluster in _CLUSTERS:
+                num_clusters = loaded.max_clusters(cluster)
+                if num_items <= num_clusters and cluster * shape.tile_kv <= num_keys:
+                    times = self._kernels.decode_times.cluster
+                    parts = self._parts(num_clusters // num_items, num_keys // cluster)
+                    return one_an_sm, shape.in_clusters(cluster, num_clusters, times), parts
+            return one_an_sm, shape, 1
+        rows = min(self.spec.group_size, kernel.kinds[0].tile_q)
+        (_, shape), *_ = self._kernels.decode_blocks(row_class, num_tokens * num_tiles, rows)
+        return row_class, shape, self._splits(num_tokens, num_keys, shape)
+
+    def _parts(self, most: int, num_keys: int) -> int:
+        """In how many parts, of which each is worth a merge, a block's keys are divided."""
+        return max(min(most, num_keys * self._kernels.key_bytes // _PART_BYTES), 1)
 
     def _splits(self, num_tokens: int, num_keys: int, shape: TileShape) -> int:
         """In how many parts each list is divided."""
