@@ -296,12 +296,12 @@ def _entries(options: SelectOptions) -> _Entries:
 
 def _candidate_block(arrays: SelectArrays, options: SelectOptions, block: int) -> int:
     """Keys of the blocks that candidates name; 0 without them."""
-    given = options.candidate_block
+    size = options.candidate_block
     if arrays.candidates is None:
-        if given is not None:
+        if size is not None:
             raise ArgumentError("candidate_block: given without candidates; pass both, or none")
         return 0
-    size = block if given is None else require_int(given, "candidate_block")
+    size = block if size is None else require_int(size, "candidate_block")
     if size % block:
         raise ArgumentError(f"candidate_block: got {size}; wanted a multiple of block, {block}")
     return size
