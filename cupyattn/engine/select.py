@@ -200,13 +200,25 @@ def _view_index_rows(arrays: SelectArrays, vq: ArrayView) -> Index:
 def _view_fused_pages(arrays: SelectArrays, v: ArrayView, head_dim: int) -> Index:
     """DeepGEMM's pages: e4m3 rows, and behind those of a page their float32 scales."""
     name = "index_cache"
-    if arrays.table is None or len(v.shape) != 3 or v.shape[2] != head_dim + 4 or not v.shape[1]:
-        raise ArgumentError(
-            f"{name}: uint8 of shape {list(v.shape)}; wanted pages [pages, page_size, 1, "
-            f"{head_dim + 4}] with table: rows of {head_dim} e4m3 and behind them their scales"
-        )
+    if arrays.table is None:
+        raise ArgumentError(f"{name}: is pages of uint8, and table is None; pass both")
     if arrays.k_scales is not None:
         raise ArgumentError(f"k_scales: given beside {name} of uint8, which has its own; pass None")
+    v = fused_pages(v, head_dim, name)
+    return Index(v, None, True, head_dim, dtypes.float8_e4m3fn)
+
+
+def fused_pages(v: ArrayView, head_dim: int, name: str) -> ArrayView:
+    """DeepGEMM's pages as [pages, page_size, head_dim + 4] bytes, checked."""
+    require_dtype(v, dtypes.uint8, name)
+    if len(v.shape) == 4 and v.shape[2] == 1:
+        shape, strides = (*v.shape[:2], v.shape[3]), (*v.strides[:2], v.strides[3])
+        v = array.as_strided(v, shape, strides)
+    if len(v.shape) != 3 or v.shape[2] != head_dim + 4 or not v.shape[1]:
+        raise ArgumentError(
+            f"{name}: uint8 of shape {list(v.shape)}; wanted pages [pages, page_size, 1, "
+            f"{head_dim + 4}]: rows of {head_dim} e4m3 and behind them their scales"
+        )
     page_bytes = v.shape[1] * v.shape[2]
     is_whole = v.shape[1] == 1 or v.strides[1] == v.shape[2]
     if not is_whole or v.strides[0] % 4 or head_dim % 4 or v.ptr % 4:
@@ -214,7 +226,7 @@ def _view_fused_pages(arrays: SelectArrays, v: ArrayView, head_dim: int) -> Inde
             f"{name}: strides {list(v.strides)} in bytes; wanted pages of {page_bytes} bytes "
             "without gaps, on 4-byte boundaries"
         )
-    return Index(v, None, True, head_dim, dtypes.float8_e4m3fn)
+    return v
 
 
 def _problem(
@@ -483,14 +495,14 @@ def _spans(call: Call) -> Iterator[_Span]:
     for request in range(call.num_requests):
         first = 0 if offsets is None else int(offsets[request])
         if offsets is not None:
-            most = int(offsets[request + 1]) - first
+            max_rows = int(offsets[request + 1]) - first
         else:
-            most = room[1] * (1 if call.table is None else call.table.shape[1])
-        kv_len = most * problem.ratio if lengths is None else int(lengths[request])
-        if not 0 <= kv_len // problem.ratio <= most:
+            max_rows = room[1] * (1 if call.table is None else call.table.shape[1])
+        kv_len = max_rows * problem.ratio if lengths is None else int(lengths[request])
+        if not 0 <= kv_len // problem.ratio <= max_rows:
             raise ArgumentError(
-                f"lengths: request {request} has {kv_len} keys; its index has room for {most} rows "
-                f"of {problem.ratio} keys"
+                f"lengths: request {request} has {kv_len} keys; its index has room for "
+                f"{max_rows} rows of {problem.ratio} keys"
             )
         begin = request * call.request_tokens if indptr is None else int(indptr[request])
         end = begin + call.request_tokens if indptr is None else int(indptr[request + 1])
@@ -506,22 +518,36 @@ def _rows_of(call: Call, request: int, span: _Span) -> tuple[np.ndarray, np.ndar
         if call.kv_indptr is None:
             own = (request, slice(count))  # type: ignore[assignment]
         return rows[own], None if scales is None else scales[own]
-    size = rows.shape[1]
-    pages = array.as_numpy(call.table)[request][: -(-count // size)]
-    wrong = pages[(pages < 0) | (pages >= rows.shape[0])]
-    if wrong.size:
-        raise ArgumentError(
-            f"table: request {request} has page {int(wrong[0])}; the cache holds {rows.shape[0]} "
-            "pages"
-        )
+    table = array.as_numpy(call.table)[request]
     if index.is_fused:
-        fused = np.ascontiguousarray(rows[pages]).reshape(len(pages), size * (index.head_dim + 4))
-        split = size * index.head_dim
-        own_rows = np.ascontiguousarray(fused[:, :split]).view(index.dtype.numpy)
-        behind = np.ascontiguousarray(fused[:, split:]).view(np.float32)
-        return own_rows.reshape(-1, index.head_dim)[:count], behind.reshape(-1)[:count]
+        return rows_of_pages(rows, table, count, index.head_dim, request)
+    pages = _pages_of(table, rows, count, request)
     own_scales = None if scales is None else scales[pages].reshape(-1)[:count]
     return rows[pages].reshape(-1, index.head_dim)[:count], own_scales
+
+
+def _pages_of(table: np.ndarray, cache: np.ndarray, count: int, request: int) -> np.ndarray:
+    """The pages of a request's first rows. Raises ArgumentError for such as the cache has not."""
+    pages = table[: -(-count // cache.shape[1])]
+    wrong = pages[(pages < 0) | (pages >= cache.shape[0])]
+    if wrong.size:
+        raise ArgumentError(
+            f"table: request {request} has page {int(wrong[0])}; the cache holds {cache.shape[0]} "
+            "pages"
+        )
+    return pages
+
+
+def rows_of_pages(
+    cache: np.ndarray, table: np.ndarray, count: int, head_dim: int, request: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first rows of a request in DeepGEMM's pages, e4m3 [count, head_dim], and their scales."""
+    pages, size = _pages_of(table, cache, count, request), cache.shape[1]
+    fused = np.ascontiguousarray(cache[pages]).reshape(len(pages), size * (head_dim + 4))
+    split = size * head_dim
+    rows = np.ascontiguousarray(fused[:, :split]).view(dtypes.float8_e4m3fn.numpy)
+    scales = np.ascontiguousarray(fused[:, split:]).view(np.float32)
+    return rows.reshape(-1, head_dim)[:count], scales.reshape(-1)[:count]
 
 
 def _allowed(call: Call, token: int, group: int, num_blocks: int) -> np.ndarray | None:

@@ -36,7 +36,7 @@ _RANKS = {
                 *("attention", "cascade", "decode", "mla", "prefill", "pod", "sparse"),
                 *("cudnn", "flash_attn", "flash_mla", "trtllm", "xqa"),
             ),
-            ("dot_product", "flash_attn_interface"),
+            ("dot_product", "dsa_indexer", "flash_attn_interface", "msa_ops", "paged_mqa", "topk"),
             ("distributed",),
             ("bench", "demo", "explanation", "serving"),
             ("integrations",),

@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 # Modules whose names are public without being exported by the package.
 MODULES = (
     *("flash_attn", "flash_attn.bert_padding", "flash_attn_interface", "flash_mla", "serving"),
-    "distributed",
+    *("distributed", "dsa_indexer", "msa_ops", "paged_mqa"),
     *("typing", "integrations.jax"),
 )
 

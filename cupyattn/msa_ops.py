@@ -1,0 +1,357 @@
+"""FlashInfer's functions of MiniMax Sparse Attention: scores of blocks of 128 keys, the choice of
+blocks, and attention to those.
+
+`cupyattn.sparse.select` scores and chooses at once, without a matrix of scores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import array, reference
+from .array import ArrayView
+from .array.match import match_array, match_output, require_dtype, require_same_dtype
+from .core import dtypes, parse
+from .core.names import refuse_names
+from .core.parse import require_int
+from .core.tracing import untraced
+from .engine import geometry
+from .engine.scores import KeyRows, offsets_of, require_cpu
+from .errors import ArgumentError
+from .sparse import attend
+from .typing import Array
+
+__all__ = [
+    "SUPPORTS_PACKED_KV",
+    "msa_proxy_score",
+    "msa_sparse_attention",
+    "msa_sparse_decode_attention",
+    "msa_topk_select",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
+
+# Keys and values may be halves of one array.
+SUPPORTS_PACKED_KV = True
+_BLOCK = 128
+_QUERY_DTYPES = dtypes.float16, dtypes.bfloat16, dtypes.float32, dtypes.float8_e4m3fn
+_INSTEAD = "use sparse.select, or pass CPU arrays"
+
+
+@untraced
+def msa_sparse_decode_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    q2k_indices: Array,
+    *,
+    page_table: Array | None = None,
+    seqused_k: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    seqlen_q: int = 1,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_softmax_lse: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
+    q_offset: Any = None,
+    partial_dtype: Any = None,
+    force_fused: bool | None = None,
+) -> Any:
+    """`sparse.attend` of requests that have seqlen_q tokens each, over blocks of 128 keys.
+
+    q       [B * seqlen_q, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too).
+    k, v    [num_pages, num_kv_heads, page_size, head_dim] with `page_table` int32 [B, most pages]
+            and `seqused_k` int32 [B], or [rows, num_kv_heads, head_dim] with `cu_seqlens_k` int32
+            [B + 1]; of q's dtype or fp8. They may be halves of one array.
+    q2k_indices  int32 [num_kv_heads, B * seqlen_q, topk], -1 for none.
+    causal  token i of a request sees its keys up to seqlen_k - seqlen_q + i.
+    softmax_scale  default 1 / sqrt(head_dim). v_global_scale multiplies the output.
+    k_scale, v_scale, k_global_scale, q_offset   must be None. partial_dtype and force_fused are
+            accepted for compatibility.
+
+    Returns out like q, or (out, lse float32 [B * seqlen_q, num_qo_heads], natural logarithms) if
+    `return_softmax_lse`. Errors as `sparse.attend`. Semantics: FlashInfer's function of the same
+    name, which has head dim 128 and pages of 128.
+    """
+    num_tokens = require_int(seqlen_q, "seqlen_q")
+    _refuse_scales(k_scale, v_scale, k_global_scale, q_offset)
+    lengths = cu_seqlens_k if page_table is None else seqused_k
+    if lengths is None:
+        raise ArgumentError("seqused_k, cu_seqlens_k: got None; wanted the keys of each request")
+    count = max(0, math.prod(array.view(lengths, "lengths").shape) - (page_table is None))
+    tokens = math.prod(array.view(q, "q").shape[:1])
+    if tokens != count * num_tokens:
+        raise ArgumentError(
+            f"q: has {tokens} tokens of {count} requests; wanted {num_tokens} of each, seqlen_q"
+        )
+    return _attend(
+        q,
+        k,
+        v,
+        q2k_indices,
+        table=page_table,
+        lengths=None if page_table is None else seqused_k,
+        kv_indptr=cu_seqlens_k if page_table is None else None,
+        indptr=None,
+        causal=causal,
+        sm_scale=softmax_scale,
+        v_scale=v_global_scale,
+        return_lse=return_softmax_lse,
+    )
+
+
+@untraced
+def msa_sparse_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    q2k_indices: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    page_table: Array | None = None,
+    seqused_k: Array | None = None,
+    return_softmax_lse: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
+    q_offset: Any = None,
+    return_temperature_lse: bool = False,
+    lse_temperature_scale: float = 1.0,
+) -> Any:
+    """`msa_sparse_decode_attention` of requests with any number of tokens each.
+
+    q       [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1], the first token of each
+            request and their number. q2k_indices  int32 [num_kv_heads, tokens, topk].
+    causal  as there, but by default False: a token sees all blocks that it lists.
+    return_temperature_lse  must be False; lse_temperature_scale is without effect then.
+
+    The other arguments, results and errors are as there. Semantics: FlashInfer's function of the
+    same name.
+    """
+    _refuse_scales(k_scale, v_scale, k_global_scale, q_offset)
+    geometry.refuse("is not supported", return_temperature_lse=return_temperature_lse)
+    return _attend(
+        q,
+        k,
+        v,
+        q2k_indices,
+        table=page_table,
+        lengths=None if page_table is None else seqused_k,
+        kv_indptr=cu_seqlens_k if page_table is None else None,
+        indptr=cu_seqlens_q,
+        causal=causal,
+        sm_scale=softmax_scale,
+        v_scale=v_global_scale,
+        return_lse=return_softmax_lse,
+    )
+
+
+def _refuse_scales(k_scale: Any, v_scale: Any, k_global_scale: Any, q_offset: Any) -> None:
+    what = "is of keys in NVFP4, which have no kernel here"
+    geometry.refuse(what, k_scale=k_scale, v_scale=v_scale, k_global_scale=k_global_scale)
+    geometry.refuse("is not supported: tokens are the last of their requests", q_offset=q_offset)
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    q2k_indices: Any,
+    *,
+    table: Any,
+    lengths: Any,
+    kv_indptr: Any,
+    indptr: Any,
+    causal: Any,
+    sm_scale: Any,
+    v_scale: Any,
+    return_lse: Any,
+) -> Any:
+    name = "q2k_indices"
+    lists = array.view(q2k_indices, name)
+    if len(lists.shape) != 3:
+        raise ArgumentError(
+            f"{name}: shape is {list(lists.shape)}; wanted [num_kv_heads, tokens, topk]"
+        )
+    (groups, tokens, topk), (of_group, of_token, of_entry) = lists.shape, lists.strides
+    by_token = array.restride(
+        q2k_indices, name, (tokens, groups, topk), (of_token, of_group, of_entry)
+    )
+    if table is None and kv_indptr is None:
+        raise ArgumentError("cu_seqlens_k: got None without page_table; pass one of them")
+    has_lse = parse.flag(return_lse, "return_softmax_lse")
+    result: Any = attend(
+        q,
+        (k, v),
+        by_token,
+        table,
+        lengths,
+        granularity=_BLOCK,
+        indptr=indptr,
+        kv_indptr=kv_indptr,
+        causal=causal,
+        sm_scale=sm_scale,
+        v_scale=v_scale,
+        kv_layout="HND" if table is not None else "NHD",
+        return_lse=has_lse,  # type: ignore[arg-type]
+    )
+    if not has_lse:
+        return result
+    vq = array.view(q, "q")
+    return result[0], array.deliver(array.scaled(result[1], math.log(2.0)), vq)
+
+
+@untraced
+def msa_proxy_score(
+    q: Array,
+    k: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    *,
+    page_table: Array | None = None,
+    seqused_k: Array | None = None,
+    causal: bool = True,
+    max_seqlen_q: int | None = None,
+    max_k_tiles: int | None = None,
+    output: Array | None = None,
+    reduce_heads: bool = False,
+    q_offset: Any = None,
+) -> Any:
+    """The largest product of each query with the keys of each block of 128, on the CPU alone:
+    `sparse.select` keeps no such matrix.
+
+    q       [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1].
+    k       [rows, num_kv_heads, head_dim] with cu_seqlens_k int32 [B + 1], or [num_pages,
+            num_kv_heads, page_size, head_dim] with page_table int32 [B, most pages] and seqused_k
+            int32 [B]; of q's dtype or float8_e4m3fn.
+    causal  token i of a request sees its keys up to seqlen_k - seqlen_q + i.
+    max_k_tiles  blocks of the output; default those of the longest request.
+    output  the array to write. reduce_heads: the largest of all heads instead of each head's.
+    max_seqlen_q is accepted for compatibility; q_offset must be None.
+
+    Returns float32 [num_qo_heads, max_k_tiles, tokens], or [1, ...] if `reduce_heads`; -inf where a
+    token sees no key of a block. Raises ArgumentError, and UnsupportedError on a GPU. Semantics:
+    FlashInfer's function of the same name.
+    """
+    vq = array.view(q, "q")
+    match_array(vq, "tokens heads head_dim", _QUERY_DTYPES, "q")
+    require_cpu(vq, "q", _INSTEAD)
+    geometry.refuse("is not supported: tokens are the last of their requests", q_offset=q_offset)
+    keys = KeyRows.of(k, page_table, seqused_k, cu_seqlens_k)
+    if keys.dtype is not dtypes.float8_e4m3fn:
+        require_same_dtype(keys.k, "k", vq, "q")
+    if keys.head_dim != vq.shape[2] or vq.shape[1] % max(1, keys.num_heads):
+        raise ArgumentError(
+            f"k: has {keys.num_heads} heads of {keys.head_dim} columns; wanted those of q, "
+            f"{vq.shape[2]}, and a divisor of its {vq.shape[1]} heads"
+        )
+    begins = offsets_of(cu_seqlens_q, "cu_seqlens_q", vq.shape[0], keys.num_requests + 1)
+    max_blocks = -(-max(keys.lengths, default=0) // _BLOCK)
+    num_blocks = max_blocks
+    if max_k_tiles is not None:
+        num_blocks = require_int(max_k_tiles, "max_k_tiles", max_blocks)
+    scores = _scores(vq, keys, begins, num_blocks, parse.flag(causal, "causal"))
+    if parse.flag(reduce_heads, "reduce_heads"):
+        scores = scores.max(0, keepdims=True)
+    return _deliver(scores, output, dtypes.float32, vq)
+
+
+def _scores(
+    vq: ArrayView, keys: KeyRows, begins: list[int], num_blocks: int, is_causal: bool
+) -> np.ndarray:
+    tokens, heads, _ = vq.shape
+    scores = np.full((heads, num_blocks, tokens), -np.inf, np.float32)
+    queries, group = array.as_numpy(vq), heads // max(1, keys.num_heads)
+    for request, (begin, end) in enumerate(itertools.pairwise(begins)):
+        rows = keys.rows(request)
+        for token in range(begin, end):
+            seen = max(len(rows) - (end - 1 - token if is_causal else 0), 0)
+            for head in range(heads):
+                own = queries[token, head][None]
+                of_blocks = reference.score_blocks(
+                    own, rows[:seen, head // group], block_rows=_BLOCK
+                )
+                scores[head, : of_blocks.shape[1], token] = of_blocks[0]
+    return scores
+
+
+@untraced
+def msa_topk_select(
+    max_score: Array,
+    topk: int,
+    num_valid_pages: Any = None,
+    output: Array | None = None,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+) -> Any:
+    """The blocks of the greatest scores, on the CPU alone: `sparse.select` scores and chooses at
+    once.
+
+    max_score  float32 [heads, blocks, tokens], of `msa_proxy_score`.
+    topk    entries of a list. num_valid_pages: so many blocks compete, a number or int32 [tokens];
+            default all.
+    output  int32 [tokens, heads, topk], the array to write.
+    force_begin_blocks, force_end_blocks  so many first and last blocks of those that compete are
+            in each list.
+
+    Returns int32 [tokens, heads, topk], ascending, then -1; of equal scores the lower block. Raises
+    ArgumentError, and UnsupportedError on a GPU. Semantics: FlashInfer's function of the same name,
+    which has lists of 16.
+    """
+    v = array.view(max_score, "max_score")
+    match_array(v, "heads blocks tokens", dtypes.float32, "max_score")
+    require_cpu(v, "max_score", _INSTEAD)
+    heads, blocks, tokens = v.shape
+    size = require_int(topk, "topk")
+    first = require_int(force_begin_blocks, "force_begin_blocks", 0)
+    last = require_int(force_end_blocks, "force_end_blocks", 0)
+    if first + last > size:
+        raise ArgumentError(
+            f"force_begin_blocks, force_end_blocks: got {first} and {last}; wanted at most topk, "
+            f"{size}, together"
+        )
+    counts = _valid_blocks(num_valid_pages, blocks, tokens)
+    lists, scores = np.full((tokens, heads, size), -1, np.int32), array.as_numpy(v)
+    for token in range(tokens):
+        for head in range(heads):
+            own = scores[head, : counts[token], token].astype(np.float64)
+            chosen = reference.choose_blocks(own, size, first=first, last=last)
+            lists[token, head, : chosen.size] = chosen
+    return _deliver(lists, output, dtypes.int32, v)
+
+
+def _valid_blocks(num_valid_pages: Any, blocks: int, tokens: int) -> list[int]:
+    """How many blocks compete for each token."""
+    if num_valid_pages is None:
+        return [blocks] * tokens
+    if isinstance(num_valid_pages, (int, np.integer)):
+        count = require_int(num_valid_pages, "num_valid_pages", 0, blocks)
+        return [count] * tokens
+    v = array.view(num_valid_pages, "num_valid_pages")
+    require_dtype(v, dtypes.int32, "num_valid_pages")
+    if tuple(v.shape) != (tokens,):
+        raise ArgumentError(
+            f"num_valid_pages: shape is {list(v.shape)}; wanted a number, or [{tokens}]"
+        )
+    return [int(x) for x in array.as_numpy(v).clip(0, blocks)]
+
+
+def _deliver(x: np.ndarray, output: Any, dtype: dtypes.DType, like: ArrayView) -> Any:
+    """x in the caller's array, or as a new one of its framework."""
+    if output is None:
+        return array.from_numpy(x, like)
+    target = array.view(output, "output")
+    match_output(target, x.shape, dtype, "output", input=like)
+    array.as_numpy(target)[...] = x
+    return output
