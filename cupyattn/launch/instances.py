@@ -348,7 +348,7 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             yield "append_new_kv", append_new_kv.config(kv, None, aligned)
             # Head dims of no kernel, and outputs over them; fp8 keys that many rows read.
             yield "copy_rows", copy_rows.config(kv, kv, aligned)
-            if q is not kv:
+            if kv.is_fp8 and q.itemsize == 2:
                 yield "copy_rows", copy_rows.config(kv, q, aligned)
             for table in dict.fromkeys((dtypes.float32, q)):
                 if q in append_new_kv.ROTATED_DTYPES and not (kv.is_fp8 and aligned):
