@@ -134,8 +134,8 @@ class AttentionProblem:
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
         if self.is_8bit:
-            # check_supported refuses such queries of wide heads, so their keys are not named.
-            if self.dtype_kv is not dtypes.float8_e4m3fn and not self.is_wide:
+            # check_supported refuses such queries of latent keys, so these are not named.
+            if self.dtype_kv is not dtypes.float8_e4m3fn and not self.latent:
                 raise ArgumentError(
                     f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted k of "
                     f"{self.dtype_k} and v of float8_e4m3fn, or q in float16 or bfloat16"
@@ -193,23 +193,13 @@ class AttentionProblem:
             )
 
     def _check_8bit(self) -> None:
-        """Raise UnsupportedError unless products of 8 bits can serve this problem on some card."""
-        dims = self.head_dim_qk, self.head_dim_vo
-        if self.is_wide:
+        """Raise UnsupportedError unless queries of 8 bits can be served on some card."""
+        if self.latent or (self.is_wide and self.dtype_q is dtypes.int8):
+            dims = self.head_dim_qk, self.head_dim_vo
             what = "latent keys" if self.latent else f"head dims {dims[0]} and {dims[1]}"
             raise UnsupportedError(
                 f"q: dtype {self.dtype_q} is not supported with {what}; cast q to float16 or "
                 "bfloat16"
-            )
-        if dims[0] % 16 or dims[1] % 16:
-            raise UnsupportedError(
-                f"q: dtype {self.dtype_q} with head dims {dims[0]} and {dims[1]}; wanted multiples "
-                "of 16, or q in float16 or bfloat16"
-            )
-        if self.pos_encoding == "ROPE_LLAMA":
-            raise UnsupportedError(
-                f"pos_encoding_mode: ROPE_LLAMA is not supported with q of dtype {self.dtype_q}; "
-                "rotate q and k before they are quantized"
             )
 
     def _check_wide(self) -> None:

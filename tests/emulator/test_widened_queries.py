@@ -35,12 +35,24 @@ def check(answer: run.Answer) -> run.Answer:
             {"logits_soft_cap": 8.0, "scale_q": "per_head"},
             {"pos_encoding_mode": "ALIBI"},
             {"mask_kind": "bool"},
+            {"pos_encoding_mode": "ROPE_LLAMA", "scale_k": "per_head"},
+            {"head_dim_qk": 24, "head_dim_vo": 40},
+            {"head_dim_qk": 512, "head_dim_vo": 512},
             {"o_dtype": E4M3},
         ],
     ),
 )
 def test_options(options: dict[str, Any]) -> None:
     check(run.single(replace(CAUSAL, **options)))
+
+
+@pytest.mark.parametrize("is_portable", [False, True])
+@pytest.mark.parametrize("changes", [{"pos_encoding_mode": "ROPE_LLAMA"}, {"head_dim_qk": 40}])
+def test_int8(changes: dict[str, Any], is_portable: bool) -> None:
+    case = test_prefill_sm90_8bit.typed(replace(CAUSAL, **changes), INT8)
+    check(run.single(case, is_portable=is_portable))
+    step = replace(case, qo_len=1, scale_q="float", scale_k="float")
+    check(run.single(step, is_decode=True, is_portable=is_portable))
 
 
 def check_small(kind: str, **facts: Any) -> None:

@@ -21,11 +21,16 @@ class Served:
     """What cases are drawn from: all that the reference serves, unless less is named."""
 
     dtypes: tuple[str, ...] = (E4M3, INT8)
-    dims: tuple[tuple[int, int], ...] = ((128, 128), (64, 64), (96, 96), (256, 256), (192, 128))
-    o_dtypes: tuple[str | None, ...] = (None, None, "float16", "float32")
+    dims: tuple[tuple[int, int], ...] = (
+        *((128, 128), (64, 64), (96, 96), (256, 256), (192, 128)),
+        (48, 40),
+    )
+    o_dtypes: tuple[str | None, ...] = (None, None, "float16", "float32", E4M3)
     has_caps: bool = True
     has_masks: bool = True
     has_alibi: bool = True
+    has_rope: bool = True
+    has_unaligned: bool = True
     most_keys: int = 4000
     page_sizes: tuple[int, ...] = ()  # others become the first; any if empty
 
@@ -35,11 +40,21 @@ EVERYTHING = Served()
 PREFILL_SM90 = Served(
     dtypes=(E4M3,),
     dims=((128, 128), (64, 64), (96, 96), (192, 128)),
+    o_dtypes=(None, None, "float16", "float32"),
     has_caps=False,
     has_masks=False,
     has_alibi=False,
+    has_rope=False,
+    has_unaligned=False,
     page_sizes=(16, 8, 32, 64),
 )
+
+
+def _encoding(rng: np.random.Generator, served: Served) -> str:
+    draw = rng.random()
+    if served.has_alibi and draw < 0.1:
+        return "ALIBI"
+    return "ROPE_LLAMA" if served.has_rope and draw > 0.95 else "NONE"
 
 
 def single(seed: int, served: Served = EVERYTHING) -> cases.Case:
@@ -54,12 +69,13 @@ def single(seed: int, served: Served = EVERYTHING) -> cases.Case:
         o_dtype=pick(rng, served.o_dtypes),
         head_dim_qk=dims[0],
         head_dim_vo=dims[1],
-        strides=tuple("padded" if x == "unaligned" else x for x in case.strides),
     )
+    if not served.has_unaligned:
+        strides = tuple("padded" if x == "unaligned" else x for x in case.strides)
+        case = replace(case, strides=strides)
     encoding = case.pos_encoding_mode
-    if encoding == "ROPE_LLAMA" or not served.has_alibi:
-        encoding = "NONE"
-    case = replace(case, pos_encoding_mode=encoding)
+    is_served = {"ALIBI": served.has_alibi, "ROPE_LLAMA": served.has_rope}
+    case = replace(case, pos_encoding_mode=encoding if is_served.get(encoding, True) else "NONE")
     if not served.has_caps:
         case = replace(case, logits_soft_cap=None)
     if not served.has_masks:
@@ -80,7 +96,7 @@ def batch(seed: int, served: Served = EVERYTHING) -> batch_cases.Case:
         E4M3,
         pick(rng, served.dims),
         o_dtype=None if wrapper == "ragged" else pick(rng, served.o_dtypes),
-        pos_encoding_mode="ALIBI" if served.has_alibi and rng.random() < 0.1 else "NONE",
+        pos_encoding_mode=_encoding(rng, served),
         is_capped=served.has_caps and bool(rng.random() < 0.2),
         is_masked=served.has_masks and bool(rng.random() < 0.15),
     )

@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy_element(To* target, const From* source) {
   if constexpr (is_same<From, To>) {
     *target = *source;
   } else {
-    const uint32_t pair = ptx::fp8_to_pair<To, From, 0, 1>(source->bits);
+    const uint8_t bits = *reinterpret_cast<const uint8_t*>(source);
+    const uint32_t pair = ptx::fp8_to_pair<To, From, 0, 1>(bits);
     target->bits = static_cast<uint16_t>(pair);
   }
 }

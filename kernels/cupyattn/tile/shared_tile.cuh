@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
     alignas(16) typename Tile::T elements[Tile::kElementsPerChunk];
 #pragma unroll
     for (int i = 0; i < Tile::kElementsPerChunk; ++i) {
-      elements[i].bits = row_exists && column + i < kHeadDim ? source[i].bits : 0;
+      elements[i] = row_exists && column + i < kHeadDim ? source[i] : typename Tile::T{};
     }
     ptx::store_shared_16(destination, *reinterpret_cast<const Vector16*>(elements));
   }
