@@ -44,25 +44,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ArgumentError,
         "k, v: dtype float8_e5m2 with q of dtype int8; wanted k of int8 and v of float8_e4m3fn",
     ),
-    "fp8 q, odd dim": (
-        {"dtype_q": E4M3, "dtype_kv": E4M3, "head_dim_qk": 72},
+    "int8 q, wide": (
+        {"dtype_q": dtypes.int8, "dtype_kv": E4M3, "head_dim_qk": 512, "head_dim_vo": 512},
         UnsupportedError,
-        "q: dtype float8_e4m3fn with head dims 72 and 128; wanted multiples of 16",
-    ),
-    "fp8 q, wide": (
-        {"dtype_q": E4M3, "dtype_kv": E4M3, "head_dim_qk": 512, "head_dim_vo": 512},
-        UnsupportedError,
-        "q: dtype float8_e4m3fn is not supported with head dims 512 and 512; cast q to float16",
+        "q: dtype int8 is not supported with head dims 512 and 512; cast q to float16",
     ),
     "int8 q, latent": (
         {"dtype_q": dtypes.int8, "dtype_kv": E4M3, "latent": True},
         UnsupportedError,
         "q: dtype int8 is not supported with latent keys",
-    ),
-    "fp8 q, rope": (
-        {"dtype_q": E4M3, "dtype_kv": E4M3, "pos_encoding": "ROPE_LLAMA"},
-        UnsupportedError,
-        "pos_encoding_mode: ROPE_LLAMA .*; rotate q and k before they are quantized",
     ),
     "mixed": ({"dtype_kv": dtypes.bfloat16}, ArgumentError, "k, v: dtype bfloat16 with q of"),
     "integer cache": ({"dtype_kv": dtypes.int8}, ArgumentError, "k, v: dtype int8"),
