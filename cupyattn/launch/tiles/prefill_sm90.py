@@ -483,7 +483,8 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     dims = (problem.head_dim_qk, problem.head_dim_vo)
     items = shape.items if shape.persistent else 1
     if problem.is_8bit:
-        fp8_tiles = [panels(tile_kv, dims[1], fp8_stages, itemsize)]
+        totals = Field(4 * tile_q * dims[1], 16)
+        fp8_tiles = [panels(tile_kv, dims[1], fp8_stages, itemsize), totals]
     elif fp8_stages:
         fp8_tiles = [Field(fp8_stages * tile_kv * round_up(dim, 16), 128) for dim in dims]
     else:
@@ -494,9 +495,9 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     else:
         keys = [panels(tile_kv, dim, stages, itemsize) for dim in dims]
         if problem.is_8bit:
-            keys[1] = panels(dims[1], tile_kv, stages, itemsize)
+            keys[1] = Field(stages * dims[1] * tile_kv, 256)
         rest = [
-            Field(stages * 16, 16),
+            Field(stages * 16 * -(-tile_kv // 128), 16),
             _row_bits(problem, tile_q, tile_kv, stages),
             Field(2 * problem.head_dim_qk if is_rotated else 4),
             Field(8 * (1 + 2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),

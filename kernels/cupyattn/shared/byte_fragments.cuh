@@ -22,20 +22,17 @@ __device__ __forceinline__ int row_of_even_column(int index) {
   return index < 4 ? 2 * index : 2 * index - 7;  // mutate: turned-columns-in-order
 }
 
-// O of 16-bit fragments: the sum of two accumulators whose columns lie as above.
+// O of 16-bit fragments, from accumulators whose columns lie as above.
 template <int kTiles>
-__device__ __forceinline__ void order_columns(float (&o)[1][kTiles][4],
-                                              const float (&total)[1][kTiles][4]) {
+__device__ __forceinline__ void order_columns(float (&o)[1][kTiles][4]) {
   static_assert(kTiles % 2 == 0, "columns come by 16");
 #pragma unroll
   for (int n = 0; n < kTiles; n += 2) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float second = o[0][n][2 * h + 1] + total[0][n][2 * h + 1];
-      o[0][n][2 * h] += total[0][n][2 * h];
-      o[0][n][2 * h + 1] = o[0][n + 1][2 * h] + total[0][n + 1][2 * h];
+      const float second = o[0][n][2 * h + 1];
+      o[0][n][2 * h + 1] = o[0][n + 1][2 * h];
       o[0][n + 1][2 * h] = second;  // mutate: columns-of-o-in-the-order-of-rows
-      o[0][n + 1][2 * h + 1] += total[0][n + 1][2 * h + 1];
     }
   }
 }

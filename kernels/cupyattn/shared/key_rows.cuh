@@ -34,6 +34,19 @@ __device__ __forceinline__ int64_t paged_row(int page, int slot, int64_t stride_
   return page * stride_page + slot * stride_n;
 }
 
+// Elements from a head of K to the row of one key of a request.
+template <bool kPaged>
+__device__ __forceinline__ int64_t key_row(const AttentionParams& params, const Request& request,
+                                           int key) {
+  if constexpr (kPaged) {
+    const PageSlot at = PageSlot::of(params, key);
+    const int page = params.kv_indices[request.kv_start + at.page];
+    return paged_row(page, at.slot, params.k_stride_page, params.k_stride_n);
+  } else {
+    return (static_cast<int64_t>(request.kv_start) + key) * params.k_stride_n;
+  }
+}
+
 // Elements from a head of V to the row of one key of a request. kOwnValuePages: values have pages
 // of their own, whose ids lie `value_pages` entries behind those of the keys.
 template <bool kPaged, bool kOwnValuePages = false>

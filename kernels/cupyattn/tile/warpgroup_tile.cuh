@@ -113,14 +113,35 @@ struct RowTile {
   }
 };
 
+// A tile whose rows a product takes 32 bytes at a time: panels of one step of it, in swizzled lines
+// of 32 bytes. So rows may have any multiple of 32 columns.
+template <typename Element, int kRowsInTile, int kColumns>
+struct StepTile {
+  using T = Element;
+  static constexpr int kRows = kRowsInTile, kRowBytes = 32, kGroupBytes = 8 * kRowBytes;
+  static constexpr int kPanelBytes = kRows * kRowBytes;
+  static constexpr int kPanels = kColumns * sizeof(Element) / kRowBytes;
+  static constexpr int kBytes = kPanels * kPanelBytes, kAlign = kGroupBytes;
+  static_assert(kRows % 8 == 0 && kColumns * sizeof(Element) % kRowBytes == 0, "panels are whole");
+
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return chunk / 2 * kPanelBytes + row * kRowBytes + ((chunk ^ (row >> 2)) & 1) * 16;
+  }
+  // The place of a chunk in the row of the first chunk.
+  static __device__ __forceinline__ uint32_t of_chunk(uint32_t first, int chunk) {
+    return (first ^ (chunk % 2 * 16)) + chunk / 2 * kPanelBytes;
+  }
+};
+
 // The descriptor by which wgmma finds an operand: its address, the bytes between groups of eight
 // rows, and the bytes between panels if columns are the outer dimension.
 template <typename Tile>
 __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62;
+  static_assert(Tile::kRowBytes == 128 || Tile::kRowBytes == 32, "the swizzles of tiles");
+  constexpr uint64_t kSwizzle = (Tile::kRowBytes == 128 ? 1ull : 3ull) << 62;
   constexpr uint64_t kGroup = static_cast<uint64_t>(Tile::kGroupBytes >> 4) << 32;
   constexpr uint64_t kPanel = static_cast<uint64_t>(Tile::kPanelBytes >> 4) << 16;
-  return kSwizzle128 | kGroup | kPanel | ((address & 0x3ffffu) >> 4);
+  return kSwizzle | kGroup | kPanel | ((address & 0x3ffffu) >> 4);
 }
 
 // The same operand whose groups of eight rows are all the first.
@@ -204,12 +225,12 @@ template <typename VTile, int kHeadDim, int kSteps>
 __device__ __forceinline__ void issue_pv_of_bytes(float (&o)[1][kHeadDim / 8][4],
                                                   const uint32_t (&p)[kSteps][1][4], uint64_t v,
                                                   bool adds) {
-  static_assert(VTile::kRows == kHeadDim && VTile::kPanels == 1, "keys of a tile are one panel");
+  static_assert(VTile::kRows == kHeadDim && VTile::kPanels == kSteps, "a step takes a panel");
   float (&d)[kHeadDim / 2] = reinterpret_cast<float (&)[kHeadDim / 2]>(o);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    ptx::Wgmma<kHeadDim>::template multiply_rs_8<typename VTile::T>(d, p[step][0], v + 2 * step,
-                                                                    step != 0 || adds);
+    ptx::Wgmma<kHeadDim>::template multiply_rs_8<typename VTile::T>(
+        d, p[step][0], v + step * (VTile::kPanelBytes / 16), step != 0 || adds);
   }
 }
 

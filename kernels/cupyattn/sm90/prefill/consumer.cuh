@@ -85,10 +85,12 @@ struct PrefillSm90Consumer {
   bool adds_output = false;  // whether O holds a part of the item's sum
   uint32_t powers = 0;  // of the thread's rows of Q (convert_rows_to_half)
   float o[1][kHeadDimVO / 8][4];
-  // Where sums have few bits: what has been added up so far, and the tiles that O has besides.
+  // Where sums have few bits, O is the sum of a few tiles. What has been added up before lies in
+  // shared memory; it is to be multiplied by `factors`, as maxima have been raised since.
   static constexpr bool kHasTotal = Traits::kMultipliesBytes;
-  float total[1][kHasTotal ? kHeadDimVO / 8 : 1][4];
   int tiles_of_part = 0;
+  bool has_total = false;
+  float factors_of_total[1][2] = {{1.0f, 1.0f}};
   uint32_t p[Softmax::kSteps][1][4];
   Softmax softmax;
 
@@ -338,7 +340,8 @@ struct PrefillSm90Consumer {
     if constexpr (kOverlap) {
       const bool is_made = tile.is_fast && softmax.fast_tile(tile.probabilities, tile.s);
       if (!is_made) {
-        softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, after(v), false);
+        softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, after(v), false,
+                     masked_key >= 0);
       }
     }
     tile.nonfinite_keys = tile.is_fast ? 0 : any_nonfinite_key();
@@ -430,7 +433,7 @@ struct PrefillSm90Consumer {
     ptx::wgmma_fence();
     if constexpr (Traits::kMultipliesBytes) {
       uint64_t operand = operand_at<VTile>(values);
-      // The lines of a tile of keys may be fewer: then all stand for the first eight.
+      // The bytes of a tile of keys may be fewer: then all lines stand for the first eight.
       if (!has_values) operand = operand_without_groups(operand);
       issue_pv_of_bytes<VTile, kHeadDimVO>(o, p, operand, tiles_of_part > 0);
     } else {
@@ -471,7 +474,7 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ uint32_t any_nonfinite_key() const {
     uint32_t any = 0;
     if (masked_key >= 0) {
-      const Vector16 nonfinite_keys = shared.nonfinite_keys[v.stage];
+      const auto nonfinite_keys = shared.nonfinite_keys[v.stage];
 #pragma unroll
       for (int word = 0; word < ceil_div(kTileKV, 32); ++word) any |= nonfinite_keys.word[word];
     }
@@ -486,31 +489,48 @@ struct PrefillSm90Consumer {
   // Adds what O has to the total; the next product begins it anew.
   __device__ __forceinline__ void flush() {
     if constexpr (kHasTotal) {
+      if (has_total) add_total();
+      const int thread = threadIdx.x - kWarpgroup;
 #pragma unroll
       for (int n = 0; n < kHeadDimVO / 8; ++n) {
+        Vector16 sums;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) total[0][n][e] += o[0][n][e];
+        for (int e = 0; e < 4; ++e) sums.word[e] = __float_as_uint(o[0][n][e]);
+        shared.totals[n][thread] = sums;
       }
+      clear_total();
+      has_total = true;
       tiles_of_part = 0;
     }
   }
+  __device__ __forceinline__ void add_total() {
+    const int thread = threadIdx.x - kWarpgroup;
+#pragma unroll
+    for (int n = 0; n < kHeadDimVO / 8; ++n) {
+      const Vector16 sums = shared.totals[n][thread];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        o[0][n][e] = fmaf(__uint_as_float(sums.word[e]), factors_of_total[0][e / 2], o[0][n][e]);
+      }
+    }
+  }
   __device__ __forceinline__ void rescale_output(const float (&factors)[1][2]) {
-    // Both parts, since all warps of a warpgroup flush at a time, and rows are raised alone.
     multiply_rows(o, factors);
-    if constexpr (kHasTotal) multiply_rows(total, factors);  // mutate: total-not-rescaled
+    if constexpr (kHasTotal) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) factors_of_total[0][h] *= factors[0][h];  // mutate: total-not-rescaled
+    }
   }
   // O of an item whose last product is over.
   __device__ __forceinline__ void complete_output() {
-    if constexpr (kHasTotal) order_columns(o, total);
+    if constexpr (kHasTotal) {
+      if (has_total) add_total();
+      order_columns(o);
+    }
   }
   __device__ __forceinline__ void clear_total() {
-    if constexpr (kHasTotal) {
-#pragma unroll
-      for (int n = 0; n < kHeadDimVO / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) total[0][n][e] = 0.0f;
-      }
-    }
+    has_total = false;
+    factors_of_total[0][0] = factors_of_total[0][1] = 1.0f;
   }
   __device__ __forceinline__ void add_nonfinite_keys(const Item& item) {
     for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {

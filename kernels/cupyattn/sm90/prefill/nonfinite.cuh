@@ -80,7 +80,7 @@ struct PrefillSm90NonFinite {
     static_assert(VTile::kBytes == 16 * kNonFiniteThreads * kChunks && kChunks % kBatch == 0,
                   "batches are whole");
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.v[stage]);
-    if (thread == 0) shared.nonfinite_keys[stage] = Vector16{};
+    if (thread == 0) shared.nonfinite_keys[stage] = {};
     ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kNonFiniteThreads);
     for (int first = thread; first < VTile::kBytes / 16; first += kBatch * kNonFiniteThreads) {
       uint32_t seen[4] = {};

@@ -16,6 +16,7 @@ struct PrefillSm90Transposer {
   using Item = typename Traits::Item;
   using Landing = typename Traits::VLoadTile;
   using VTile = typename Traits::VTile;
+  using KeyMarks = typename Traits::KeyMarks;
   static constexpr int kWarps = Traits::kConverters, kThreads = kWarps * kWarpSize;
 
   const PrefillSm90Block<Traits>& block;
@@ -73,7 +74,6 @@ struct PrefillSm90Transposer {
     constexpr int kPairs = Landing::kChunks / 2, kGroups = Traits::kTileKV / 16;
     constexpr int kBatch = kGroups % 4 == 0 ? 4 : 2;
     static_assert(Landing::kChunks % 2 == 0 && kGroups % kBatch == 0, "batches are whole");
-    static_assert(Traits::kTileKV <= VTile::kPanelColumns, "keys of a tile are one panel");
     const int matrix = lane / 8, line = lane % 8, place = row_of_even_column(line);
 #pragma unroll 1
     for (int pair = warp; pair < kPairs; pair += kWarps) {
@@ -98,7 +98,7 @@ struct PrefillSm90Transposer {
             // mutate: turned-keys-swapped
             columns[2 * half + 1] = ptx::permute_bytes(near, far, 0x7531u);
           }
-          ptx::stmatrix_x4(target ^ ((first + i) * 16), columns);
+          ptx::stmatrix_x4(VTile::of_chunk(target, first + i), columns);
         }
       }
     }
@@ -106,9 +106,9 @@ struct PrefillSm90Transposer {
 
   // Sets non-finite values of a masked tile to zero, and marks those of the first `num_keys` keys
   // that had them.
-  __device__ __forceinline__ void zero_nonfinite(unsigned char* landing, Vector16& nonfinite_keys,
+  __device__ __forceinline__ void zero_nonfinite(unsigned char* landing, KeyMarks& nonfinite_keys,
                                                  int num_keys) const {
-    if (thread == 0) nonfinite_keys = Vector16{};
+    if (thread == 0) nonfinite_keys = KeyMarks{};
     ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);
 #pragma unroll 2
     for (int index = thread; index < Landing::kBytes / 16; index += kThreads) {

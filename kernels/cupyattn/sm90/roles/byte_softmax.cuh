@@ -2,6 +2,10 @@
 // below its largest logit, so that its largest probability is a power of two: 2^7 where one key of
 // the tile decides, less where keys are comparable, whose sums grow. Sums, sinks and LSE follow from
 // the maximum. A probability never exceeds 448: a sum of eight may not, or the maximum is raised.
+//
+// Exponentials take the place of their logits, so that many are under way at a time, and are packed
+// when all are there. A row whose maximum must be raised is multiplied, for its logits are gone; one
+// whose exponentials have left the range of float32 has its logits made again.
 #pragma once
 
 #include "cupyattn/ptx/fp8.cuh"
@@ -15,91 +19,138 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
   using Base::row_max, Base::row_sum;
   static constexpr int kMostHeadroom = 7;
   static constexpr float kLargest = 448.0f;
-  static constexpr int kTilesOfGroup = 4;  // n-tiles, of which a thread has eight keys
+  static constexpr float kFar = 0x1p+100f;  // of sums whose exponentials are in the range of float32
+  static constexpr int kTilesOfGroup = 4;   // n-tiles, of which a thread has eight keys
 
   using Base::Base;
 
-  // As OnlineSoftmax has it.
-  template <typename T, bool kInLoop, int kSteps, int kTilesS, typename Form>
+  // Turns the logits of a tile into probabilities, and raises maxima: in a tile that takes them, of
+  // all rows that ask for it; else of rows whose probabilities are too large. Returns whether it
+  // did; O is then to be multiplied by `factors`. again(s, h): makes the logits of row h again.
+  template <int kSteps, int kTilesS, typename Form, typename Again>
   __device__ __forceinline__ bool exponentiate_or_raise(uint32_t (&p)[kSteps][1][4],
-                                                        const float (&s)[1][kTilesS][4],
+                                                        float (&s)[1][kTilesS][4],
                                                         float (&factors)[1][2], const Form& form,
-                                                        float scale, float,
-                                                        bool takes_maxima) {
-    float tile_sum[2] = {};
+                                                        float scale, bool takes_maxima,
+                                                        Again&& again) {
+    if (takes_maxima) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) take_maximum(s, h, factors[0][h], form, scale, true);
+    }
+    float tile_sum[2], largest[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) exponentiate(s, h, form, scale, tile_sum[h], largest[h]);
     bool raises = takes_maxima;
-#pragma unroll 1
-    for (;;) {
-      if (raises) raise(s, factors, tile_sum, form, scale, takes_maxima);
-      exponentiate(p, s, form, scale, tile_sum);
-      if (raises || !ptx::warp_any(asks(0, tile_sum[0]) | asks(1, tile_sum[1]))) break;
+    if (unlikely(ptx::warp_any((largest[0] > kLargest) | (largest[1] > kLargest)))) {
       raises = true;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        lower(s, h, factors[0][h], tile_sum[h], largest[h], form, scale, again);
+      }
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_sum[0][h] += tile_sum[h];
+    pack(p, s);
     return raises;
   }
 
  private:
-  // The sum of a tile is infinite where one of its groups is too large for e4m3.
-  __device__ __forceinline__ bool asks(int h, float tile_sum) const {
-    return tile_sum == ptx::infinity() || row_max[0][h] == -ptx::infinity();
+  // Takes the maximum of row h from its logits, if the row moves.
+  template <int kTilesS, typename Form>
+  __device__ __forceinline__ void take_maximum(const float (&s)[1][kTilesS][4], int h,
+                                               float& factor, const Form& form, float scale,
+                                               bool row_moves) {
+    const float largest = quad_max(form.value(largest_of(s[0], h)));
+    // The sum of a thread's probabilities if the largest of the row were 1.
+    const float shift = form.shift(largest, scale);
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sum += ptx::ex2_approx(form.exponent(s[0][n][2 * h + e], shift));
+      }
+    }
+    // mutate: small-probabilities-flushed
+    const float value = largest - headroom(quad_max(sum)) * ptx::rcp_approx(scale);
+    factor = this->raise_row(0, h, row_moves ? value : -ptx::infinity(), scale);
+  }
+  // The power of two that the largest probability becomes. sum: of a thread if the largest were 1.
+  static __device__ __forceinline__ float headroom(float sum) {
+    const int power = static_cast<int>(__float_as_uint(sum) >> 23) - 127;
+    return static_cast<float>(kMostHeadroom - max_of(power, 0));
   }
 
+  // Exponentials in the place of the logits of row h, their sum, and the largest of eight.
   template <int kTilesS, typename Form>
-  __device__ __forceinline__ void raise(const float (&s)[1][kTilesS][4], float (&factors)[1][2],
-                                        const float (&tile_sum)[2], const Form& form, float scale,
-                                        bool all) {
+  __device__ __forceinline__ void exponentiate(float (&s)[1][kTilesS][4], int h, const Form& form,
+                                               float scale, float& sum, float& largest) const {
+    static_assert(kTilesS % kTilesOfGroup == 0, "groups are whole");
+    const float shift = this->shift_of(0, h, form, scale);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // mutate: rows-beside-raised
-      const bool row_moves = all || quad_any(asks(h, tile_sum[h]));
-      const float largest = quad_max(form.value(largest_of(s[0], h)));
-      // The sum of a thread's probabilities if the largest of the row were 1.
-      const float shift = form.shift(largest, scale);
-      float sum = 0.0f;
+    for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
-      for (int n = 0; n < kTilesS; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          sum += ptx::ex2_approx(form.exponent(s[0][n][2 * h + e], shift));
-        }
+      for (int e = 0; e < 2; ++e) {
+        s[0][n][2 * h + e] = ptx::ex2_approx(form.exponent(s[0][n][2 * h + e], shift));
       }
-      const int power = static_cast<int>(__float_as_uint(quad_max(sum)) >> 23) - 127;
-      const float headroom = static_cast<float>(kMostHeadroom - max_of(power, 0));
-      // mutate: small-probabilities-flushed
-      const float value = largest - headroom * ptx::rcp_approx(scale);
-      factors[0][h] = this->raise_row(0, h, row_moves ? value : -ptx::infinity(), scale);
+    }
+#pragma unroll
+    for (int n = 0; n < kTilesS; n += kTilesOfGroup) {
+      float group = 0.0f;
+#pragma unroll
+      for (int i = n; i < n + kTilesOfGroup; ++i) {
+        const float pair = s[0][i][2 * h] + s[0][i][2 * h + 1];
+        group = i == n ? pair : group + pair;
+      }
+      largest = n == 0 ? group : fmaxf(largest, group);
+      sum = n == 0 ? group : sum + group;
     }
   }
 
-  template <int kSteps, int kTilesS, typename Form>
-  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSteps][1][4],
-                                               const float (&s)[1][kTilesS][4], const Form& form,
-                                               float scale, float (&tile_sum)[2]) const {
+  // Raises the maximum of row h if a sum of eight exponentials is too large for e4m3.
+  template <int kTilesS, typename Form, typename Again>
+  __device__ __forceinline__ void lower(float (&s)[1][kTilesS][4], int h, float& factor,
+                                        float& tile_sum, float largest_of_eight, const Form& form,
+                                        float scale, Again&& again) {
+    // mutate: rows-beside-raised
+    const bool row_moves = quad_any(largest_of_eight > kLargest);
+    const float sum = quad_max(tile_sum);
+    const bool is_far = row_moves && sum > kFar;
+    float factor_of_far = 1.0f;
+    if (unlikely(ptx::warp_any(is_far))) {
+      if (is_far) again(s, h);  // mutate: far-logits-not-made-again
+      ptx::warp_sync();
+      take_maximum(s, h, factor_of_far, form, scale, is_far);
+      float unused;
+      if (is_far) exponentiate(s, h, form, scale, tile_sum, unused);
+      ptx::warp_sync();
+    }
+    const float largest = quad_max(largest_of(s[0], h));
+    const float step = ptx::lg2_approx(largest) - headroom(sum * ptx::rcp_approx(largest));
+    const float value = row_max[0][h] + step * ptx::rcp_approx(scale);
+    factor = this->raise_row(0, h, row_moves && !is_far ? value : -ptx::infinity(), scale);
+#pragma unroll
+    for (int n = 0; n < kTilesS; ++n) {
+      s[0][n][2 * h] *= factor;
+      s[0][n][2 * h + 1] *= factor;
+    }
+    tile_sum *= factor;
+    factor *= factor_of_far;
+  }
+
+  template <int kSteps, int kTilesS>
+  static __device__ __forceinline__ void pack(uint32_t (&p)[kSteps][1][4],
+                                              const float (&s)[1][kTilesS][4]) {
     static_assert(kTilesS == 4 * kSteps, "fragments take four n-tiles");
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float shift = this->shift_of(0, h, form, scale);
-      float sum = 0.0f, largest = 0.0f;
+    for (int pair = 0; pair < kTilesS; pair += 2) {
 #pragma unroll
-      for (int n = 0; n < kTilesS; n += kTilesOfGroup) {
-        float group = 0.0f;
-#pragma unroll
-        for (int pair = n; pair < n + kTilesOfGroup; pair += 2) {
-          float x[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            x[i] = ptx::ex2_approx(form.exponent(s[0][pair + i / 2][2 * h + i % 2], shift));
-          }
-          const float four = (x[0] + x[1]) + (x[2] + x[3]);
-          group = pair == n ? four : group + four;
-          p[pair / 4][0][2 * (pair / 2 % 2) + h] = ptx::pack_four_e4m3(x[0], x[1], x[2], x[3]);
-        }
-        largest = n == 0 ? group : fmaxf(largest, group);
-        sum = n == 0 ? group : sum + group;
+      for (int h = 0; h < 2; ++h) {
+        const float(&x)[4] = s[0][pair];
+        const float(&y)[4] = s[0][pair + 1];
+        p[pair / 4][0][2 * (pair / 2 % 2) + h] =
+            ptx::pack_four_e4m3(x[2 * h], x[2 * h + 1], y[2 * h], y[2 * h + 1]);
       }
-      tile_sum[h] = largest > kLargest ? ptx::infinity() : sum;
     }
   }
 };

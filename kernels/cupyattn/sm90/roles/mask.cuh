@@ -249,14 +249,17 @@ __device__ __forceinline__ int own_keys_before(int offset) {
 template <typename Form, int kTilesS>
 __device__ __forceinline__ void mask_by_limits(float (&s)[kTilesS][4], int h, int begin, int end,
                                                int lane) {
-  static_assert(2 * kTilesS <= 32, "a thread's keys of a row are bits of a word");
   const int first = 2 * (lane & 3);
-  // One instruction turns seven bits into predicates; comparisons take an instruction for each key.
-  const uint32_t visible =
-      low_bits(own_keys_before(end - first)) & ~low_bits(own_keys_before(begin - first));
+  // A thread's keys of a row are bits of a word, or two. One instruction turns seven bits into
+  // predicates; comparisons take an instruction for each key.
 #pragma unroll
-  for (int i = 0; i < 2 * kTilesS; ++i) {
-    if (!((visible >> i) & 1)) s[i / 2][2 * h + i % 2] = Form::hidden();
+  for (int n = 0; n < kTilesS; n += 16) {
+    const uint32_t visible = low_bits(own_keys_before(end - 8 * n - first)) &
+                             ~low_bits(own_keys_before(begin - 8 * n - first));
+#pragma unroll
+    for (int i = 0; i < 2 * min_of(16, kTilesS - n); ++i) {
+      if (!((visible >> i) & 1)) s[n + i / 2][2 * h + i % 2] = Form::hidden();
+    }
   }
 }
 

@@ -3,6 +3,8 @@
 // stage.
 #pragma once
 
+#include "cupyattn/shared/hidden_values.cuh"
+#include "cupyattn/shared/key_rows.cuh"
 #include "cupyattn/sm90/roles/byte_softmax.cuh"
 #include "cupyattn/sm90/roles/rows.cuh"
 
@@ -134,7 +136,8 @@ struct PrefillSm90Softmax {
   // Makes the probabilities of a tile. If it is an item's first, rows take their maxima. Else O is to
   // be multiplied by the factors if a maximum has been raised.
   __device__ __forceinline__ void make(Probabilities& to, Logits& s, const Item& item,
-                                       const KeyTile& tile, const VStage& v, bool is_first) {
+                                       const KeyTile& tile, const VStage& v, bool is_first,
+                                       [[maybe_unused]] bool after_masked = false) {
     const int first_key = first_key_of(tile);
     if constexpr (LogitsVariant::kFoldsBias) {
       // Without the copy ptxas keeps the condition's operands, and spills.
@@ -162,7 +165,14 @@ struct PrefillSm90Softmax {
         takes_maxima |= first_key + kTileKV > limits().full_end;
       }
     }
-    if constexpr (Traits::kTakesMaxima) {
+    if constexpr (Traits::kMultipliesBytes) {
+      // Rows that have seen no key take the maximum of the next tile. Others could be raised
+      // once their exponentials are there.
+      takes_maxima |= needs_mask || after_masked;  // mutate: rows-behind-cuts-without-maximum
+      to.raised = online.exponentiate_or_raise(
+          to.p, s, to.factors, form, scale, takes_maxima,
+          [&](Logits& logits, int h) { make_again(logits, h, item, first_key); });
+    } else if constexpr (Traits::kTakesMaxima) {
       to.raised =
           online.template raise_and_exponentiate<DTypeP>(to.p, s, to.factors, form, scale);
     } else {
@@ -187,6 +197,43 @@ struct PrefillSm90Softmax {
   }
 
  private:
+  // Makes the logits of row h of a tile that needs no mask again, from global memory, one key after
+  // another. Rolled, because it is rare.
+  __device__ __forceinline__ void make_again(Logits& s, int h, const Item& item,
+                                             int first_key) const {
+    using T = typename Traits::DTypeQ;
+    const auto place = rows.row_place(item, h);
+    if (!place.exists) return;
+    const T* query =
+        static_cast<const T*>(params.q) + place.token * params.q_stride_n + place.head * params.q_stride_h;
+    const T* keys = keys_of<T>(params, item.work.tile.kv_head);
+#pragma unroll 1
+    for (int n = 0; n < kTileKV / 8; ++n) {
+      float pair[1][1][4] = {};
+#pragma unroll 1
+      for (int e = 0; e < 2; ++e) {
+        const int key = first_key + 8 * n + 2 * (rows.lane & 3) + e;
+        const T* row = keys + key_row<Traits::kPaged>(params, item.work.request, key);
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int column = 0; column < Traits::kHeadDimQK; ++column) {
+          sum = fmaf(element_to_float(query[column]), element_to_float(row[column]), sum);
+        }
+        pair[0][0][0] = e == 0 ? sum : pair[0][0][0];
+        pair[0][0][1] = sum;
+      }
+      pair[0][0][2] = pair[0][0][0];
+      pair[0][0][3] = pair[0][0][1];
+      LogitsVariant::apply(pair, online.row_max, shared.rows + rows.warp_row(), shared.logits,
+                           params, item.work.request, first_key + 8 * n, rows.lane, false);
+#pragma unroll
+      for (int i = 0; i < kTileKV / 8; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[0][i][2 * h + e] = i == n ? pair[0][0][2 * h + e] : s[0][i][2 * h + e];
+      }
+    }
+  }
+
   template <typename Path>
   __device__ __forceinline__ bool exponentiate_fast(Probabilities& to, const Logits& s,
                                                     const Path& path, float room) {

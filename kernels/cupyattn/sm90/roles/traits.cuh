@@ -28,8 +28,8 @@ struct PrefillSm90Traits : Config {
   // Whether consumers turn their rows of Q to f16 (tile/half_rows.cuh).
   static constexpr bool kHalvesQueries = !is_same<DTypeKTile, DTypeQ>;
   // Accumulators of 8-bit products keep some 14 bits. After so many key tiles a part of O is added
-  // to a float32 sum.
-  static constexpr int kFlushTiles = 4;
+  // to a float32 sum, which lies in shared memory.
+  static constexpr int kFlushTiles = 640 / kTileKV;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
@@ -76,7 +76,7 @@ struct PrefillSm90Traits : Config {
   template <typename Element, int kHeadDim>
   using KeyTileOf = PanelTile<Element, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
   using KTile = KeyTileOf<DTypeKTile, kHeadDimQK>;
-  using VTile = conditional<kMultipliesBytes, PanelTile<DTypeVTile, kHeadDimVO, kTileKV>,
+  using VTile = conditional<kMultipliesBytes, StepTile<DTypeVTile, kHeadDimVO, kTileKV>,
                             KeyTileOf<DTypeVTile, kHeadDimVO>>;
   // The tiles in which keys and values land, and the number of their stages.
   template <typename Tile, int kHeadDim>
@@ -139,12 +139,19 @@ struct PrefillSm90Traits : Config {
     }
   };
 
+  // A bit for each key of a tile.
+  struct alignas(16) KeyMarks {
+    uint32_t word[4 * ceil_div(kTileKV, 128)];
+  };
+
   struct Fp8Tiles {
     alignas(KLoadTile::kAlign) unsigned char fp8_k[kFp8Stages][KLoadTile::kBytes];
     alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
   };
   struct Fp8Values {
     alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
+    // Of each eight columns of O, what the threads of the consumers have.
+    Vector16 totals[kHeadDimVO / 8][kConsumers * 4 * kWarpSize];
   };
   struct NoFp8Tiles {};
 
@@ -157,7 +164,7 @@ struct PrefillSm90Traits : Config {
     typename LogitsVariant::Constants logits;
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
-    Vector16 nonfinite_keys[kStages];
+    KeyMarks nonfinite_keys[kStages];
     conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, uint32_t> row_bits;
     conditional<kRope, RopeSteps<kHeadDimQK>, uint32_t> rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
@@ -189,7 +196,7 @@ struct PrefillSm90Traits : Config {
                 "blocks of one item have the roles that all have");
   static_assert(kTileKV % kBoxRows == 0 && (!kHasSmallBoxes || (64 % kBoxRows == 0 && !kGathers)),
                 "boxes fill a tile of keys, and the rows of a warpgroup");
-  static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
+  static_assert(kTileKV <= 128 || kMultipliesBytes, "bits of a tile's keys are read at once");
   static_assert(!kGathers || kPaged, "rows that are gathered are found by pages");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),
