@@ -75,7 +75,7 @@ _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, convert
 _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
 
 # Queries of 8 bits: values land in fp8 stages, and converters transpose them. Sums are kept twice.
-_8BIT = _Shape(2, 96, stages=3, fp8_stages=3, converters=2)
+_8BIT = _Shape(2, 160, stages=2, query_slots=1, fp8_stages=2, converters=2)
 # Narrow heads leave consumers registers for more keys.
 _8BIT_NARROW = _8BIT._replace(tile_kv=128, registers=(56, 224))
 

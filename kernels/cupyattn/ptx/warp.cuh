@@ -31,6 +31,12 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
 __device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(kFullWarp, value); }
 __device__ __forceinline__ int warp_min(int value) { return __reduce_min_sync(kFullWarp, value); }
 
+// Ends a basic block, so that ptxas moves no arithmetic across. value: what the compiler does not
+// know, and is not all ones: then a performance monitor's event would be counted.
+__device__ __forceinline__ void end_basic_block(uint32_t value) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0xffffffff;\n@p pmevent 1;\n}\n" ::"r"(value));
+}
+
 // All lanes have the same value. The shuffle tells the compiler, which then may keep it in a
 // uniform register.
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }

@@ -38,8 +38,7 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
       for (int h = 0; h < 2; ++h) take_maximum(s, h, factors[0][h], form, scale, true);
     }
     float tile_sum[2], largest[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) exponentiate(s, h, form, scale, tile_sum[h], largest[h]);
+    exponentiate<0, 2>(s, form, scale, tile_sum, largest);
     bool raises = takes_maxima;
     if (unlikely(ptx::warp_any((largest[0] > kLargest) | (largest[1] > kLargest)))) {
       raises = true;
@@ -81,30 +80,55 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
     return static_cast<float>(kMostHeadroom - max_of(power, 0));
   }
 
-  // Exponentials in the place of the logits of row h, their sum, and the largest of eight.
-  template <int kTilesS, typename Form>
-  __device__ __forceinline__ void exponentiate(float (&s)[1][kTilesS][4], int h, const Form& form,
-                                               float scale, float& sum, float& largest) const {
+  // Exponentials in the place of the logits of rows kBegin to kEnd, their sums, and the largest of
+  // eight. ptxas puts an addition right behind the exponential that it waits for, unless that stands
+  // in another basic block. So a block has the exponents of one group, the exponentials of the group
+  // before and the sums of the one before that.
+  template <int kBegin, int kEnd, int kTilesS, typename Form>
+  __device__ __forceinline__ void exponentiate(float (&s)[1][kTilesS][4], const Form& form,
+                                               float scale, float (&sum)[2],
+                                               float (&largest)[2]) const {
     static_assert(kTilesS % kTilesOfGroup == 0, "groups are whole");
-    const float shift = this->shift_of(0, h, form, scale);
+    constexpr int kGroups = kTilesS / kTilesOfGroup;
 #pragma unroll
-    for (int n = 0; n < kTilesS; ++n) {
+    for (int step = 0; step < kGroups + 2; ++step) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        s[0][n][2 * h + e] = ptx::ex2_approx(form.exponent(s[0][n][2 * h + e], shift));
+      for (int h = kBegin; h < kEnd; ++h) {
+        if (step < kGroups) {
+          const float shift = this->shift_of(0, h, form, scale);
+          each_of_group(s, step, h, [&](float x) { return form.exponent(x, shift); });
+        }
+        if (step >= 1 && step <= kGroups) each_of_group(s, step - 1, h, ptx::ex2_approx);
+        if (step >= 2) {
+          const float group = sum_of_group(s, step - 2, h);
+          largest[h] = step == 2 ? group : fmaxf(largest[h], group);
+          sum[h] = step == 2 ? group : sum[h] + group;
+        }
       }
+      if (step < kGroups + 1) ptx::end_basic_block(__float_as_uint(scale));
     }
+  }
+  template <int kTilesS, typename Function>
+  static __device__ __forceinline__ void each_of_group(float (&s)[1][kTilesS][4], int group, int h,
+                                                       Function&& function) {
 #pragma unroll
-    for (int n = 0; n < kTilesS; n += kTilesOfGroup) {
-      float group = 0.0f;
+    for (int i = 0; i < kTilesOfGroup; ++i) {
+      float (&x)[4] = s[0][group * kTilesOfGroup + i];
 #pragma unroll
-      for (int i = n; i < n + kTilesOfGroup; ++i) {
-        const float pair = s[0][i][2 * h] + s[0][i][2 * h + 1];
-        group = i == n ? pair : group + pair;
-      }
-      largest = n == 0 ? group : fmaxf(largest, group);
-      sum = n == 0 ? group : sum + group;
+      for (int e = 0; e < 2; ++e) x[2 * h + e] = function(x[2 * h + e]);
     }
+  }
+  template <int kTilesS>
+  static __device__ __forceinline__ float sum_of_group(const float (&s)[1][kTilesS][4], int group,
+                                                       int h) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTilesOfGroup; ++i) {
+      const float (&x)[4] = s[0][group * kTilesOfGroup + i];
+      const float pair = x[2 * h] + x[2 * h + 1];
+      sum = i == 0 ? pair : sum + pair;
+    }
+    return sum;
   }
 
   // Raises the maximum of row h if a sum of eight exponentials is too large for e4m3.
@@ -121,8 +145,15 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
       if (is_far) again(s, h);  // mutate: far-logits-not-made-again
       ptx::warp_sync();
       take_maximum(s, h, factor_of_far, form, scale, is_far);
-      float unused;
-      if (is_far) exponentiate(s, h, form, scale, tile_sum, unused);
+      float sums[2], unused[2];
+      if (is_far) {
+        if (h == 0) {
+          exponentiate<0, 1>(s, form, scale, sums, unused);
+        } else {
+          exponentiate<1, 2>(s, form, scale, sums, unused);
+        }
+        tile_sum = sums[h];
+      }
       ptx::warp_sync();
     }
     const float largest = quad_max(largest_of(s[0], h));

@@ -44,6 +44,7 @@ EMULATOR_INLINE int warp_min(int value, Where where = Where::current()) {
   return ~warp_max(~value, where);
 }
 
+EMULATOR_INLINE void end_basic_block(uint32_t) {}
 EMULATOR_INLINE int warp_uniform(int value, Where where = Where::current()) {
   return emulator::shuffle_int(value, 0, where);
 }
