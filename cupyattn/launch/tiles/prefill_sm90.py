@@ -435,6 +435,8 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
     """The keys of a tile for which a problem's options leave registers and shared memory: facts of
     rows, mask bits, rotations, biases and the coefficients of a cap."""
     dim, dim_vo = tile_dims(problem)
+    if problem.is_8bit:
+        return _8BIT.tile_kv
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         # A cap of float16 rows takes a few registers more than one of bfloat16 rows.
