@@ -72,7 +72,7 @@ struct PrefillSm90Transposer {
   // keys are four places of a row of V^T (byte_fragments.cuh).
   __device__ __forceinline__ void transpose(uint32_t from, uint32_t to) const {
     constexpr int kPairs = Landing::kChunks / 2, kGroups = Traits::kTileKV / 16;
-    constexpr int kBatch = kGroups % 4 == 0 ? 4 : 2;
+    constexpr int kBatch = kGroups % 3 == 0 ? 3 : 2;
     static_assert(Landing::kChunks % 2 == 0 && kGroups % kBatch == 0, "batches are whole");
     const int matrix = lane / 8, line = lane % 8, place = row_of_even_column(line);
 #pragma unroll 1
