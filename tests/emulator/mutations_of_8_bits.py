@@ -9,7 +9,7 @@ EIGHT_BITS = (
         "lines-of-short-rows-not-cleared", "(row, chunk)", "(row, 0)", "hopper 8-bit narrow prompt"
     ),
     Mutation("sums-not-flushed", "kHasTotal &&", "false &&", "hopper 8-bit sums"),
-    Mutation("total-not-rescaled", "(kHasTotal)", "(false)", "hopper 8-bit rising"),
+    Mutation("total-not-rescaled", "*= factors[0][h]", "*= 1.0f", "hopper 8-bit rising"),
     Mutation("turned-before-empty", "v.parity ^ 1", "v.parity", "hopper 8-bit prompt"),
     Mutation("turned-keys-swapped", "0x7531", "0x5731", "hopper 8-bit prompt"),
     Mutation("turned-columns-in-order", "2 * index - 7", "2 * index", "hopper 8-bit prompt"),
@@ -18,14 +18,19 @@ EIGHT_BITS = (
     Mutation(
         "8-bit-value-of-another-key", "(key & 7) >> 1", "key & 3", "hopper 8-bit hidden values"
     ),
-    Mutation(
-        "small-probabilities-flushed", "largest - headroom", "largest - 0.0f", "hopper 8-bit peak"
-    ),
+    Mutation("small-probabilities-flushed", "headroom(quad_max(sum))", "0.0f", "hopper 8-bit peak"),
     Mutation(
         "rows-beside-raised",
-        "all || quad_any(asks(h, tile_sum[h]))",
+        "quad_any(largest_of_eight > kLargest)",
         "true",
         "hopper 8-bit rows alone",
+    ),
+    Mutation("far-logits-not-made-again", "(is_far)", "(false)", "hopper 8-bit far"),
+    Mutation(
+        "rows-behind-cuts-without-maximum",
+        "needs_mask || after_masked",
+        "false",
+        "hopper 8-bit prompt",
     ),
     Mutation(
         "8-bit-queries-by-16-bits",

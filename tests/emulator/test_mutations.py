@@ -618,6 +618,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "widened int8": lambda **facts: test_widened_queries.check_small("int8", **facts),
     "hopper 8-bit sums": test_prefill_sm90_8bit.check_sums_are_emptied,
     "hopper 8-bit rising": test_prefill_sm90_8bit.check_rising_logits,
+    "hopper 8-bit far": test_prefill_sm90_8bit.check_far_logits,
     "hopper 8-bit peak": test_prefill_sm90_8bit.check_small_probabilities,
     "hopper 8-bit rows alone": test_prefill_sm90_8bit.check_rows_alone,
     "hopper 8-bit hidden values": lambda **facts: [

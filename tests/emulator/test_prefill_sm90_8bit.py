@@ -62,6 +62,7 @@ def test_prompts(causal: bool, kind: str) -> None:
             {"o_dtype": "float32"},
             {"o_dtype": "float16"},
             {"sm_scale": 2.0},
+            {"kv_len": 1500, "scale_v": "per_head"},  # sums are emptied twice
         ],
     ),
 )
@@ -171,9 +172,10 @@ def check_rising_logits(**facts: Any) -> None:
     rng = np.random.default_rng(3)
     q = rng.standard_normal((64, 1, 128))
     q[:, :, 0] = 8
-    k = rng.standard_normal((900, 1, 128))
-    k[:, 0, 0] = np.linspace(14, -14, 900)
-    v = 1 + rng.standard_normal((900, 1, 128))
+    k = rng.standard_normal((1500, 1, 128))
+    k[:, 0, 0] = np.linspace(14, -14, 1500)
+    v = 1 + rng.standard_normal((1500, 1, 128))
+    v[700:] -= 2  # what has been added up before counts for little at the end
     out, lse, exact, exact_lse = attend(q, k, v, **facts)
     assert abs(out - exact).mean() < 0.05
     assert abs(lse - exact_lse).max() < 5e-3
@@ -181,6 +183,19 @@ def check_rising_logits(**facts: Any) -> None:
 
 def test_rising_logits() -> None:
     check_rising_logits()
+
+
+def check_far_logits(**facts: Any) -> None:
+    """Logits of a tile beyond the range of float32 under the maximum of the tiles before it."""
+    # A key of the tenth tile, and one of the fifth, decide the rows that have not seen them.
+    case = replace(CAUSAL, kv_len=900, qo_len=64, scale_q="per_head", scale_k="per_head")
+    keys = [((slice(200, 203), slice(None), 0), 100.0), ((slice(500, 540), slice(None), 0), 60.0)]
+    spoil = {"q": [((slice(None, None, 3), slice(None), 0), 200.0)], "k": keys}
+    check(case, spoil=spoil, **facts)
+
+
+def test_far_logits() -> None:
+    check_far_logits()
 
 
 def test_a_nan_that_is_seen_is_answered() -> None:

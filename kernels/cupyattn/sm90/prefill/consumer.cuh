@@ -518,7 +518,8 @@ struct PrefillSm90Consumer {
     multiply_rows(o, factors);
     if constexpr (kHasTotal) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) factors_of_total[0][h] *= factors[0][h];  // mutate: total-not-rescaled
+      // mutate: total-not-rescaled
+      for (int h = 0; h < 2; ++h) factors_of_total[0][h] *= factors[0][h];
     }
   }
   // O of an item whose last product is over.
