@@ -18,13 +18,14 @@ EIGHT_BITS = (
     Mutation(
         "8-bit-value-of-another-key", "(key & 7) >> 1", "key & 3", "hopper 8-bit hidden values"
     ),
-    Mutation("small-probabilities-flushed", "headroom(quad_max(sum))", "0.0f", "hopper 8-bit peak"),
+    Mutation("small-probabilities-flushed", "headroom(sum * ptx::rcp_approx(largest))", "0.0f", "hopper 8-bit peak"),
     Mutation(
         "rows-beside-raised",
-        "quad_any(largest_of_eight > kLargest)",
+        "quad_any(largest[h] > kLargest)",
         "true",
         "hopper 8-bit rows alone",
     ),
+    Mutation("sum-of-bytes-not-rescaled", "*= factor_of_sums", "*= 1.0f", "hopper 8-bit rising"),
     Mutation("far-logits-not-made-again", "(is_far)", "(false)", "hopper 8-bit far"),
     Mutation(
         "rows-behind-cuts-without-maximum",

@@ -33,18 +33,25 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
                                                         float (&factors)[1][2], const Form& form,
                                                         float scale, bool takes_maxima,
                                                         Again&& again) {
+    takes_maxima = takes_maxima && scale != 0.0f;  // logits that are all 0 have no maximum
+    float tile_sum[2], largest[2];
     if (takes_maxima) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) take_maximum(s, h, factors[0][h], form, scale, true);
+      for (int h = 0; h < 2; ++h) factors[0][h] = take_maximum(s, h, form, scale, true);
     }
-    float tile_sum[2], largest[2];
     exponentiate<0, 2>(s, form, scale, tile_sum, largest);
     bool raises = takes_maxima;
-    if (unlikely(ptx::warp_any((largest[0] > kLargest) | (largest[1] > kLargest)))) {
+    const bool asks = takes_maxima || largest[0] > kLargest || largest[1] > kLargest;
+    if (unlikely(ptx::warp_any(asks))) {
       raises = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        lower(s, h, factors[0][h], tile_sum[h], largest[h], form, scale, again);
+        // mutate: rows-beside-raised
+        const bool row_moves = takes_maxima || quad_any(largest[h] > kLargest);
+        if (!takes_maxima) {
+          factors[0][h] = make_far(s, h, tile_sum[h], row_moves, form, scale, again);
+        }
+        settle(s, h, factors[0][h], tile_sum[h], row_moves, scale);
       }
     }
 #pragma unroll
@@ -54,25 +61,16 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
   }
 
  private:
-  // Takes the maximum of row h from its logits, if the row moves.
+  // Raises the maximum of row h to its largest logit, if the row moves. Returns what sums are to be
+  // multiplied by.
   template <int kTilesS, typename Form>
-  __device__ __forceinline__ void take_maximum(const float (&s)[1][kTilesS][4], int h,
-                                               float& factor, const Form& form, float scale,
-                                               bool row_moves) {
+  __device__ __forceinline__ float take_maximum(const float (&s)[1][kTilesS][4], int h,
+                                                const Form& form, float scale, bool row_moves) {
     const float largest = quad_max(form.value(largest_of(s[0], h)));
-    // The sum of a thread's probabilities if the largest of the row were 1.
-    const float shift = form.shift(largest, scale);
-    float sum = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kTilesS; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        sum += ptx::ex2_approx(form.exponent(s[0][n][2 * h + e], shift));
-      }
-    }
-    // mutate: small-probabilities-flushed
-    const float value = largest - headroom(quad_max(sum)) * ptx::rcp_approx(scale);
-    factor = this->raise_row(0, h, row_moves ? value : -ptx::infinity(), scale);
+    const float before = row_max[0][h];
+    const float next = row_moves ? fmaxf(before, largest) : before;
+    row_max[0][h] = next;
+    return next == before ? 1.0f : ptx::ex2_approx((before - next) * scale);
   }
   // The power of two that the largest probability becomes. sum: of a thread if the largest were 1.
   static __device__ __forceinline__ float headroom(float sum) {
@@ -131,42 +129,55 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
     return sum;
   }
 
-  // Raises the maximum of row h if a sum of eight exponentials is too large for e4m3.
+  // Makes a row's exponentials again, under its largest logit, if they have left float32's range.
+  // Returns what sums are to be multiplied by.
   template <int kTilesS, typename Form, typename Again>
-  __device__ __forceinline__ void lower(float (&s)[1][kTilesS][4], int h, float& factor,
-                                        float& tile_sum, float largest_of_eight, const Form& form,
-                                        float scale, Again&& again) {
-    // mutate: rows-beside-raised
-    const bool row_moves = quad_any(largest_of_eight > kLargest);
-    const float sum = quad_max(tile_sum);
-    const bool is_far = row_moves && sum > kFar;
-    float factor_of_far = 1.0f;
-    if (unlikely(ptx::warp_any(is_far))) {
-      if (is_far) again(s, h);  // mutate: far-logits-not-made-again
-      ptx::warp_sync();
-      take_maximum(s, h, factor_of_far, form, scale, is_far);
-      float sums[2], unused[2];
-      if (is_far) {
-        if (h == 0) {
-          exponentiate<0, 1>(s, form, scale, sums, unused);
-        } else {
-          exponentiate<1, 2>(s, form, scale, sums, unused);
-        }
-        tile_sum = sums[h];
-      }
-      ptx::warp_sync();
-    }
-    const float largest = quad_max(largest_of(s[0], h));
-    const float step = ptx::lg2_approx(largest) - headroom(sum * ptx::rcp_approx(largest));
-    const float value = row_max[0][h] + step * ptx::rcp_approx(scale);
-    factor = this->raise_row(0, h, row_moves && !is_far ? value : -ptx::infinity(), scale);
+  __device__ __forceinline__ float make_far(float (&s)[1][kTilesS][4], int h, float& tile_sum,
+                                            bool row_moves, const Form& form, float scale,
+                                            Again&& again) {
+    const bool is_far = (quad_max(tile_sum) > kFar) & row_moves;
+    if (!unlikely(ptx::warp_any(is_far))) return 1.0f;
+    if (is_far) again(s, h);  // mutate: far-logits-not-made-again
+    ptx::warp_sync();
+    const float factor = take_maximum(s, h, form, scale, is_far);
+    const float shift = this->shift_of(0, h, form, scale);
+    float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < kTilesS; ++n) {
-      s[0][n][2 * h] *= factor;
-      s[0][n][2 * h + 1] *= factor;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[0][n][2 * h + e];
+        x = is_far ? ptx::ex2_approx(form.exponent(x, shift)) : x;
+        sum += x;
+      }
     }
-    tile_sum *= factor;
-    factor *= factor_of_far;
+    tile_sum = is_far ? sum : tile_sum;
+    return factor;
+  }
+
+  // Gives the probabilities of row h their headroom, if the row moves: its maximum is to be below
+  // the largest, but not below the one before, which `factor` is of. The factor then is what O is to
+  // be multiplied by.
+  template <int kTilesS>
+  __device__ __forceinline__ void settle(float (&s)[1][kTilesS][4], int h, float& factor,
+                                         float& tile_sum, bool row_moves, float scale) {
+    const float largest = quad_max(largest_of(s[0], h)), sum = quad_max(tile_sum);
+    // mutate: small-probabilities-flushed
+    const float room = headroom(sum * ptx::rcp_approx(largest));
+    float power = 0.0f;
+    if (row_moves && largest > 0.0f) {
+      power = fminf(room - ptx::lg2_approx(largest), -ptx::lg2_approx(factor));
+    }
+    const float factor_of_tile = ptx::ex2_approx(power);
+#pragma unroll
+    for (int n = 0; n < kTilesS; ++n) {
+      s[0][n][2 * h] *= factor_of_tile;
+      s[0][n][2 * h + 1] *= factor_of_tile;
+    }
+    tile_sum *= factor_of_tile;
+    row_max[0][h] -= power * ptx::rcp_approx(scale);
+    factor *= factor_of_tile;
+    row_sum[0][h] *= factor;  // mutate: sum-of-bytes-not-rescaled
   }
 
   template <int kSteps, int kTilesS>
