@@ -10,7 +10,13 @@ EIGHT_BITS = (
     ),
     Mutation("sums-not-flushed", "kHasTotal &&", "false &&", "hopper 8-bit sums"),
     Mutation("total-not-rescaled", "*= factors[0][h]", "*= 1.0f", "hopper 8-bit rising"),
-    Mutation("turned-before-empty", "v.parity ^ 1", "v.parity", "hopper 8-bit prompt"),
+    Mutation("turned-before-landed", "v.parity)", "v.parity ^ 1)", "hopper 8-bit prompt"),
+    Mutation(
+        "turned-before-read",
+        "ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);",
+        "",
+        "hopper 8-bit prompt",
+    ),
     Mutation("turned-keys-swapped", "0x7531", "0x5731", "hopper 8-bit prompt"),
     Mutation("turned-columns-in-order", "2 * index - 7", "2 * index", "hopper 8-bit prompt"),
     Mutation("columns-of-o-in-the-order-of-rows", "second", "0.0f", "hopper 8-bit prompt"),
@@ -25,7 +31,7 @@ EIGHT_BITS = (
         "true",
         "hopper 8-bit rows alone",
     ),
-    Mutation("sum-of-bytes-not-rescaled", "*= factor_of_sums", "*= 1.0f", "hopper 8-bit rising"),
+    Mutation("sum-of-bytes-not-rescaled", "*= factor", "*= 1.0f", "hopper 8-bit rising"),
     Mutation("far-logits-not-made-again", "(is_far)", "(false)", "hopper 8-bit far"),
     Mutation(
         "rows-behind-cuts-without-maximum",

@@ -8,7 +8,7 @@ from ... import jit
 from ...core import dtypes
 from ...core.problem import AttentionProblem
 from ..driver import tensor_map
-from .common import panels, problem_constants
+from .common import PATTERN_BYTES, panels, problem_constants
 from .config import (
     Field,
     Target,
@@ -75,9 +75,7 @@ _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, convert
 _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
 
 # Queries of 8 bits: values land in fp8 stages, and converters transpose them. Sums are kept twice.
-_8BIT = _Shape(2, 160, stages=2, query_slots=1, fp8_stages=2, converters=2)
-# Narrow heads leave consumers registers for more keys.
-_8BIT_NARROW = _8BIT._replace(tile_kv=128, registers=(56, 224))
+_8BIT = _Shape(2, 160, stages=3, query_slots=1, fp8_stages=4, converters=2)
 
 # By the kind of keys and the head dims of q, k and of v, o; ragged keys that are not there have the
 # tiles of pages. Registers hold O, the logits of a tile
@@ -485,8 +483,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     dims = (problem.head_dim_qk, problem.head_dim_vo)
     items = shape.items if shape.persistent else 1
     if problem.is_8bit:
-        totals = Field(4 * tile_q * dims[1], 16)
-        fp8_tiles = [panels(tile_kv, dims[1], fp8_stages, itemsize), totals]
+        fp8_tiles = [Field(4 * tile_q * dims[1], 16)]
     elif fp8_stages:
         fp8_tiles = [Field(fp8_stages * tile_kv * round_up(dim, 16), 128) for dim in dims]
     else:
@@ -495,14 +492,16 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         keys = [panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
         rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]
     else:
+        value_stages = fp8_stages if problem.is_8bit else stages
+        landing = 4 * (fp8_stages or stages)
         keys = [panels(tile_kv, dim, stages, itemsize) for dim in dims]
         if problem.is_8bit:
-            keys[1] = Field(stages * dims[1] * tile_kv, 256)
+            keys[1] = Field(value_stages * dims[1] * tile_kv, PATTERN_BYTES)
         rest = [
-            Field(stages * 16 * -(-tile_kv // 128), 16),
+            Field(value_stages * 16 * -(-tile_kv // 128), 16),
             _row_bits(problem, tile_q, tile_kv, stages),
             Field(2 * problem.head_dim_qk if is_rotated else 4),
-            Field(8 * (1 + 2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+            Field(8 * (1 + 2 * items + 2 * slots + 2 * stages + 3 * value_stages + landing), 8),
         ]
     shared = struct_of(
         *fp8_tiles,

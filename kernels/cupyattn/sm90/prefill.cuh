@@ -143,9 +143,11 @@ struct PrefillSm90 {
       if constexpr (kMasked) init_barrier(shared.row_bits.full[stage], kLandsValues ? kConverters : 2);
       init_barrier(shared.full_k[stage],
            kConverts ? kConverters : kArrivals + (kMasked && Traits::kGathers ? 1 : 0));
+      init_barrier(shared.empty_k[stage], kConsumerWarps);
+    }
+    for (int stage = 0; stage < Traits::kValueStages; ++stage) {
       init_barrier(shared.unchecked_v[stage], kArrivals);
       init_barrier(shared.full_v[stage], kLandsValues ? kConverters : kArrivals);
-      init_barrier(shared.empty_k[stage], kConsumerWarps);
       init_barrier(shared.empty_v[stage], kConsumerWarps + (kMasked && !kLandsValues ? 2 : 0));
     }
     if constexpr (kLandsValues) {

@@ -127,10 +127,6 @@ struct StepTile {
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return chunk / 2 * kPanelBytes + row * kRowBytes + ((chunk ^ (row >> 2)) & 1) * 16;
   }
-  // The place of a chunk in the row of the first chunk.
-  static __device__ __forceinline__ uint32_t of_chunk(uint32_t first, int chunk) {
-    return (first ^ (chunk % 2 * 16)) + chunk / 2 * kPanelBytes;
-  }
 };
 
 // The descriptor by which wgmma finds an operand: its address, the bytes between groups of eight

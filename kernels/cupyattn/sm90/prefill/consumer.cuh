@@ -66,6 +66,7 @@ struct PrefillSm90Consumer {
   // Whether the next item is found by the present one, since registers are scarce.
   static constexpr bool kFindsNext = Traits::kPersistent && Traits::kMultipliesBytes;
   using Stage = PipelineState<Traits::kStages>;
+  using ValueStage = PipelineState<Traits::kValueStages>;
   using ItemStage = PipelineState<Traits::kItems>;
 
   // What the present item still lacks: nothing, the store of O, or the last P V and that store.
@@ -75,7 +76,8 @@ struct PrefillSm90Consumer {
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const int group, lane;
-  Stage k, v;
+  Stage k;
+  ValueStage v;
   PipelineState<Traits::kSlots> next_q;
   ItemStage item_stage;
   // These and item_stage belong to the present item.
@@ -285,7 +287,6 @@ struct PrefillSm90Consumer {
 
   __device__ __forceinline__ void settle_next(Place& at, Tile& tile) {
     release_values();
-    if (kHasTotal && tiles_of_part >= Traits::kFlushTiles) flush();  // mutate: sums-not-flushed
     if constexpr (!kOverlap) {
       if (!tile.is_fast || !softmax.fast_tile(tile.probabilities, tile.s)) {
         softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, v, false);
@@ -318,7 +319,7 @@ struct PrefillSm90Consumer {
     await_scores<kItemsFollow ? 1 : 0>(tile.s, tile.key_tile.tile == last_tile);
     tile.sums = softmax.online;
     if constexpr (kOverlap) {
-      const Stage values = tile.has_values ? after(v) : v;
+      const ValueStage values = tile.has_values ? after(v) : v;
       softmax.begin_rows(item);
       softmax.make(tile.probabilities, tile.s, item, tile.key_tile, values, true);
     }
@@ -331,6 +332,8 @@ struct PrefillSm90Consumer {
   // Multiplies any other tile, and the values of the tile before.
   __device__ __forceinline__ void multiply_next(Place& at, Tile& tile) {
     issue_scores(tile.s);
+    // Beside the product of keys.
+    if (kHasTotal && tiles_of_part >= Traits::kFlushTiles) flush();  // mutate: sums-not-flushed
     issue_output();
     pass_turn();
     tile.key_tile = key_tile_after(at.tile);
@@ -507,6 +510,8 @@ struct PrefillSm90Consumer {
     const int thread = threadIdx.x - kWarpgroup;
 #pragma unroll
     for (int n = 0; n < kHeadDimVO / 8; ++n) {
+      // Loads of all columns at once would take as many registers again.
+      if (n % 4 == 0) ptx::end_basic_block(static_cast<uint32_t>(thread));
       const Vector16 sums = shared.totals[n][thread];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -579,7 +584,7 @@ struct PrefillSm90Consumer {
 
   // --- Stages ---
 
-  static __device__ __forceinline__ Stage after(Stage stage) {
+  static __device__ __forceinline__ ValueStage after(ValueStage stage) {
     stage.advance();
     return stage;
   }

@@ -1,4 +1,4 @@
-// The warps of prefill_sm90 that transpose values of 8 bits, once they have landed: products of
+// The warps of prefill_sm90 that transpose values of 8 bits where they have landed: products of
 // such values take them K-major. They also sweep non-finite values of tiles that need masking and
 // write the bits of a custom mask.
 #pragma once
@@ -22,8 +22,7 @@ struct PrefillSm90Transposer {
   const PrefillSm90Block<Traits>& block;
   typename Traits::SharedMemory& shared;
   const int thread, warp, lane;
-  PipelineState<Traits::kStages> v;
-  PipelineState<Traits::kFp8Stages> landed;
+  PipelineState<Traits::kValueStages> v;
 
   __device__ __forceinline__ explicit PrefillSm90Transposer(const PrefillSm90Block<Traits>& block)
       : block(block),
@@ -44,62 +43,59 @@ struct PrefillSm90Transposer {
   }
 
   __device__ __forceinline__ void transpose_values(const Item& item, const KeyTile& tile) {
-    unsigned char* const landing = shared.fp8_v[landed.stage];
-    await_phase(shared.full_fp8_v[landed.stage], landed.parity);
-    await_phase(shared.empty_v[v.stage], v.parity ^ 1);  // mutate: turned-before-empty
+    unsigned char* const values = shared.v[v.stage];
+    await_phase(shared.unchecked_v[v.stage], v.parity);  // mutate: turned-before-landed
     if constexpr (Traits::kMasked) {
       shared.row_bits.template fill<typename Traits::Mask>(v, block.params, item, tile, thread,
                                                            kThreads);
     }
     if (tile.needs_mask) {  // mutate: 8-bit-values-not-swept
-      zero_nonfinite(landing, shared.nonfinite_keys[v.stage],
+      zero_nonfinite(values, shared.nonfinite_keys[v.stage],
                      item.range.end - item.first_key(tile.tile));
     }
     ptx::warp_sync();
-    transpose(ptx::shared_address(landing), ptx::shared_address(shared.v[v.stage]));
+    transpose(ptx::shared_address(values));
     ptx::fence_proxy_async();
     ptx::warp_sync();
-    if (lane == 0) {
-      arrive(shared.empty_fp8_v[landed.stage]);
-      arrive(shared.full_v[v.stage]);
-    }
-    landed.advance();
+    if (lane == 0) arrive(shared.full_v[v.stage]);
     v.advance();
   }
 
-  // Transposes a tile, 32 columns of 16 keys at a time. ldmatrix moves pairs of bytes: a thread has
-  // two columns of two keys, and of two more in the next register. Bytes of one column of these four
-  // keys are four places of a row of V^T (byte_fragments.cuh).
-  __device__ __forceinline__ void transpose(uint32_t from, uint32_t to) const {
-    constexpr int kPairs = Landing::kChunks / 2, kGroups = Traits::kTileKV / 16;
-    constexpr int kBatch = kGroups % 3 == 0 ? 3 : 2;
-    static_assert(Landing::kChunks % 2 == 0 && kGroups % kBatch == 0, "batches are whole");
+  // Transposes a tile, 32 keys at a time: their rows become a panel of V^T of as many bytes, in the
+  // same place, so all are read before any is written. A warp takes 32 columns of 16 keys at a time.
+  // ldmatrix moves pairs of bytes: a thread has two columns of two keys, and of two more in the next
+  // register. Bytes of one column of these four keys are four places of a row of V^T
+  // (byte_fragments.cuh).
+  __device__ __forceinline__ void transpose(uint32_t tile) const {
+    constexpr int kUnits = Landing::kChunks, kEach = kUnits / kWarps;
+    static_assert(4 * Landing::kGroupBytes == VTile::kPanelBytes && Landing::kPanels == 1 &&
+                      VTile::kPanels * VTile::kPanelBytes == Landing::kBytes,
+                  "32 rows become a panel");
+    static_assert(kUnits % kWarps == 0 && kWarps == 2, "each warp has 16 keys");
     const int matrix = lane / 8, line = lane % 8, place = row_of_even_column(line);
+    const uint32_t first =
+        tile + Landing::offset(16 * warp + 8 * (matrix & 1) + line, matrix / 2);
+    const uint32_t target =
+        tile + VTile::offset(16 * (matrix / 2) + 8 * (matrix & 1) + place, warp);
 #pragma unroll 1
-    for (int pair = warp; pair < kPairs; pair += kWarps) {
-      const uint32_t source =
-          from + Landing::offset(8 * (matrix & 1) + line, 2 * pair + matrix / 2);
-      const uint32_t target =
-          to + VTile::offset(32 * pair + 16 * (matrix / 2) + 8 * (matrix & 1) + place, 0);
+    for (int panel = 0; panel < VTile::kPanels; ++panel) {
+      uint32_t words[kEach][4];
 #pragma unroll
-      for (int first = 0; first < kGroups; first += kBatch) {
-        uint32_t words[kBatch][4];
+      for (int i = 0; i < kEach; ++i) {
+        ptx::ldmatrix_x4_trans(words[i], (first ^ (32 * i)) + panel * VTile::kPanelBytes);
+      }
+      ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);  // mutate: turned-before-read
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          ptx::ldmatrix_x4_trans(words[i], source + (first + i) * 2 * Landing::kGroupBytes);
+      for (int i = 0; i < kEach; ++i) {
+        uint32_t columns[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t near = words[i][2 * half], far = words[i][2 * half + 1];
+          columns[2 * half] = ptx::permute_bytes(near, far, 0x6420u);
+          // mutate: turned-keys-swapped
+          columns[2 * half + 1] = ptx::permute_bytes(near, far, 0x7531u);
         }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          uint32_t columns[4];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint32_t near = words[i][2 * half], far = words[i][2 * half + 1];
-            columns[2 * half] = ptx::permute_bytes(near, far, 0x6420u);
-            // mutate: turned-keys-swapped
-            columns[2 * half + 1] = ptx::permute_bytes(near, far, 0x7531u);
-          }
-          ptx::stmatrix_x4(VTile::of_chunk(target, first + i), columns);
-        }
+        ptx::stmatrix_x4(target + panel * VTile::kPanelBytes + 32 * i * VTile::kRowBytes, columns);
       }
     }
   }

@@ -88,7 +88,10 @@ struct PrefillSm90Producer {
     }
   }
   __device__ __forceinline__ Place value_slot(const ValueStage& v, bool needs_mask) const {
-    if constexpr (Traits::kLandsValues) {
+    if constexpr (Traits::kMultipliesBytes) {
+      return Place{shared.v[v.stage], shared.empty_v[v.stage], shared.unchecked_v[v.stage],
+                   v.parity};
+    } else if constexpr (Traits::kLandsValues) {
       return Place{shared.fp8_v[v.stage], shared.empty_fp8_v[v.stage], shared.full_fp8_v[v.stage],
                    v.parity};
     } else {

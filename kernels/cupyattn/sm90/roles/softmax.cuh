@@ -28,7 +28,7 @@ struct PrefillSm90Softmax {
   using Online =
       conditional<Traits::kMultipliesBytes, ByteSoftmax<LogitsVariant::kTileSumBits>,
                   OnlineSoftmax<1, LogitsVariant::kTileSumBits>>;
-  using VStage = PipelineState<Traits::kStages>;
+  using VStage = PipelineState<Traits::kValueStages>;
 
   // Probabilities of one key tile, and the factors by which O must be rescaled before P V is added.
   struct Probabilities {

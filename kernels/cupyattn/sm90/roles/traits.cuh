@@ -37,7 +37,7 @@ struct PrefillSm90Traits : Config {
   // warps 0, 2 and 3.
   static constexpr bool kGathers = kGatherers > 0;
   // They are converted by a warpgroup of its own or, if registers forbid one, by warps 2 and 3. Such
-  // warps transpose values too, which then land in tiles of their own.
+  // warps transpose values too.
   static constexpr bool kLandsValues = kConverts || kMultipliesBytes;
   static constexpr int kConverters = kLandsValues ? Config::kConverters : 0;
   static constexpr bool kHasConverterWarpgroup = kConverters == 4;
@@ -85,6 +85,8 @@ struct PrefillSm90Traits : Config {
   using VLoadTile = conditional<kMultipliesBytes, PanelTile<DTypeKV, kTileKV, kHeadDimVO>,
                                 Landing<VTile, kHeadDimVO>>;
   static constexpr int kFp8Stages = kLandsValues ? Config::kFp8Stages : kStages;
+  // Values that are transposed are so where they have landed, some tiles ahead.
+  static constexpr int kValueStages = kMultipliesBytes ? kFp8Stages : kStages;
   using AnyLogits = Logits<Config>;
   using LogitsVariant =
       conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeP>, AnyLogits>;
@@ -148,31 +150,30 @@ struct PrefillSm90Traits : Config {
     alignas(KLoadTile::kAlign) unsigned char fp8_k[kFp8Stages][KLoadTile::kBytes];
     alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
   };
-  struct Fp8Values {
-    alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
+  struct Totals {
     // Of each eight columns of O, what the threads of the consumers have.
     Vector16 totals[kHeadDimVO / 8][kConsumers * 4 * kWarpSize];
   };
   struct NoFp8Tiles {};
 
   struct SharedMemory
-      : conditional<kConverts, Fp8Tiles, conditional<kMultipliesBytes, Fp8Values, NoFp8Tiles>> {
+      : conditional<kConverts, Fp8Tiles, conditional<kMultipliesBytes, Totals, NoFp8Tiles>> {
     alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
-    alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
+    alignas(VLoadTile::kAlign) unsigned char v[kValueStages][VTile::kBytes];
     alignas(16) RowInfo rows[LogitsVariant::kReadsRows ? kTileQ : 1];
     typename LogitsVariant::Constants logits;
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
-    KeyMarks nonfinite_keys[kStages];
+    KeyMarks nonfinite_keys[kValueStages];
     conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, uint32_t> row_bits;
     conditional<kRope, RopeSteps<kHeadDimQK>, uint32_t> rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
     uint64_t near_end;
     // Values of masked tiles arrive at `unchecked_v`; once swept, they are handed on to `full_v`.
     uint64_t full_q[kSlots], empty_q[kSlots];
-    uint64_t full_k[kStages], empty_k[kStages], unchecked_v[kStages], full_v[kStages],
-        empty_v[kStages];
+    uint64_t full_k[kStages], empty_k[kStages], unchecked_v[kValueStages], full_v[kValueStages],
+        empty_v[kValueStages];
     // Barriers of the tiles in which fp8 keys and values land.
     uint64_t full_fp8_k[kFp8Stages], empty_fp8_k[kFp8Stages], full_fp8_v[kFp8Stages],
         empty_fp8_v[kFp8Stages];
@@ -197,6 +198,7 @@ struct PrefillSm90Traits : Config {
   static_assert(kTileKV % kBoxRows == 0 && (!kHasSmallBoxes || (64 % kBoxRows == 0 && !kGathers)),
                 "boxes fill a tile of keys, and the rows of a warpgroup");
   static_assert(kTileKV <= 128 || kMultipliesBytes, "bits of a tile's keys are read at once");
+  static_assert(!kMasked || kValueStages == kStages, "bits of a mask are of a stage of both");
   static_assert(!kGathers || kPaged, "rows that are gathered are found by pages");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),

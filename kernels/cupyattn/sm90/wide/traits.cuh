@@ -64,6 +64,7 @@ struct WideSm90Tiles : Config {
   // Tiles of 32 keys leave room between products to take every maximum.
   static constexpr bool kTakesMaxima = !kLatent;
   static constexpr bool kMultipliesBytes = false;
+  static constexpr int kValueStages = kStages;
   using LogitsVariant = PlainLogits;
   using Mask = OfShareIf<HasKeyShare<Config>::kValue, NoMask>;
 
