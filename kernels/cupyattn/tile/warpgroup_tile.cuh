@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cupyattn/common/math.cuh"
+#include "cupyattn/ptx/ldmatrix.cuh"
 #include "cupyattn/ptx/warpgroup.cuh"
 
 namespace cupyattn {
@@ -172,6 +173,34 @@ __device__ __forceinline__ void issue_qk(float (&s)[1][KTile::kRows / 8][4], uin
     } else {
       ptx::Wgmma<KTile::kRows>::template multiply_ss<typename QTile::T>(d, q + a, k + b, step != 0);
     }
+  }
+}
+
+// The rows of Q of a warp, from `first_row` of a tile of 8 bits on, as fragments of the product.
+template <typename QTile, int kSteps>
+__device__ __forceinline__ void load_fragments_of_bytes(uint32_t (&q)[kSteps][4], uint32_t tile,
+                                                        int first_row, int lane) {
+  static_assert(QTile::kPanels * QTile::kPanelColumns >= 32 * kSteps && sizeof(typename QTile::T) == 1,
+                "a step takes 32 bytes of a row");
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::ldmatrix_x4(q[step],
+                     tile + QTile::offset(first_row + (lane & 15), 2 * step + (lane >> 4)));
+  }
+}
+
+// As issue_qk, of fragments of Q of 8 bits.
+template <typename KTile, int kSteps>
+__device__ __forceinline__ void issue_qk_of_fragments(float (&s)[1][KTile::kRows / 8][4],
+                                                      const uint32_t (&q)[kSteps][4], uint64_t k) {
+  constexpr int kStepsInPanel = KTile::kPanelColumns / 32;
+  float (&d)[KTile::kRows / 2] = reinterpret_cast<float (&)[KTile::kRows / 2]>(s);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const uint64_t b =
+        step / kStepsInPanel * (KTile::kPanelBytes / 16) + step % kStepsInPanel * 2;
+    ptx::Wgmma<KTile::kRows>::template multiply_rs_8<typename KTile::T>(d, q[step], k + b,
+                                                                        step != 0);
   }
 }
 

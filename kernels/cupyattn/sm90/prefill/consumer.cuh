@@ -94,6 +94,9 @@ struct PrefillSm90Consumer {
   bool has_total = false;
   float factors_of_total[1][2] = {{1.0f, 1.0f}};
   uint32_t p[Softmax::kSteps][1][4];
+  // Rows of Q of 8 bits are kept in registers, so that their place has those of the next item early.
+  static constexpr bool kKeepsQueries = Traits::kMultipliesBytes;
+  uint32_t q[kKeepsQueries ? ceil_div(kHeadDimQK, 32) : 1][4];
   Softmax softmax;
 
   __device__ __forceinline__ PrefillSm90Consumer(const PrefillSm90Block<Traits>& block, int group)
@@ -311,6 +314,7 @@ struct PrefillSm90Consumer {
     if constexpr (Traits::kRope) rotate_queries(item);
     if constexpr (Traits::kHalvesQueries) halve_queries();
     if constexpr (Traits::LogitsVariant::kScalesQueries) scale_queries();
+    if constexpr (kKeepsQueries) take_queries();
     issue_scores(tile.s);
     if constexpr (kItemsFollow) issue_output(tile.has_values);
     pass_turn();
@@ -355,6 +359,7 @@ struct PrefillSm90Consumer {
   // the stages that it releases.
   __device__ __forceinline__ void skip_item(const Item& item) {
     await_queries();
+    if constexpr (kKeepsQueries) release(shared.empty_q[q_slot()]);
     const int last = item.tiles.begin;
 #pragma unroll 1
     for (int tile = item.tiles.end; tile > last;) {
@@ -403,6 +408,12 @@ struct PrefillSm90Consumer {
                                   threadIdx.x % kWarpgroup);
     publish_queries();
   }
+  __device__ __forceinline__ void take_queries() {
+    load_fragments_of_bytes<QTile>(q, ptx::shared_address(shared.q[q_slot()]),
+                                   softmax.rows.warp_row(), lane);
+    ptx::warp_sync();
+    release(shared.empty_q[q_slot()]);  // mutate: queries-released-early
+  }
   __device__ __forceinline__ void halve_queries() {
     // mutate: queries-not-converted
     powers = convert_rows_to_half<QTile>(shared.q[q_slot()], softmax.rows.warp_row(), lane);
@@ -424,7 +435,11 @@ struct PrefillSm90Consumer {
     const uint64_t operand = ptx::opaque_copy(operand_at<KTile>(keys));
     await_turn();
     ptx::wgmma_fence();
-    issue_qk<QTile, KTile, kHeadDimQK>(s, operand_at<QTile>(rows), operand);
+    if constexpr (kKeepsQueries) {
+      issue_qk_of_fragments<KTile>(s, q, operand);
+    } else {
+      issue_qk<QTile, KTile, kHeadDimQK>(s, operand_at<QTile>(rows), operand);
+    }
     ptx::wgmma_commit();
   }
 
@@ -614,7 +629,7 @@ struct PrefillSm90Consumer {
   }
   __device__ __forceinline__ void release_keys(bool is_last) {
     release(shared.empty_k[k.stage]);
-    release(shared.empty_q[q_slot()], is_last);
+    if constexpr (!kKeepsQueries) release(shared.empty_q[q_slot()], is_last);
     k.advance();
   }
   __device__ __forceinline__ void release_values() {
