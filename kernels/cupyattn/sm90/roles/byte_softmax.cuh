@@ -24,17 +24,19 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
 
   using Base::Base;
 
-  // Turns the logits of a tile into probabilities, and raises maxima: in a tile that takes them, of
-  // all rows that ask for it; else of rows whose probabilities are too large. Returns whether it
+  // Turns the logits of a tile into probabilities, and raises maxima: in an item's first tile and in
+  // a tile that takes them, of all rows that ask for it; else of rows whose probabilities are too large. Returns whether it
   // did; O is then to be multiplied by `factors`. again(s, h): makes the logits of row h again.
   template <int kSteps, int kTilesS, typename Form, typename Again>
   __device__ __forceinline__ bool exponentiate_or_raise(uint32_t (&p)[kSteps][1][4],
                                                         float (&s)[1][kTilesS][4],
                                                         float (&factors)[1][2], const Form& form,
-                                                        float scale, bool takes_maxima,
-                                                        Again&& again) {
-    takes_maxima = takes_maxima && scale != 0.0f;  // logits that are all 0 have no maximum
+                                                        float scale, bool is_first,
+                                                        bool takes_maxima, Again&& again) {
+    // Logits that are all 0 have no maximum.
+    takes_maxima = (is_first || takes_maxima) && scale != 0.0f;
     float tile_sum[2], largest[2];
+    if (is_first) factors[0][0] = factors[0][1] = 1.0f;
     if (takes_maxima) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) factors[0][h] = take_maximum(s, h, form, scale, true);
@@ -42,13 +44,13 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
     exponentiate<0, 2>(s, form, scale, tile_sum, largest);
     bool raises = takes_maxima;
     const bool asks = takes_maxima || largest[0] > kLargest || largest[1] > kLargest;
-    if (unlikely(ptx::warp_any(asks))) {
+    if (is_first || unlikely(ptx::warp_any(asks))) {
       raises = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         // mutate: rows-beside-raised
         const bool row_moves = takes_maxima || quad_any(largest[h] > kLargest);
-        if (!takes_maxima) {
+        if (!is_first && !takes_maxima) {
           factors[0][h] = make_far(s, h, tile_sum[h], row_moves, form, scale, again);
         }
         settle(s, h, factors[0][h], tile_sum[h], row_moves, scale);

@@ -168,9 +168,9 @@ struct PrefillSm90Softmax {
     if constexpr (Traits::kMultipliesBytes) {
       // Rows that have seen no key take the maximum of the next tile. Others could be raised
       // once their exponentials are there.
-      takes_maxima |= needs_mask || after_masked;  // mutate: rows-behind-cuts-without-maximum
+      takes_maxima = needs_mask || after_masked;  // mutate: rows-behind-cuts-without-maximum
       to.raised = online.exponentiate_or_raise(
-          to.p, s, to.factors, form, scale, takes_maxima,
+          to.p, s, to.factors, form, scale, is_first, takes_maxima,
           [&](Logits& logits, int h) { make_again(logits, h, item, first_key); });
     } else if constexpr (Traits::kTakesMaxima) {
       to.raised =
