@@ -5,9 +5,6 @@ from __future__ import annotations
 from .mutation import Mutation
 
 EIGHT_BITS = (
-    Mutation(
-        "lines-of-short-rows-not-cleared", "(row, chunk)", "(row, 0)", "hopper 8-bit narrow prompt"
-    ),
     Mutation("sums-not-flushed", "kHasTotal &&", "false &&", "hopper 8-bit sums"),
     Mutation("total-not-rescaled", "*= factors[0][h]", "*= 1.0f", "hopper 8-bit rising"),
     Mutation("turned-before-landed", "v.parity)", "v.parity ^ 1)", "hopper 8-bit prompt"),
@@ -24,7 +21,12 @@ EIGHT_BITS = (
     Mutation(
         "8-bit-value-of-another-key", "(key & 7) >> 1", "key & 3", "hopper 8-bit hidden values"
     ),
-    Mutation("small-probabilities-flushed", "headroom(sum * ptx::rcp_approx(largest))", "0.0f", "hopper 8-bit peak"),
+    Mutation(
+        "small-probabilities-flushed",
+        "headroom(sum * ptx::rcp_approx(largest))",
+        "0.0f",
+        "hopper 8-bit peak",
+    ),
     Mutation(
         "rows-beside-raised",
         "quad_any(largest[h] > kLargest)",

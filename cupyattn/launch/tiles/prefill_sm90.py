@@ -8,7 +8,7 @@ from ... import jit
 from ...core import dtypes
 from ...core.problem import AttentionProblem
 from ..driver import tensor_map
-from .common import PATTERN_BYTES, panels, problem_constants
+from .common import panels, problem_constants
 from .config import (
     Field,
     Target,
@@ -74,7 +74,7 @@ _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, convert
 # Gathered rows take longer to land: more of them are under way, in a slot of Q if need be.
 _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
 
-# Queries of 8 bits: values land in fp8 stages, and converters transpose them. Sums are kept twice.
+# Queries of 8 bits, which registers keep. fp8_stages: of V, which converters transpose.
 _8BIT = _Shape(2, 160, stages=3, query_slots=1, fp8_stages=4, converters=2)
 
 # By the kind of keys and the head dims of q, k and of v, o; ragged keys that are not there have the
@@ -115,10 +115,10 @@ _TILES = {
     ("fp8 gathered", 192, 128): _FP8_GATHERED._replace(tile_kv=96, fp8_stages=1),
     ("fp8 gathered", 192, 192): _FP8_GATHERED._replace(tile_kv=64),
     ("fp8 gathered", 256, 128): _FP8_GATHERED._replace(tile_kv=64),
-    ("8 bits", 64, 64): _8BIT_NARROW,
-    ("8 bits", 96, 96): _8BIT_NARROW,
+    ("8 bits", 64, 64): _8BIT._replace(tile_kv=192, stages=2),
+    ("8 bits", 96, 96): _8BIT._replace(tile_kv=192, stages=2),
     ("8 bits", 128, 128): _8BIT,
-    ("8 bits", 192, 128): _8BIT._replace(query_slots=1),
+    ("8 bits", 192, 128): _8BIT._replace(tile_kv=128, stages=2),
 }
 
 # The head dims of the tables, the least first.
@@ -434,7 +434,7 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
     rows, mask bits, rotations, biases and the coefficients of a cap."""
     dim, dim_vo = tile_dims(problem)
     if problem.is_8bit:
-        return _8BIT.tile_kv
+        return 256
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         # A cap of float16 rows takes a few registers more than one of bfloat16 rows.
@@ -496,7 +496,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         landing = 4 * (fp8_stages or stages)
         keys = [panels(tile_kv, dim, stages, itemsize) for dim in dims]
         if problem.is_8bit:
-            keys[1] = Field(value_stages * dims[1] * tile_kv, PATTERN_BYTES)
+            keys[1] = panels(tile_kv, dims[1], value_stages, itemsize)
         rest = [
             Field(value_stages * 16 * -(-tile_kv // 128), 16),
             _row_bits(problem, tile_q, tile_kv, stages),

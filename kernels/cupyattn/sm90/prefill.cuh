@@ -28,7 +28,6 @@ struct PrefillSm90 {
     const PrefillSm90Block<Traits> block(params, shared);
     if constexpr (!Traits::kPersistent) return run_only_item(block);
     if (threadIdx.x == 0) init_barriers(params, shared);
-    if constexpr (Traits::kMultipliesBytes) clear_columns_behind_keys(shared);
     if constexpr (Traits::kRope) shared.rope.fill(params.attention, threadIdx.x, Traits::kThreads);
     ptx::block_sync();
     // warp_uniform tells the compiler that the role is the same for a whole warp.
@@ -58,21 +57,6 @@ struct PrefillSm90 {
       } else if constexpr (!Traits::kHasConverterWarpgroup) {
         run_converter(block);
       }
-    }
-  }
-
-  // Keys stand for the values of a product that has none (multiply_first): their first eight rows,
-  // in whole lines. Copies leave the columns behind a short row as they are.
-  static __device__ __forceinline__ void clear_columns_behind_keys(SharedMemory& shared) {
-    using KTile = typename Traits::KTile;
-    if constexpr (KTile::kPanels == 1 && KTile::kHasTail) {
-      constexpr int kBehind = 8 - KTile::kPlaces;
-      for (int i = threadIdx.x; i < Traits::kStages * 8 * kBehind; i += Traits::kThreads) {
-        const int stage = i / (8 * kBehind), row = i % 8, chunk = KTile::kPlaces + i / 8 % kBehind;
-        // mutate: lines-of-short-rows-not-cleared
-        *reinterpret_cast<Vector16*>(shared.k[stage] + KTile::offset(row, chunk)) = Vector16{};
-      }
-      ptx::fence_proxy_async();
     }
   }
 

@@ -115,15 +115,17 @@ struct RowTile {
 };
 
 // A tile whose rows a product takes 32 bytes at a time: panels of one step of it, in swizzled lines
-// of 32 bytes. So rows may have any multiple of 32 columns.
-template <typename Element, int kRowsInTile, int kColumns>
+// of 32 bytes, kStepBytes apart. So rows may have any multiple of 32 columns.
+template <typename Element, int kRowsInTile, int kColumns, int kStepBytes = 32 * kRowsInTile>
 struct StepTile {
   using T = Element;
   static constexpr int kRows = kRowsInTile, kRowBytes = 32, kGroupBytes = 8 * kRowBytes;
-  static constexpr int kPanelBytes = kRows * kRowBytes;
+  static constexpr int kPanelBytes = kStepBytes;
   static constexpr int kPanels = kColumns * sizeof(Element) / kRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes, kAlign = kGroupBytes;
-  static_assert(kRows % 8 == 0 && kColumns * sizeof(Element) % kRowBytes == 0, "panels are whole");
+  static_assert(kRows % 8 == 0 && kColumns * sizeof(Element) % kRowBytes == 0 &&
+                    kRows * kRowBytes <= kPanelBytes,
+                "panels are whole");
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return chunk / 2 * kPanelBytes + row * kRowBytes + ((chunk ^ (row >> 2)) & 1) * 16;
@@ -139,11 +141,6 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
   constexpr uint64_t kGroup = static_cast<uint64_t>(Tile::kGroupBytes >> 4) << 32;
   constexpr uint64_t kPanel = static_cast<uint64_t>(Tile::kPanelBytes >> 4) << 16;
   return kSwizzle | kGroup | kPanel | ((address & 0x3ffffu) >> 4);
-}
-
-// The same operand whose groups of eight rows are all the first.
-__device__ __forceinline__ uint64_t operand_without_groups(uint64_t operand) {
-  return operand & ~(0x3fffull << 32);
 }
 
 // The steps of a product: of Q and K, or of probabilities and V.

@@ -59,7 +59,8 @@ struct PrefillSm90Consumer {
   static constexpr bool kOverlap = Softmax::kOverlap;
   // Whether an item's first product runs beside the last one of the item before. Where Q has one
   // place the next rows land later, so the item is completed first.
-  static constexpr bool kItemsFollow = Traits::kPersistent && Traits::kSlots > 1;
+  static constexpr bool kItemsFollow =
+      Traits::kPersistent && Traits::kSlots > 1 && !Traits::kMultipliesBytes;
   // Whether a tile that needs O corrected leaves the loop of tiles for it. Without overlap the softmax
   // is still to come, and would have to stand twice.
   static constexpr bool kLeavesLoop = kOverlap;
@@ -450,10 +451,7 @@ struct PrefillSm90Consumer {
     if (Traits::kMultipliesGathered) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     if constexpr (Traits::kMultipliesBytes) {
-      uint64_t operand = operand_at<VTile>(values);
-      // The bytes of a tile of keys may be fewer: then all lines stand for the first eight.
-      if (!has_values) operand = operand_without_groups(operand);
-      issue_pv_of_bytes<VTile, kHeadDimVO>(o, p, operand, tiles_of_part > 0);
+      issue_pv_of_bytes<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), tiles_of_part > 0);
     } else {
       issue_pv<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), adds_output);
     }

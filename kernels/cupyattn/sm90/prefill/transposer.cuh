@@ -67,11 +67,11 @@ struct PrefillSm90Transposer {
   // register. Bytes of one column of these four keys are four places of a row of V^T
   // (byte_fragments.cuh).
   __device__ __forceinline__ void transpose(uint32_t tile) const {
-    constexpr int kUnits = Landing::kChunks, kEach = kUnits / kWarps;
+    constexpr int kEach = Landing::kChunks / 2;  // times 32 columns
     static_assert(4 * Landing::kGroupBytes == VTile::kPanelBytes && Landing::kPanels == 1 &&
                       VTile::kPanels * VTile::kPanelBytes == Landing::kBytes,
                   "32 rows become a panel");
-    static_assert(kUnits % kWarps == 0 && kWarps == 2, "each warp has 16 keys");
+    static_assert(Landing::kChunks % 2 == 0 && kWarps == 2, "each warp has 16 keys");
     const int matrix = lane / 8, line = lane % 8, place = row_of_even_column(line);
     const uint32_t first =
         tile + Landing::offset(16 * warp + 8 * (matrix & 1) + line, matrix / 2);

@@ -76,7 +76,7 @@ struct PrefillSm90Traits : Config {
   template <typename Element, int kHeadDim>
   using KeyTileOf = PanelTile<Element, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
   using KTile = KeyTileOf<DTypeKTile, kHeadDimQK>;
-  using VTile = conditional<kMultipliesBytes, StepTile<DTypeVTile, kHeadDimVO, kTileKV>,
+  using VTile = conditional<kMultipliesBytes, StepTile<DTypeVTile, kHeadDimVO, kTileKV, 32 * 128>,
                             KeyTileOf<DTypeVTile, kHeadDimVO>>;
   // The tiles in which keys and values land, and the number of their stages.
   template <typename Tile, int kHeadDim>
