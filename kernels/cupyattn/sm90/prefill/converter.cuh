@@ -167,9 +167,10 @@ struct PrefillSm90Converter {
   // Sets non-finite values of a masked tile to zero, and marks those of the first `num_keys` keys
   // that had them.
   template <typename Landing>
-  __device__ __forceinline__ void zero_nonfinite(unsigned char* landing, Vector16& nonfinite_keys,
+  __device__ __forceinline__ void zero_nonfinite(unsigned char* landing,
+                                                 typename Traits::KeyMarks& nonfinite_keys,
                                                  int num_keys) const {
-    if (thread == 0) nonfinite_keys = Vector16{};
+    if (thread == 0) nonfinite_keys = {};
     ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);
     for (int index = thread; index < Landing::kBytes / 16; index += kThreads) {
       zero_nonfinite_chunk<DTypeKV>(reinterpret_cast<Vector16*>(landing)[index],
