@@ -434,7 +434,9 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
     rows, mask bits, rotations, biases and the coefficients of a cap."""
     dim, dim_vo = tile_dims(problem)
     if problem.is_8bit:
-        return 256
+        # 160 keys take a register too many.
+        has_float_rows = problem.dtype_o.itemsize == 4
+        return 128 if has_float_rows and dim == 128 else 192
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         # A cap of float16 rows takes a few registers more than one of bfloat16 rows.

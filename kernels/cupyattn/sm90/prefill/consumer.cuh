@@ -91,8 +91,8 @@ struct PrefillSm90Consumer {
   // Where sums have few bits, O is the sum of a few tiles. What has been added up before lies in
   // shared memory; it is to be multiplied by `factors`, as maxima have been raised since.
   static constexpr bool kHasTotal = Traits::kMultipliesBytes;
-  int tiles_of_part = 0;
-  bool has_total = false;
+  int tiles_of_part = 0;  // and kHasSums if there is a total, since registers are scarce
+  static constexpr int kHasSums = 1 << 16;
   float factors_of_total[1][2] = {{1.0f, 1.0f}};
   uint32_t p[Softmax::kSteps][1][4];
   // Rows of Q of 8 bits are kept in registers, so that their place has those of the next item early.
@@ -338,7 +338,7 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void multiply_next(Place& at, Tile& tile) {
     issue_scores(tile.s);
     // Beside the product of keys.
-    if (kHasTotal && tiles_of_part >= Traits::kFlushTiles) flush();  // mutate: sums-not-flushed
+    if (kHasTotal && (tiles_of_part & (kHasSums - 1)) >= Traits::kFlushTiles) flush();  // mutate: sums-not-flushed
     issue_output();
     pass_turn();
     tile.key_tile = key_tile_after(at.tile);
@@ -451,7 +451,7 @@ struct PrefillSm90Consumer {
     if (Traits::kMultipliesGathered) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     if constexpr (Traits::kMultipliesBytes) {
-      issue_pv_of_bytes<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), tiles_of_part > 0);
+      issue_pv_of_bytes<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), (tiles_of_part & (kHasSums - 1)) > 0);
     } else {
       issue_pv<VTile, kHeadDimVO>(o, p, operand_at<VTile>(values), adds_output);
     }
@@ -505,7 +505,7 @@ struct PrefillSm90Consumer {
   // Adds what O has to the total; the next product begins it anew.
   __device__ __forceinline__ void flush() {
     if constexpr (kHasTotal) {
-      if (has_total) add_total();
+      if (tiles_of_part >= kHasSums) add_total();
       const int thread = threadIdx.x - kWarpgroup;
 #pragma unroll
       for (int n = 0; n < kHeadDimVO / 8; ++n) {
@@ -515,8 +515,7 @@ struct PrefillSm90Consumer {
         shared.totals[n][thread] = sums;
       }
       clear_total();
-      has_total = true;
-      tiles_of_part = 0;
+      tiles_of_part = kHasSums;
     }
   }
   __device__ __forceinline__ void add_total() {
@@ -543,12 +542,12 @@ struct PrefillSm90Consumer {
   // O of an item whose last product is over.
   __device__ __forceinline__ void complete_output() {
     if constexpr (kHasTotal) {
-      if (has_total) add_total();
+      if (tiles_of_part >= kHasSums) add_total();
       order_columns(o);
     }
   }
   __device__ __forceinline__ void clear_total() {
-    has_total = false;
+    tiles_of_part = 0;
     factors_of_total[0][0] = factors_of_total[0][1] = 1.0f;
   }
   __device__ __forceinline__ void add_nonfinite_keys(const Item& item) {
