@@ -244,23 +244,27 @@ __device__ __forceinline__ int own_keys_before(int offset) {
   return 2 * (offset >> 3) + min_of(offset & 7, 2);  // mutate: second-key-hidden-late
 }
 
-// Hides the logits of keys outside [begin, end), counted from the tile's first key, in half h of a
-// thread's part of the tile.
+// Hides the keys outside [begin, end) of row h of a thread, counted from the tile's first key, in a
+// thread's part of 128 keys from n-tile kFirst on. They are bits of a word: one instruction turns
+// seven bits into predicates; comparisons take an instruction for each key.
+template <typename Form, int kFirst, int kTilesS>
+__device__ __forceinline__ void mask_word_by_limits(float (&s)[kTilesS][4], int h, int begin,
+                                                    int end, int lane) {
+  constexpr int kTiles = kTilesS - kFirst < 16 ? kTilesS - kFirst : 16;
+  const int first = 2 * (lane & 3);
+  const uint32_t visible =
+      low_bits(own_keys_before(end - first)) & ~low_bits(own_keys_before(begin - first));
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    if (!((visible >> i) & 1)) s[kFirst + i / 2][2 * h + i % 2] = Form::hidden();
+  }
+}
 template <typename Form, int kTilesS>
 __device__ __forceinline__ void mask_by_limits(float (&s)[kTilesS][4], int h, int begin, int end,
                                                int lane) {
-  const int first = 2 * (lane & 3);
-  // A thread's keys of a row are bits of a word, or two. One instruction turns seven bits into
-  // predicates; comparisons take an instruction for each key.
-#pragma unroll
-  for (int n = 0; n < kTilesS; n += 16) {
-    const uint32_t visible = low_bits(own_keys_before(end - 8 * n - first)) &
-                             ~low_bits(own_keys_before(begin - 8 * n - first));
-#pragma unroll
-    for (int i = 0; i < 2 * min_of(16, kTilesS - n); ++i) {
-      if (!((visible >> i) & 1)) s[n + i / 2][2 * h + i % 2] = Form::hidden();
-    }
-  }
+  static_assert(kTilesS <= 32, "a thread's keys of a row are bits of two words");
+  mask_word_by_limits<Form, 0>(s, h, begin, end, lane);
+  if constexpr (kTilesS > 16) mask_word_by_limits<Form, 16>(s, h, begin - 128, end - 128, lane);
 }
 
 }  // namespace cupyattn
