@@ -413,7 +413,7 @@ struct PrefillSm90Consumer {
     load_fragments_of_bytes<QTile>(q, ptx::shared_address(shared.q[q_slot()]),
                                    softmax.rows.warp_row(), lane);
     ptx::warp_sync();
-    release(shared.empty_q[q_slot()]);  // mutate: queries-released-early
+    release(shared.empty_q[q_slot()]);
   }
   __device__ __forceinline__ void halve_queries() {
     // mutate: queries-not-converted
