@@ -156,8 +156,8 @@ def quantize_qkv(
     delivered = {name: array.deliver(x, like) for name, x in results.items()}
     if mean is not None:
         k_mean = array.deliver(mean.owner, like)
-    given = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "k_mean": k_mean}
-    return QuantizedQKV(**given | delivered)
+    requested = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "k_mean": k_mean}
+    return QuantizedQKV(**requested | delivered)
 
 
 def _parse_dtype(dtype: Any) -> DType:
@@ -222,14 +222,14 @@ class _Call:
             return None
         stored = dtypes.float8_e4m3fn if name == "v" else self.dtype
         results[name] = empty_rows(tuple(x.original.shape), stored, x.original)
-        found, form = None, ScaleForm.NUMBER
+        measured, form = None, ScaleForm.NUMBER
         if x.finds:
             form = _FORMS[self.scales]
             shape = x.scales_shape(form, self.block_size)
             label = f"{name}_block_scales" if form is ScaleForm.OF_BLOCKS else f"scale_{name}"
             results[label] = array.empty(shape, dtypes.float32, x.original)
-            found = array.view(results[label], label)
-        return x.part(array.view(results[name], name), form, found, self.block_size)
+            measured = array.view(results[label], label)
+        return x.part(array.view(results[name], name), form, measured, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -300,14 +300,14 @@ class _Rows:
         return -(-n // block_size) + self.batch_size, heads
 
     def part(
-        self, out: ArrayView, form: ScaleForm, found: ArrayView | None, block_size: int
+        self, out: ArrayView, form: ScaleForm, measured: ArrayView | None, block_size: int
     ) -> Part:
         rows = merge_leading(out, self.name, 2)
         scales, strides = self.scales, (0, 0, 0)
-        if found is not None:
-            scales = found
+        if measured is not None:
+            scales = measured
             if form is ScaleForm.OF_BLOCKS:
-                scales = merge_leading(found, self.name, 1)
+                scales = merge_leading(measured, self.name, 1)
                 strides = scales.strides[0], 0, scales.strides[1]
             elif form is ScaleForm.OF_HEADS:
                 strides = 0, 0, 1

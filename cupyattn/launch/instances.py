@@ -323,8 +323,8 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
     """Kernels of tokens that have lists of keys: one for all page sizes, and none."""
     if "sparse" not in chosen.operations:
         return
-    found = dict.fromkeys(replace(x, paged=True, sparse=True) for x, _ in problems(chosen))
-    for problem in filter(key_lists.serves, found):
+    listed = dict.fromkeys(replace(x, paged=True, sparse=True) for x, _ in problems(chosen))
+    for problem in filter(key_lists.serves, listed):
         for group in chosen.groups:
             name = key_lists.row_class_of(group, problem, SHARED_BYTES[arch])
             yield from _of_rows(problem, name, True, arch, 1)

@@ -208,9 +208,9 @@ class ListLauncher:
         (_, shape), *_ = self._kernels.decode_blocks(row_class, num_tokens * num_tiles, rows)
         return row_class, shape, self._splits(num_tokens, num_keys, shape)
 
-    def _parts(self, most: int, num_keys: int) -> int:
+    def _parts(self, max_splits: int, num_keys: int) -> int:
         """In how many parts, of which each is worth a merge, a block's keys are divided."""
-        return max(min(most, num_keys * self._kernels.key_bytes // _PART_BYTES), 1)
+        return max(min(max_splits, num_keys * self._kernels.key_bytes // _PART_BYTES), 1)
 
     def _splits(self, num_tokens: int, num_keys: int, shape: TileShape) -> int:
         """In how many parts each list is divided."""

@@ -325,8 +325,8 @@ def _with_found_scales(
         enqueue(Launch(kernel.function, (blocks, 1, 1), tile[0], 0), arguments, device, stream)
         del owner, counters  # the launch is enqueued
     return [
-        part if found is None else replace(found, form=ScaleForm.GIVEN)
-        for part, found in zip(parts, measured, strict=True)
+        part if scales is None else replace(scales, form=ScaleForm.GIVEN)
+        for part, scales in zip(parts, measured, strict=True)
     ]
 
 
