@@ -14,6 +14,7 @@ from cupyattn.core.problem import (
 )
 from cupyattn.errors import CupyAttnError
 from cupyattn.launch.instances import OPTIONS, SHARED_BYTES, fields_of
+from cupyattn.launch.tiles.prefill_sm90 import HEAD_DIMS_OF_8_BITS
 from cupyattn.launch.tiles.row_classes import LARGE, MAX_ROWS, ROW_CLASSES
 from cupyattn.launch.tiles.select import tile_config
 
@@ -95,9 +96,13 @@ def _dtypes() -> str:
 def _head_dims() -> str:
     wide = f"q·k a multiple of 64 up to {max(WIDE_HEAD_DIMS)[0]}, v 512 or 256"
     latent = ", ".join(f"{a} + {b}" for a, b in LATENT_HEAD_DIMS)
+    bytes_as_they_are = ", ".join(
+        str(a) if a == b else f"{a} / {b}" for a, b in HEAD_DIMS_OF_8_BITS
+    )
     rows = (
         ("q·k and v", f"any two multiples of 8 from 8 to {MAX_HEAD_DIM}"),
         ("with RoPE inside attention", "q·k a multiple of 16; wide over keys of 16 bits"),
+        ("8-bit q, multiplied as it is, q·k / v", bytes_as_they_are),
         ("wide, q·k / v", wide),
         ("latent + rope columns", latent),
         ("query heads to key heads", "any ratio"),
