@@ -606,9 +606,6 @@ CATCHERS: dict[str, Callable[..., None]] = {
         test_prefill_sm90_8bit.CAUSAL, **facts
     ),
     # Rows of Q are copied one by one.
-    "hopper 8-bit narrow prompt": lambda **facts: test_prefill_sm90_8bit.check(
-        test_prefill_sm90_8bit.NARROW, **facts
-    ),
     "hopper 8-bit broken tokens": lambda **facts: test_prefill_sm90_8bit.check(
         replace(test_prefill_sm90_8bit.BASE, group=72, qo_len=8, kv_len=100), **facts
     ),

@@ -480,7 +480,7 @@ HEAD_DIMS_OF_8_BITS = tuple((qk, vo) for kind, qk, vo in _TILES if kind == "8 bi
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
-    itemsize = 1 if problem.is_8bit else 2
+    itemsize, landing = (1 if problem.is_8bit else 2), 4 * (fp8_stages or stages)
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     has_fast_cap = problem.soft_cap and not (problem.reads_rows or shape.lean)
@@ -498,15 +498,13 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]
     else:
         value_stages = fp8_stages if problem.is_8bit else stages
-        landing = 4 * (fp8_stages or stages)
-        keys = [panels(tile_kv, dim, stages, itemsize) for dim in dims]
-        if problem.is_8bit:
-            keys[1] = panels(tile_kv, dims[1], value_stages, itemsize)
+        counts = stages, value_stages
+        keys = [panels(tile_kv, *of, itemsize) for of in zip(dims, counts, strict=True)]
         rest = [
             Field(value_stages * 16 * -(-tile_kv // 128), 16),
             _row_bits(problem, tile_q, tile_kv, stages),
             Field(2 * problem.head_dim_qk if is_rotated else 4),
-            Field(8 * (1 + 2 * items + 2 * slots + 2 * stages + 3 * value_stages + landing), 8),
+            Field(8 * (1 + 2 * (items + slots + stages) + 3 * value_stages + landing), 8),
         ]
     shared = struct_of(
         *fp8_tiles,
