@@ -499,7 +499,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     else:
         value_stages = fp8_stages if problem.is_8bit else stages
         counts = stages, value_stages
-        keys = [panels(tile_kv, *of, itemsize) for of in zip(dims, counts, strict=True)]
+        keys = [panels(tile_kv, dim, n, itemsize) for dim, n in zip(dims, counts, strict=True)]
         rest = [
             Field(value_stages * 16 * -(-tile_kv // 128), 16),
             _row_bits(problem, tile_q, tile_kv, stages),
