@@ -36,6 +36,7 @@ def typed(case: Case, kind: str) -> Case:
 def check(case: Case, **facts: Any) -> run.Answer:
     answer = run.single(case, **facts)
     assert "prefill_sm90" in test_prefill_sm90.kernels(answer)
+    assert "widen_rows" not in {launch.name for launch in answer.launches}
     answer.check()
     return answer
 
@@ -61,6 +62,11 @@ def test_prompts(causal: bool, kind: str) -> None:
             {"kv_layout": "HND", "strides": ("padded",) * 4},
             {"o_dtype": "float32"},
             {"o_dtype": "float16"},
+            {"o_dtype": E4M3},
+            {"logits_soft_cap": 8.0},
+            {"logits_soft_cap": 0.5, "scale_q": "per_head", "has_sinks": True},
+            {"pos_encoding_mode": "ALIBI"},
+            {"pos_encoding_mode": "ALIBI", "window_left": 70},
             {"sm_scale": 2.0},
             {"kv_len": 1500, "scale_v": "per_head"},  # sums are emptied twice
         ],
@@ -68,6 +74,22 @@ def test_prompts(causal: bool, kind: str) -> None:
 )
 def test_options(options: dict[str, Any]) -> None:
     check(replace(CAUSAL, **options))
+
+
+@pytest.mark.parametrize("of_elements", [False, True])
+def test_gates(of_elements: bool) -> None:
+    rng = np.random.default_rng(8)
+    q, k, v = (
+        rng.standard_normal((n, h, 128)).astype(ml_dtypes.float8_e4m3fn)
+        for n, h in ((40, 4), (300, 2), (300, 2))
+    )
+    gate = rng.standard_normal((40, 4, 128) if of_elements else (40, 4)).astype(np.float32)
+    options: dict[str, Any] = {"causal": True, "output_gate": gate, "o_dtype": "float32"}
+    with gpu.plugged_in() as emulated:
+        out = cupyattn.single_prefill_with_kv_cache(q, k, v, **options)
+        assert not emulated.has_launched("widen_rows")
+    exact = cupyattn.single_prefill_with_kv_cache(q, k, v, **options)
+    assert np.square(out - exact).mean() < 0.03**2 * np.square(exact).mean()
 
 
 @pytest.mark.parametrize("seed", range(1, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ... import jit
@@ -300,16 +301,16 @@ def _refusal_of_8_bits(problem: AttentionProblem, name: str) -> str | None:
         return f"of 8 bits it multiplies float8_e4m3fn, not {problem.dtype_q}"
     if ("8 bits", *dims) not in _TILES:
         return f"it has no tile for queries of 8 bits with head dims {dims[0]} and {dims[1]}"
-    if problem.dtype_o.itemsize == 1:
-        return "the output of queries of 8 bits is of 16 or 32 bits"
     if problem.block_scales:
         return "queries of 8 bits have no scales of blocks"
-    if problem.custom_mask or problem.soft_cap or problem.transforms_logits:
-        return "queries of 8 bits have no mask, soft cap or logits expression"
-    if problem.pos_encoding != "NONE" or problem.biases_logits:
-        return "queries of 8 bits have no rotation or bias"
-    if problem.output_gate or problem.key_share:
-        return "queries of 8 bits have no output gate and share no keys"
+    if problem.custom_mask or problem.transforms_logits:
+        return "queries of 8 bits have no mask or logits expression"
+    if problem.pos_encoding == "ROPE_LLAMA" or problem.key_share:
+        return "queries of 8 bits have no rotation and share no keys"
+    if problem.soft_cap and problem.biases_logits:
+        return "a soft cap and a bias of queries of 8 bits would spill"
+    if (problem.soft_cap or problem.biases_logits) and not problem.dtype_o.is_float16:
+        return "a soft cap or a bias of queries of 8 bits would spill with such outputs"
     return None
 
 
@@ -434,9 +435,7 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
     rows, mask bits, rotations, biases and the coefficients of a cap."""
     dim, dim_vo = tile_dims(problem)
     if problem.is_8bit:
-        # 160 keys take a register too many.
-        has_float_rows = problem.dtype_o.itemsize == 4
-        return 128 if has_float_rows and dim == 128 else 192
+        return _keys_of_8_bits(problem)
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         # A cap of float16 rows takes a few registers more than one of bfloat16 rows.
@@ -464,6 +463,17 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
     return 128
 
 
+def _keys_of_8_bits(problem: AttentionProblem) -> int:
+    """The same of queries of 8 bits: a cap, a bias and outputs that are not of 16 bits take
+    registers."""
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    if problem.soft_cap or problem.pos_encoding == "ALIBI":
+        return {64: 192, 96: 160, 128: 96, 192: 96}[dims[0]]
+    if problem.reads_rows and dims[0] == 192:
+        return 96  # facts of rows take shared memory
+    return 256 if problem.dtype_o.is_float16 or dims != (128, 128) else 128
+
+
 def _caps_rows(problem: AttentionProblem) -> bool:
     """Whether logits take as many registers as a cap of logits that know their rows."""
     masks_transformed = problem.transforms_logits and problem.custom_mask
@@ -479,6 +489,9 @@ HEAD_DIMS_OF_8_BITS = tuple((qk, vo) for kind, qk, vo in _TILES if kind == "8 bi
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
+    if problem.is_8bit and problem.soft_cap:
+        # Capped in place, as logits of rows with scales are.
+        problem = replace(problem, prescale_logits=True)
     consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
     itemsize, landing = (1 if problem.is_8bit else 2), 4 * (fp8_stages or stages)
     tile_q = 64 * consumers

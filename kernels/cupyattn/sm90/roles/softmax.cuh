@@ -139,7 +139,7 @@ struct PrefillSm90Softmax {
                                        const KeyTile& tile, const VStage& v, bool is_first,
                                        [[maybe_unused]] bool after_masked = false) {
     const int first_key = first_key_of(tile);
-    if constexpr (LogitsVariant::kFoldsBias) {
+    if constexpr (LogitsVariant::kFoldsBias && !Traits::kMultipliesBytes) {
       // Without the copy ptxas keeps the condition's operands, and spills.
       if (ptx::opaque_copy(static_cast<uint32_t>(is_first || tile.needs_mask)) == 0) {
         const auto path =
