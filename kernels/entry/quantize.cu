@@ -25,7 +25,9 @@ struct QuantizeConfig : Config {
   // Rows that are found a scale for wait for each other: an SM needs threads of other blocks.
   static constexpr bool kIsPlain = Config::kRope == 0 && !Config::kNorm && !Config::kHadamard &&
                                    !Config::kMean && !Config::kFindsRuns && Config::kAligned;
-  static constexpr int kMinThreads = Config::kLanes == 32 ? 768 : 1024;
+  // Eight vectors a thread fit 64 registers on Hopper where rows are short, else 80.
+  static constexpr bool kFits = Config::kPasses <= 4 || (__CUDA_ARCH__ >= 900 && Config::kLanes < 32);
+  static constexpr int kMinThreads = kFits ? 1024 : 768;
   static constexpr int kMinBlocks = kIsPlain ? kMinThreads / Config::kThreads : 1;
 };
 

@@ -229,7 +229,7 @@ def choose_tile(
 
 def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     """Write what becomes of q, k and v; None for one that there is not."""
-    parts = _with_found_scales(parts, shared, stream)
+    parts = _with_scales(parts, shared, stream)
     present = [part for part in parts if part is not None and _has_work(part)]
     if not present:
         return
@@ -278,9 +278,7 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
     enqueue(Launch(kernel.function, (blocks, 1, 1), tile[0], 0), arguments, device, stream)
 
 
-def _with_found_scales(
-    parts: Sequence[Part | None], shared: Shared, stream: int
-) -> list[Part | None]:
+def _with_scales(parts: Sequence[Part | None], shared: Shared, stream: int) -> list[Part | None]:
     """The same parts with scales that are given: those of heads and tensors, by a launch ahead."""
     measured = [
         part if part is not None and part.form >= ScaleForm.OF_HEADS else None for part in parts
