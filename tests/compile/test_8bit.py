@@ -46,9 +46,6 @@ def test_registers_hold_all(problem: AttentionProblem) -> None:
 REFUSED = {
     "int8": replace(PLAIN, dtype_q=dtypes.int8),
     "head dims 80": replace(PLAIN, head_dim_qk=80, head_dim_vo=80),
-    "output": replace(PLAIN, dtype_o=E4M3),
-    "soft cap": replace(PLAIN, soft_cap=True),
-    "bias": replace(PLAIN, pos_encoding="ALIBI"),
     "mask": replace(PLAIN, custom_mask=True, mask_form="whole"),
     "16-byte": replace(PLAIN, aligned=False),
     "share": replace(PLAIN, key_share=True),

@@ -500,12 +500,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     # Rows of fp8 are filled up to whole 16 bytes.
     dims = (problem.head_dim_qk, problem.head_dim_vo)
     items = shape.items if shape.persistent else 1
-    if problem.is_8bit:
-        fp8_tiles = [Field(4 * tile_q * dims[1], 16)]
-    elif fp8_stages:
-        fp8_tiles = [Field(fp8_stages * tile_kv * round_up(dim, 16), 128) for dim in dims]
-    else:
-        fp8_tiles = []
+    fp8_tiles = _fp8_tiles(problem, shape, dims)
     if shape.lean:
         keys = [panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
         rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]
@@ -552,6 +547,15 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )
+
+
+def _fp8_tiles(problem: AttentionProblem, shape: _Shape, dims: tuple[int, int]) -> list[Field]:
+    """The sums of O of queries of 8 bits, or landed keys and values of fp8."""
+    if problem.is_8bit:
+        return [Field(4 * 64 * shape.consumers * dims[1], 16)]
+    return [
+        Field(shape.fp8_stages * shape.tile_kv * round_up(dim, 16), 128) for dim in dims
+    ] * bool(shape.fp8_stages)
 
 
 def _row_bits(problem: AttentionProblem, tile_q: int, tile_kv: int, stages: int) -> Field:

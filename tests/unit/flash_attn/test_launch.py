@@ -272,7 +272,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
             "k_descale": numbers(HK),
             "v_descale": lambda make: make(HK, dtype="float32").expand(B, HK),
         },
-        ["plan_batch", "widen_rows", "decode_sm80"],
+        ATTENTION,
     ),
     "contiguous": (contiguous, {}, FOUND),
     "contiguous, one length": (

@@ -92,7 +92,7 @@ struct PrefillSm90Converter {
   };
   __device__ __forceinline__ RowFactors factors_of(BlockScales::Place place, const Item& item,
                                                    const KeyTile& tile) const {
-    RowFactors factors;
+    RowFactors factors = {};
     if constexpr (kScalesBlocks) {
       const BlockScales scales = BlockScales::of(block.params, place);
       const BlockWork& work = item.work;
