@@ -147,12 +147,14 @@ def run_of_requests(rows: int, is_portable: bool = False, **facts: Any) -> None:
         ),
         lambda: flash_attn_with_kvcache(q, *keys, cache_seqlens=lens, causal=True, **scales),
     ]
-    for call in calls:
+    for index, call in enumerate(calls):
         want = call()
         with gpu.plugged_in(is_portable=is_portable, num_sms=4, **facts):
             got = call()
+        # Probabilities have 8 bits where queries have: four bits of each product are right.
+        within = 6e-2 if index == 5 else 2e-2
         for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
-            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), 2e-2, 2e-2)
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), within, within)
 
 
 @pytest.mark.parametrize("is_portable", [True, False])
@@ -162,7 +164,7 @@ def test_slopes_and_scales_of_requests(rows: int, is_portable: bool) -> None:
 
 
 def test_fp8_keys_converted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scales of requests and fp8 queries; keys of few rows, and pages, stay as they are."""
+    """With scales of requests; keys of few rows or of fp8 queries, and pages, stay as they are."""
     monkeypatch.setattr(attend, "WIDENING_ROWS", 140)
     monkeypatch.setattr(attend, "WIDENING_LOGITS", 0)
     rng = np.random.default_rng(0)
@@ -178,7 +180,7 @@ def test_fp8_keys_converted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: flash_attn_func(q[:, :69], k, v, causal=True), False),
         (lambda: flash_attn_func(q, k, v, causal=True), True),
         (lambda: flash_attn_func(q, k, v, causal=True, **scales), True),
-        (lambda: flash_attn_func(q.astype(fp8), k, v, q_descale=of_q, **scales), True),
+        (lambda: flash_attn_func(q.astype(fp8), k, v, q_descale=of_q, **scales), False),
         (lambda: flash_attn_varlen_func(*flat, *offsets, 69, 90, causal=True), False),
         (lambda: flash_attn_varlen_func(*flat, *offsets, 70, 90, causal=True), True),
         (lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, **scales), False),
@@ -190,10 +192,10 @@ def test_fp8_keys_converted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
                 emulated.forget()
                 got = call()
                 names = [launch.name for launch in emulated.launches]
-                is_fp8_q = names.count("copy_rows") > 1
-                assert ("copy_rows" in names) == (is_converted or is_fp8_q)
+                assert ("copy_rows" in names) == is_converted
+        within = 3e-2 if "prefill_sm90" not in names or is_converted else 6e-2
         for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
-            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), 3e-2, 3e-2)
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), within, within)
 
 
 def test_slopes_and_scales_of_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,7 +272,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
             "k_descale": numbers(HK),
             "v_descale": lambda make: make(HK, dtype="float32").expand(B, HK),
         },
-        ATTENTION,
+        ["plan_batch", "prefill_sm80", "merge_splits"],
     ),
     "contiguous": (contiguous, {}, FOUND),
     "contiguous, one length": (
