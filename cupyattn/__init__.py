@@ -118,7 +118,12 @@ _EXPORTS = {
 }
 _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
-    *("dsa_indexer", "flash_attn_interface", "flash_mla", "msa_ops", "paged_mqa", "topk"),
+    "dsa_indexer",
+    "flash_attn_interface",
+    "flash_mla",
+    "msa_ops",
+    "paged_mqa",
+    "topk",
     *(
         "paging",
         "quantization",

@@ -15,7 +15,8 @@ PEERS = (
     *("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
     "fa4",
     "flashmla",
-    *("fa3_fp8", "cudnn_fp8"),
+    "fa3_fp8",
+    "cudnn_fp8",
 )
 OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm", "ours_16bit")
 IMPLEMENTATIONS = (*OURS, *PEERS)

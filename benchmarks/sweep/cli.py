@@ -30,7 +30,9 @@ _PEERS = (
     *("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_cudnn"),
     "fa4",
     "flashmla",
-    *("ours_16bit", "fa3_fp8", "cudnn_fp8"),
+    "ours_16bit",
+    "fa3_fp8",
+    "cudnn_fp8",
 )
 _PROFILE_SECONDS = 90.0
 _PREHEAT_SECONDS = 0.05  # a case; the one before has just kept the GPU busy

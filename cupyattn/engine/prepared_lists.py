@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError
 from ..launch.attention.key_lists import ListAddresses, ListLauncher, Lists
 from ..launch.driver import params, scratch
 from . import output_gate
@@ -15,15 +14,19 @@ from .geometry import Variant
 from .kv_cache import pack_strides
 from .prepared import SCALE_PLACES, Launches, is_aligned
 
-(*(_Q, _K, _V, _TABLE, _KV_LENS, _OUT, _LSE, _QO_OFFSETS, _KV_OFFSETS, _SINKS, _GATE, _LISTS),) = (
-    map(
-        Arrays._fields.index,
-        (
-            *("q", "k", "v", "block_tables", "kv_lens", "out", "lse", "qo_offsets", "kv_offsets"),
-            *("sinks", "output_gate", "lists"),
-        ),
-    )
-)
+# Places of addresses, which come in the order of Arrays.
+_Q = Arrays._fields.index("q")
+_K = Arrays._fields.index("k")
+_V = Arrays._fields.index("v")
+_TABLE = Arrays._fields.index("block_tables")
+_KV_LENS = Arrays._fields.index("kv_lens")
+_OUT = Arrays._fields.index("out")
+_LSE = Arrays._fields.index("lse")
+_QO_OFFSETS = Arrays._fields.index("qo_offsets")
+_KV_OFFSETS = Arrays._fields.index("kv_offsets")
+_SINKS = Arrays._fields.index("sinks")
+_GATE = Arrays._fields.index("output_gate")
+_LISTS = Arrays._fields.index("lists")
 
 
 @dataclass(slots=True, eq=False)
@@ -79,14 +82,13 @@ def prepare_lists(call: Call) -> PreparedLists:
     )
     spec, (_, groups, entries) = call.geometry.spec, lists.shape
     is_of_query_heads = groups == spec.num_qo_heads > spec.num_kv_heads
-    if form.window and call.indices.kv_offsets is not None and groups > 1:
-        # Some such calls were wrong on a GPU (seeds 44 and 124 of the random calls).
-        raise UnsupportedError(
-            f"window: {form.window} beside lists of {groups} groups over rows without pages is not "
-            "served on a GPU yet; keep keys in pages, or leave window at 0"
-        )
     launcher = call.geometry.list_launcher(variant, is_of_query_heads, scales.output)
     table, lse_strides = call.block_tables, (0, 0) if call.lse is None else call.lse.strides
+    k_token, k_head, v_token, v_head, k_page, v_page = call.keys.strides
+    if table is None and call.indices.kv_offsets is not None:
+        # Offsets count rows: a request's keys begin so many rows, not pages, behind the first.
+        k_page, v_page = k_token, v_token
+    keys = k_token, k_head, v_token, v_head, k_page, v_page
     return PreparedLists(
         launcher,
         Lists(
@@ -102,7 +104,7 @@ def prepare_lists(call: Call) -> PreparedLists:
             is_causal=form.is_causal,
             kv_lens_are_steps=call.indices.kv_lens is call.indices.kv_offsets,
         ),
-        strides=pack_strides(call.q, call.keys.strides, call.out, lse_strides),
+        strides=pack_strides(call.q, keys, call.out, lse_strides),
         num_tokens=call.q.shape[0],
         gate_strides=() if call.output_gate is None else call.output_gate.strides,
         device_index=launcher.device_index,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 BLOCK, NUM_CASES = 25, 800
-# Of all that is served, most of which is widened to 16 bits.
+# These cases draw from all that is served; most are widened to 16 bits.
 ALL = replace(eight_bit_cases.EVERYTHING, page_sizes=(16,))
 NUM_OF_ALL = 200
 

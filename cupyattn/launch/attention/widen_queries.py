@@ -23,7 +23,7 @@ _VECTOR = 16
 # kernels/cupyattn/params/widen_rows.cuh, behind the source
 _BEHIND = struct.Struct("<2Q 2q 4i")
 _PARAMS = struct.Struct(f"<Q {_BEHIND.size}s")
-# Of an address that workspaces have too.
+# Wide queries begin at a multiple of this, as all that lies in workspaces does.
 _ALIGNMENT = 16
 
 
@@ -49,7 +49,7 @@ def config(dtype: DType, is_aligned: bool) -> jit.Config:
 
 
 def num_bytes(spec: AttentionSpec, num_rows: int) -> int:
-    """Of so many rows in 16 bits, as a multiple of what starts on a boundary."""
+    """The bytes that so many rows of queries take in 16 bits, up to the next boundary."""
     size = 2 * num_rows * spec.num_qo_heads * spec.head_dim_qk
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 

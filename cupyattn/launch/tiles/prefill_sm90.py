@@ -485,7 +485,7 @@ HEAD_DIMS = ("multiples of 8 up to 256",)
 """What `cupyattn info` says of them. docs/support.md has the options with each."""
 
 HEAD_DIMS_OF_8_BITS = tuple((qk, vo) for kind, qk, vo in _TILES if kind == "8 bits")
-"""Of q, k and of v, o where queries of 8 bits are multiplied as they are."""
+"""Head dims of q, k and of v, o that have tiles which multiply queries of 8 bits as they are."""
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:

@@ -35,8 +35,8 @@ struct BlockScales {
                        array.extent[2], array.extent[3]};
   }
 
-  // Of a token of a request whose rows begin at `start`. Blocks of a request have places of their
-  // own: none is shared with the next one's.
+  // The scale of a token of a request whose rows begin at `start`. Blocks of a request have places
+  // of their own: none is shared with the next one's.
   __device__ __forceinline__ float of_row(const Request& request, int start, int token,
                                           int head) const {
     if (data == nullptr) return 1.0f;

@@ -151,7 +151,7 @@ struct PrefillSm90Traits : Config {
     alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
   };
   struct Totals {
-    // Of each eight columns of O, what the threads of the consumers have.
+    // Each consumer thread keeps its four sums of every eight columns of O here.
     Vector16 totals[kHeadDimVO / 8][kConsumers * 4 * kWarpSize];
   };
   struct NoFp8Tiles {};
