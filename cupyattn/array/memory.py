@@ -15,7 +15,7 @@ import numpy as np
 from ..core import dtypes, recording
 from ..core.cupy_module import cupy_module
 from ..core.dtypes import DType
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from .dlpack import Memory
 from .views import ArrayView, Device, cupy_stream, view
 
@@ -141,7 +141,13 @@ def _empty_cupy(dtype: np.dtype, device_index: int, shape: Sequence[int]) -> Any
     recording.spoil()
     cupy = cupy_module()
     with cupy.cuda.Device(device_index):
-        return cupy.empty(shape, dtype)
+        try:
+            return cupy.empty(shape, dtype)
+        except ValueError as error:  # of fp8
+            raise UnsupportedError(
+                f"out: CuPy makes no arrays of {dtype}; pass `out` in memory that holds them, or "
+                "ask for 16 bits"
+            ) from error
 
 
 def deliver(x: Any, like: ArrayView) -> Any:
