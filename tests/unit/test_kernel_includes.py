@@ -14,6 +14,7 @@ _FOLDERS = (
         "sm90",
         "merge",
         "exchange",
+        "select",
         "quantize",
         "page",
         "plan",

@@ -5,6 +5,7 @@
 
 #include "cupyattn/params/key_lists.cuh"
 #include "cupyattn/shared/key_rows.cuh"
+#include "cupyattn/shared/token_place.cuh"
 
 namespace cupyattn {
 
@@ -52,30 +53,6 @@ struct TokenList {
     if (static_cast<uint32_t>(entry) >= static_cast<uint32_t>(num_blocks)) return -1;
     const int key = (entry << block_shift) + offset;
     return key < listed_end ? key : -1;  // mutate: last-block-not-cut
-  }
-};
-
-// The request of a token, and the token's place in it; a whole warp calls this. `rest` counts the
-// tokens from this one to the last, 0 for a token of no request.
-struct TokenPlace {
-  int request, rest;
-
-  static __device__ __forceinline__ TokenPlace of(const KeyLists& lists, int token, int lane) {
-    if (lists.qo_offsets == nullptr) {
-      const int request = lists.request_tokens == 1 ? token : token / lists.request_tokens;
-      return TokenPlace{request, (request + 1) * lists.request_tokens - token};
-    }
-    // The last request that begins at this token or before, of which 32 are looked at at a time.
-    int first = 0, step = lists.num_requests;
-#pragma unroll 1
-    while (step > 1) {
-      step = ceil_div(step, kWarpSize);
-      const int index = first + lane * step;
-      const bool begins = index < lists.num_requests && lists.qo_offsets[index] <= token;
-      first += step * (max_of(__popc(ptx::warp_ballot(begins)), 1) - 1);
-    }
-    // mutate: padded-tokens-attend
-    return TokenPlace{first, max_of(lists.qo_offsets[first + 1] - token, 0)};
   }
 };
 
