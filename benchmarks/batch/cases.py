@@ -81,6 +81,17 @@ def _sparse(label: str, tokens: int, **more: object) -> BatchCase:
     return _mla(label, (tokens, 1, 2048), page_size=1, pool=1 << 17, **more)
 
 
+def _eight_bits(
+    label: str, count: int, rows: int, keys: int, best: float, page_size: int = 0, **more: object
+) -> BatchCase:
+    """q, k and v of e4m3. best: the fastest peer's time over ours that is wanted."""
+    op, api = ("append", "paged") if page_size else ("ragged", "ragged")
+    options: dict[str, object] = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
+    options |= {"causal": True, "checked": 2, "goals": (("best", best),)}
+    name, groups = f"{op}_{label}_8bit", ((count, rows, keys),)
+    return BatchCase(name, op, api, groups, page_size, **(options | more))  # type: ignore[arg-type]
+
+
 _LATENT: dict[str, object] = {"num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512}
 _LATENT |= {"num_qo_heads": 16}
 _HOST_PAGES = {"ragged": 0, "mla": 64}
@@ -187,6 +198,14 @@ BATCH_CASES: tuple[BatchCase, ...] = (
             head_dim_vo=512, goals=(("best", 1.0),)),
     _ragged("4x4k_d512", (4, 4096), num_qo_heads=8, num_kv_heads=2, head_dim_qk=512,
             head_dim_vo=512, goals=(("best", 1.0),)),
+    _eight_bits("1x16k", 1, 16384, 16384, 1.2),
+    _eight_bits("1x16k_full", 1, 16384, 16384, 1.25, causal=False),
+    _eight_bits("4x4k", 4, 4096, 4096, 1.2),
+    _eight_bits("16x1k", 16, 1024, 1024, 1.1),
+    _eight_bits("8x512_8k", 8, 512, 8192, 1.15, 16),
+    _eight_bits("8x512_8k_p64", 8, 512, 8192, 1.15, 64),
+    _eight_bits("1x16k_d64", 1, 16384, 16384, 1.1, head_dim_qk=64, head_dim_vo=64),
+    _eight_bits("4x4k_d256", 4, 4096, 4096, 1.1, **_WIDE_256),
     *(_host_plan("decode", count, arrays)
       for count in (1, 64, 256, 1024) for arrays in ("numpy", "torch_cpu", "device")),
     *(_host_plan(api, 256, arrays)

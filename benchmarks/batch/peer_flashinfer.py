@@ -39,7 +39,9 @@ def variants(case: BatchCase, backend: str) -> list[str]:
         if backend == "fa3":
             raise Unsupported("FlashInfer decodes batches with fa2 or XQA on this device")
         return ["tc", "cc"]
-    if backend == "fa3" and case.is_8bit:
+    if case.is_8bit:
+        if backend == "fa2":
+            raise Unsupported("FlashInfer multiplies e4m3 by fa3")
         if case.head_dim_qk != case.head_dim_vo or case.head_dim_qk not in _EIGHT_BIT_DIMS:
             raise Unsupported("FlashInfer's fa3 multiplies e4m3 of head dims 64, 128 and 256")
     elif backend == "fa3" and not case.is_plain:

@@ -419,7 +419,9 @@ def test_prebuild_knows_the_modules_of_batches() -> None:
     window = {"window": True}
     assert of("decode_*_w1023", "fa2") == [replace(prefill, **window), replace(decode, **window)]
     assert of("append_*", "fa2") == [prefill]
-    assert of("append_*", "fa2", "fa3") == [prefill, replace(prefill, backend="fa3")]
+    fa3 = replace(prefill, backend="fa3")
+    eight_bits = replace(fa3, **fp8, dtype="float8_e4m3fn")
+    assert of("append_*", "fa2", "fa3") == [prefill, fa3, eight_bits]
     assert of("ragged_4x4k_alibi", "fa2", "fa3") == [replace(prefill, position_mode=2)]
     assert set(of("ragged_4x4k_mask_bits", "fa2")) == {prefill, prebuild.Module("quantization")}
     xqa = of("decode_64x8k*", "xqa")
