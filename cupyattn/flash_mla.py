@@ -103,6 +103,7 @@ def flash_mla_with_kvcache(
     cp_rank: int = 0,
     cp_tot_seqused_k: Any = None,
     cp_kv_cache_interleave_size: int = 1,
+    window_left: int = -1,
 ) -> tuple[Any, Any]:
     """Latent attention of a batch's last tokens; everything stays on the device.
 
@@ -131,7 +132,9 @@ def flash_mla_with_kvcache(
             request, of which this is one: runs of so many tokens in turn (cupyattn.shares).
             block_table and cache_seqlens, or indices (`get_share_lists`), are those of this rank's
             keys. The states of all ranks merge, so that a row that sees no key has -inf in its LSE.
-            Not with attn_sink. cp_tot_seqused_k [b]: whole lengths, where causal.
+            Not with attn_sink. cp_tot_seqused_k [b]: whole lengths, where causal or with a window.
+    window_left   a row sees no more than so many keys before its own, key i + cache_seqlen -
+            seqlen_q of row i; -1: all. Older ones are not read. Not with indices.
 
     Returns (out [b, seqlen_q, num_heads, head_dim_v], lse float32 [b, num_heads, seqlen_q]),
     natural logarithms; a row that sees no key gives 0 and, as FlashMLA has it, +inf. Raises
@@ -165,6 +168,7 @@ def flash_mla_with_kvcache(
         softmax_scale=softmax_scale,
         causal=causal,
         is_fp8_kvcache=is_fp8_kvcache,
+        window_left=window_left,
     )
     is_plain = (is_list or topk_length is None) and are_numbers(softmax_scale)
     result = None
@@ -256,6 +260,7 @@ class _CacheOptions(NamedTuple):
     causal: Any
     is_fp8_kvcache: Any
     key_share: KeyShare | None
+    window_left: Any
 
 
 class _SparseOptions(NamedTuple):
@@ -317,6 +322,7 @@ def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]
         o_dtype=o_dtype,
         key_scales=key_scales,
         key_share=arguments.key_share,
+        window_left=arguments.window_left,
     )
 
 

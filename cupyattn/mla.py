@@ -102,6 +102,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return_lse_base: str | None = None,
     *,
     cp_kv_cache_interleave_size: int = 1,
+    window_left: int = -1,
 ) -> Any:
     """Latent attention of a batch's last tokens; page table and lengths stay on the device, so that
     a CUDA graph may capture the call and follow their changes.
@@ -139,6 +140,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             new tokens among them: several rows of a request need them. Lists name this rank's slots
             (`get_share_lists`). The states of all ranks merge into the answer.
     return_lse_base   "base2", as None, or "basee", natural logarithms.
+    window_left   a row sees no more than so many keys before its own; -1: all. Older ones are not
+            read. Not with lists.
     All others are accepted for compatibility.
 
     Returns out [B, q_len, num_heads, kv_lora_rank], or (out, lse) if `return_lse`: of query's
@@ -172,6 +175,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cp_rank=cp_rank,
         interleave_size=cp_kv_cache_interleave_size,
         return_lse_base=return_lse_base,
+        window_left=window_left,
         top_k=sparse_mla_top_k,
         has_counts=has_counts,
         bmm1_scale=bmm1_scale,
@@ -226,6 +230,7 @@ def _attend(arrays: Arrays, seq_lens: Any, arguments: _Decode, asked: Asked | No
         natural_lse=base == "basee",
         o_dtype=o_dtype,
         key_share=share,
+        window_left=arguments.window_left,
     )
     read = arrays._replace(q=query, block_tables=block_tables, scale_q=scale_q, scale_v=scale_v)
     if top_k:
@@ -268,6 +273,7 @@ class _Decode(NamedTuple):
     cp_rank: Any
     interleave_size: Any
     return_lse_base: Any
+    window_left: Any
     top_k: int
     has_counts: bool
     bmm1_scale: Any

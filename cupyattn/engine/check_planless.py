@@ -458,6 +458,11 @@ def _view_heads(arrays: Arrays, options: Options, layout: str, dims: Dims) -> Ro
 
 def _of_latent_rows(options: Options, arrays: Arrays) -> Options:
     """Offsets of q say how many rows each request has, and those of keys where its pages are."""
+    if options.is_list and parse.window(options.window_left, "window_left") != -1:
+        raise ArgumentError(
+            f"window_left: got {options.window_left} with {options.names.block_tables} that name "
+            "all keys of a token; pass -1, and lists of the keys in its window"
+        )
     max_q_len = options.max_q_len
     return options._replace(
         q_len=options.q_len if arrays.qo_offsets is None else 0,

@@ -16,7 +16,7 @@ from ..engine.latent_rows import Dims
 from ..engine.run_planless import run
 from ..engine.views import LATENT_NAMES
 from ..errors import ArgumentError
-from .batch import FlashOptions
+from .batch import FlashOptions, parse_window
 from .caches import lengths
 
 _NAMES = LATENT_NAMES.but(
@@ -42,7 +42,6 @@ def is_latent(arrays: Arrays, more: MoreArrays, options: FlashOptions) -> bool:
         more.rotary_sin,
         more.cache_rows,
         arrays.kv_begin if options.key_share is None else None,
-        options.window_size,
         options.attention_chunk,
         options.softcap,
         arrays.scale_q,
@@ -87,6 +86,7 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
     else:
         kv_lens = lengths(arrays.kv_lens, count, vk, "cache_seqlens")
     scale = options.softmax_scale
+    left, right = parse_window(options.window_size)
     latent = Options(
         _NAMES,
         dims=dims,
@@ -95,6 +95,8 @@ def attend_latent(arrays: Arrays, qv: Any, options: FlashOptions, max_seqlen_q: 
         q_len=1 if is_ragged else vq.shape[1],
         max_q_len=max_seqlen_q,
         causal=parse.flag(options.causal, "causal"),
+        window_left=left,
+        window_right=right,
         natural_lse=return_lse,
         return_lse=return_lse,
         key_share=options.key_share,

@@ -38,7 +38,6 @@ def latent_calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetada
     Raises ArgumentError, UnsupportedError for what a latent layer cannot be.
     """
     for name, is_given in (
-        ("window_size", any(side not in (-1, None) for side in layer.window_size)),
         ("attention_chunk", layer.attention_chunk != 0),
         ("softcap", layer.softcap != 0.0),
         ("is_cross_attention", layer.is_cross_attention),
@@ -77,6 +76,7 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         dims=dims_of(config.shape_of(layer)),
         sm_scale=sm_scale,
         causal=each.mask.causal,
+        window=each.mask.window,
         **bounds_of(config, over),
     )
     return Call(

@@ -135,7 +135,7 @@ class BackendConfig:
                 object.__setattr__(self, name, dtypes.parse(dtype, name).name)
 
     def _require_supported_layers(self) -> None:
-        for name in ("attention_chunk_size", "sliding_window_size", "is_hybrid", "has_encoder"):
+        for name in ("attention_chunk_size", "is_hybrid", "has_encoder"):
             if self.use_mla and getattr(self, name) not in (None, False):
                 raise UnsupportedError(
                     f"{name}: got {getattr(self, name)}; latent attention has no such layers, "

@@ -149,6 +149,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         cp_rank: int = 0,
         cp_kv_cache_interleave_size: int = 1,
         cp_tot_seqused_k: Array | None = None,
+        window_left: int = -1,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -162,6 +163,8 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
                 seq_lens, which are those of MLAPlanMetadata.dense.
         num_heads   query heads, any number. head_dim_ckv 512 or 256, head_dim_kpe 64 or 0.
         causal      row i of a request sees keys up to i + kv_len - qo_len; default False.
+        window_left   row i sees no more than so many keys before its own, key i + kv_len - qo_len;
+                -1: all. Older ones are not read.
         sm_scale    the scale of the logits, required: 1 / sqrt(128 + 64), the head dim before
                 absorption, in DeepSeek's models.
         q_data_type, kv_data_type   "float16" or "bfloat16" (default), kv_data_type also
@@ -169,7 +172,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
                 fp8 is planned by it.
         fixed_split_size, disable_split_kv   as in BatchDecodeWithPagedKVCacheWrapper.plan.
         cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k  as there: this
-                rank's share of the keys; causality needs the last of them.
+                rank's share of the keys; causality and a window need the last of them.
         lse_mode    "basee": run() gives natural logarithms, else base 2.
         query_layout, kv_cache_layout   "packed" or "split", and scale_mode, use_sinks, enable_pdl,
                 skip_softmax, max_q_len: accepted for compatibility; run() sees what it is given.
@@ -226,6 +229,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             page_size,
             (q_data_type, q_data_type if kv_data_type is None else kv_data_type),
             causal=False if causal is None else causal,
+            window_left=window_left,
             sm_scale=sm_scale,
             o_dtype=output_dtype,
             latent=True,

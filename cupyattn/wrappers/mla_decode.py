@@ -86,13 +86,11 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         head_dim_compressed_kv   columns of the latent part, 512 or 256; the other part has 64.
         sm_scale    the scale of the logits: 1 / sqrt(128 + 64) in DeepSeek's models.
         data_type, q_data_type   of the cache, and of queries, default the same.
-        window_left must be -1, logits_soft_cap None or 0.
+        window_left   as in BatchMLAPagedAttentionWrapper.plan. logits_soft_cap must be None or 0.
         rope_scale, rope_theta   accepted for compatibility: queries and cache come rotated.
 
         Raises as BatchMLAPagedAttentionWrapper.plan.
         """
-        if parse.window(window_left, "window_left") != -1:
-            raise UnsupportedError("window_left: latent attention has no windows; pass -1")
         if parse.soft_cap(logits_soft_cap):
             raise UnsupportedError("logits_soft_cap: latent attention has no cap; pass None")
         scale = parse.finite(sm_scale, "sm_scale", 1.0)
@@ -124,6 +122,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
             sm_scale=sm_scale,
             q_data_type=data_type if q_data_type is None else q_data_type,
             kv_data_type=data_type,
+            window_left=window_left,
         )
         if not self._is_probe:
             self._sm_scale = scale

@@ -78,6 +78,7 @@ class Case:
     split        fixed_split_size in pages, or None
     form         of a cache of fp8: "" for scales of the whole, "tokens" for one of each token,
                  "rows" for FlashMLA's rows of 656 bytes
+    window_left  keys before its own that a row sees; -1: all
     """
 
     seed: int
@@ -99,6 +100,7 @@ class Case:
     with_out: bool = False
     sm_scale: float = 192**-0.5
     form: str = ""
+    window_left: int = -1
 
     @property
     def is_list(self) -> bool:
@@ -134,6 +136,7 @@ def random_case(seed: int, ways: tuple[str, ...] = tuple(WAYS)) -> Case:
         scales = (1.0, pick(rng, (1.0, 0.5)))  # products of q with it are exact
     return Case(
         form=form,
+        window_left=_window_left(seed, way),
         seed=seed,
         way=way,
         problem=problem,
@@ -153,6 +156,13 @@ def random_case(seed: int, ways: tuple[str, ...] = tuple(WAYS)) -> Case:
         with_out=bool(rng.random() < 0.5),
         sm_scale=pick(rng, (192**-0.5, 0.11)) if way != "forward" else 192**-0.5,
     )
+
+
+def _window_left(seed: int, way: str) -> int:
+    rng = np.random.default_rng((seed, 96))
+    if way not in ("wrapper", "metadata", "trtllm", "trtllm ragged", "flash_mla"):
+        return -1
+    return pick(rng, (0, 5, 63, 100, 127)) if rng.random() < 0.3 else -1
 
 
 def _form(seed: int, way: str, problem: Problem) -> str:
@@ -346,6 +356,7 @@ class Call(calls.Call):
             "q_data_type": case.problem.dtype,
             "kv_data_type": case.problem.kv_dtype,
             "fixed_split_size": case.split,
+            "window_left": case.window_left,
         }
         if case.way == "wrapper":
             wrapper.plan(self.qo_indptr, self.kv_indptr, self.ids, lens, **named)
@@ -412,6 +423,7 @@ class Call(calls.Call):
 
     def _start_trtllm(self) -> None:
         case, named = self.case, dict[str, Any](return_lse=True)
+        named["window_left"] = case.window_left
         is_ragged = case.way == "trtllm ragged"
         own = (lambda x: x) if is_ragged else self._by_request
         if is_ragged:
@@ -463,7 +475,7 @@ class Call(calls.Call):
         else:
             metadata = flash_mla.get_mla_metadata()
             tables = self._index(self.table), self._index(case.kv_len), self.latent, *metadata
-            named["causal"] = case.causal
+            named |= {"causal": case.causal, "window_left": case.window_left}
         # Rows of 656 bytes need the axis of their one head.
         cache = self.device_cache[:, :, None] if case.form == "rows" else self.device_cache
         out, lse = flash_mla.flash_mla_with_kvcache(
@@ -526,6 +538,7 @@ class Call(calls.Call):
                 "k": k,
                 "v": k[..., : self.latent],
                 "causal": is_causal,
+                "window_left": case.window_left,
                 "sm_scale": case.sm_scale * scale,
                 "scale_v": scale,
                 "sinks": self.sinks,

@@ -487,10 +487,11 @@ class LatentCase(Case):
 
     def _make_config(self) -> None:
         rng = self.rng
-        self.window = self.chunk = None
+        self.chunk = None
         self.is_hybrid = self.has_encoder = False
         self.is_split = bool(rng.random() < 0.4)
-        self._set_config(use_mla=True, deterministic=bool(rng.random() < 0.2))
+        deterministic = bool(rng.random() < 0.2)
+        self._set_config(use_mla=True, deterministic=deterministic, sliding_window_size=self.window)
 
     def _choose_layer(self) -> None:
         super()._choose_layer()
@@ -513,7 +514,10 @@ class LatentCase(Case):
         if self.has_scales:
             scale = self.put(self.k_scale) if self.rng.random() < 0.5 else float(self.k_scale[0])
         sinks = None if self.sinks is None else self.put(self.sinks)
-        return LayerSpec(0, softmax_scale=self.scale, k_scale=scale, sinks=sinks)
+        window = (self.left, 0) if self.layer_kind == "window" else (-1, -1)
+        return LayerSpec(
+            0, softmax_scale=self.scale, k_scale=scale, sinks=sinks, window_size=window
+        )
 
     def forward(self, backend: Any, q: np.ndarray, layer: LayerSpec, out: Any, **kw: Any) -> Any:
         if self.rng.random() < 0.5:

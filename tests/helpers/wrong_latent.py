@@ -84,7 +84,7 @@ def batch(c: Arguments) -> list[np.ndarray]:
     tables = [c["plan.kv_indices"][a:b] for a, b in pairwise(indptr[: len(rows)])]
     assert (c["plan.head_dim_ckv"], c["plan.head_dim_kpe"]) == (RANK, ROPE)
     scale = c["plan.sm_scale"] if c["run.bmm1_scale"] is None else c["run.bmm1_scale"]
-    how = Logits(scale, causal=bool(c["plan.causal"]))
+    how = Logits(scale, causal=bool(c["plan.causal"]), window_left=c["plan.window_left"])
     out, lse = _attend(
         q, pool, tables, lens, rows, how, sinks=c["run.sinks"],
         scales=(None, None, c["run.bmm2_scale"]),
@@ -97,7 +97,7 @@ def _table(c: Arguments, q: np.ndarray, cache: np.ndarray, rows: Any, scales: An
     tables, lens = c.get("run.block_tables", c.get("run.page_table")), c["run.seq_lens"]
     lens, causal = lens.reshape(-1), len(q) > len(tables)
     sm_scale, output = scales
-    how = Logits(sm_scale, causal=causal)
+    how = Logits(sm_scale, causal=causal, window_left=c.get("run.window_left", -1))
     assert len(tables) == len(lens) == len(rows) - 1 and rows[-1] <= len(q)
     return _attend(
         q, _pages(cache), tables, lens, rows, how, sinks=c.get("run.sinks"),
@@ -122,6 +122,7 @@ def trtllm(c: Arguments) -> list[np.ndarray]:
 def _list(c: Arguments, top_k: int) -> list[np.ndarray]:
     """Each token has a list of slots."""
     q, pool = c["run.query"], _pages(c["run.kv_cache"])
+    assert c["run.window_left"] == -1
     lists = c["run.block_tables"].reshape(-1, top_k)
     flat, slots = q.reshape(-1, *q.shape[2:]), pool.reshape(-1, 1, pool.shape[-1])
     assert len(lists) == len(flat) and lists.max() < len(slots)
@@ -172,7 +173,7 @@ def _caches(result: Any, arguments: Arguments) -> Any:
 def _older_wrapper() -> Entry:
     """FlashInfer's, for decode."""
     rules = dict.fromkeys(("q_scale", "k_scale", "v_scale"), one) | {"q_data_type": dtype}
-    rules |= {"window_left": whole(-1, -1), "logits_soft_cap": or_default(number, 0.0)}
+    rules |= {"logits_soft_cap": or_default(number, 0.0)}
     rules |= dict.fromkeys(("rope_scale", "rope_theta"), ignored) | _ROOM
     cls: Any = cupyattn.BatchDecodeMlaWithPagedKVCacheWrapper
     base = step("make", float_workspace_buffer=WORKSPACE)

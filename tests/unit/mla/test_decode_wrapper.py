@@ -51,6 +51,23 @@ def test_it_is_the_newer_wrapper_in_other_words() -> None:
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-4)
 
 
+def test_a_window_leaves_the_last_keys() -> None:
+    ids, *parts = arrays()
+    w = planned(window_left=3)
+    last = cupyattn.BatchMLAPagedAttentionWrapper(None)
+    q_nope, q_pe, ckv, kpe = parts
+    # The last four keys lie in two pages, and in the last one.
+    first = ids[1] * PAGE + np.arange(2, 4), ids[2] * PAGE + np.arange(2)
+    rows = np.concatenate([*first, ids[4] * PAGE + np.arange(4)])
+    pages = [x.reshape(-1, 1, x.shape[-1])[rows] for x in (ckv, kpe)]
+    indptr, ids = np.array([0, 4, 4, 8], np.int32), np.arange(8, dtype=np.int32)
+    lens = np.array([4, 0, 4], np.int32)
+    last.plan(np.arange(4), indptr, ids, lens, HEADS, 512, 64, 1, False, 0.1, "float16")
+    wanted = last.run(q_nope, q_pe, *pages, return_lse=True)
+    for got, want in zip(w.run(*parts, return_lse=True), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-4)
+
+
 def test_buffers_of_a_graph_are_filled() -> None:
     indptr, ids, last = np.zeros(4, np.int32), np.zeros(9, np.int32), np.zeros(3, np.int32)
     names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
@@ -67,7 +84,7 @@ def test_buffers_of_a_graph_are_filled() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"window_left": 3}, UnsupportedError, "window_left: latent attention has no windows"),
+        ({"window_left": -3}, ArgumentError, "window_left: got -3"),
         ({"logits_soft_cap": 3.0}, UnsupportedError, "logits_soft_cap: latent"),
         ({"last_page_len": LAST[:2]}, ArgumentError, r"last_page_len: shape is \[2\]"),
         ({"last_page_len": LAST + 1}, ArgumentError, "request 2 has 5 tokens in its last page"),

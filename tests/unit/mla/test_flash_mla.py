@@ -42,6 +42,31 @@ def test_dense(causal: bool) -> None:
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", [0, 2, 7])
+def test_windows(causal: bool, window_left: int) -> None:
+    out, lse = dense(causal=causal, window_left=window_left)
+    wanted, wanted_lse = expected(causal=causal, window_left=window_left)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    latent, rope = slice(None, 512), slice(512, None)
+    found, found_lse, *_ = flash_attn.flash_attn_with_kvcache(
+        Q[..., rope], CACHE[..., rope], CACHE[..., latent], qv=Q[..., latent], causal=causal,
+        page_table=TABLE, cache_seqlens=LENS, window_size=(window_left, -1),
+        softmax_scale=576**-0.5, return_softmax_lse=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(found_lse, wanted_lse, atol=1e-5)
+
+
+def test_lists_have_no_window() -> None:
+    indices = np.zeros((2, 3, 4), np.int32)
+    with pytest.raises(ArgumentError, match="window_left: got 3 with indices that name all keys"):
+        flash_mla.flash_mla_with_kvcache(Q, CACHE, None, None, 512, indices=indices, window_left=3)
+    with pytest.raises(ArgumentError, match="window_left: got -3"):
+        dense(window_left=-3)
+
+
 def test_a_sink_scales_the_answer_and_not_the_lse() -> None:
     sink = np.array([0.3, -2.0, 1.5, 6.0], np.float32)
     out, lse = dense(attn_sink=sink)

@@ -248,8 +248,8 @@ Q = np.ones((1, HEADS, LATENT + ROPE), np.float32)
         ),
         (lambda: backend_of().forward(Q, LAYER, q_rope=Q[..., :ROPE]), ArgumentError, "q: shape"),
         (
-            lambda: backend_of().forward(Q, LayerSpec(softmax_scale=1.0, window_size=(3, 0))),
-            *(UnsupportedError, r"window_size: got \(3, 0\); latent attention has no such layers"),
+            lambda: backend_of().forward(Q, LayerSpec(softmax_scale=1.0, window_size=(-2, 0))),
+            *(ArgumentError, "window_size: got -2"),
         ),
         (
             lambda: backend_of().forward(Q, LayerSpec(softmax_scale=1.0, softcap=2.0)),
@@ -259,7 +259,10 @@ Q = np.ones((1, HEADS, LATENT + ROPE), np.float32)
             lambda: backend_of().forward(Q, LayerSpec(softmax_scale=1.0, num_kv_heads=3)),
             *(ArgumentError, "num_kv_heads: got 3"),
         ),
-        (lambda: backend_of(sliding_window_size=3), UnsupportedError, "sliding_window_size: got 3"),
+        (
+            lambda: backend_of(sliding_window_size=3, is_hybrid=True),
+            *(UnsupportedError, "is_hybrid: got True; latent"),
+        ),
         (lambda: backend_of(attention_chunk_size=4), UnsupportedError, "attention_chunk_size: got"),
         (lambda: backend_of(has_encoder=True), UnsupportedError, "has_encoder: got True"),
         (lambda: backend_of(kv_dtype="float16").forward(Q, LAYER), ArgumentError, "kv_dtype: the"),
