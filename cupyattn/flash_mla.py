@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import array
 from .array import ArrayView
+from .array.match import match_output
 from .core import dtypes, parse
 from .core.key_share import KeyShare
 from .core.names import refuse_names
@@ -21,6 +23,7 @@ from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options
+from .engine.gathered_keys import MAX_BYTES, ListedCache, ListedCaches, has_pages_of_584
 from .engine.index_arrays import fresh_progression, full
 from .engine.kept_list import KeptList
 from .engine.key_share import WHOLE_LENGTHS, read_share
@@ -98,6 +101,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Any = None,
     topk_length: Any = None,
     extra_topk_length: Any = None,
+    out: Any = None,
     *,
     cp_world_size: int = 1,
     cp_rank: int = 0,
@@ -113,7 +117,10 @@ def flash_mla_with_kvcache(
             than one head of keys is served by a launch for each, which has num_heads / h_kv heads
             of q; not with indices. With
             is_fp8_kvcache also rows of 656 bytes: 512 e4m3, 4 float32 scales, 64 bfloat16; on a
-            GPU beside q of bfloat16 and on sm_90 only.
+            GPU beside q of bfloat16 and, but for two caches, on sm_90 only. With indices also
+            DeepSeek-V4's pages of 584 bytes a token, beside q of 512 columns, all of which are the
+            value: rows of 448 e4m3 and 64 bfloat16, behind all rows of a page 8 bytes of each, the
+            exponents of 7 scales.
     block_table int32 [b, max_blocks]; cache_seqlens int32 [b].
     head_dim_v  512 (or 256): the latent columns, the first of each row.
     tile_scheduler_metadata, num_splits   of get_mla_metadata. Calls that share a FlashMLASchedMeta
@@ -127,7 +134,11 @@ def flash_mla_with_kvcache(
             topk_length int32 [b], how many entries count.
     attn_sink   float32 [num_heads]: extra natural-log logits in the denominator, which are not in
             the LSE. -inf: none; +inf: the output is 0.
-    extra_k_cache, extra_indices_in_kvcache, extra_topk_length   must be None.
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length   a second cache, of the same rows
+            and any page size, and its lists [b, seqlen_q, extra_topk] and counts: each token sees
+            the keys of both its lists, in one softmax. On a GPU a launch first puts the listed keys
+            side by side, in 16 bits, as it does those of 584 bytes.
+    out     array to write instead of a new one.
     cp_world_size, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every
             request, of which this is one: runs of so many tokens in turn (cupyattn.shares).
             block_table and cache_seqlens, or indices (`get_share_lists`), are those of this rank's
@@ -141,18 +152,13 @@ def flash_mla_with_kvcache(
     ArgumentError or UnsupportedError before anything is written. Semantics: FlashMLA's function
     of the same name, which takes lists over rows of 656 bytes only, and 64 or 128 heads.
     """
-    geometry.refuse(
-        "a second cache is not supported",
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        extra_topk_length=extra_topk_length,
-    )
     is_list = indices is not None
     arrays = make_arrays(
         q=q,
         k=k_cache,
         block_tables=indices if is_list else block_table,
         kv_lens=topk_length if is_list else cache_seqlens,
+        out=out,
         sinks=attn_sink,
     )
     share = None
@@ -170,6 +176,11 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache=is_fp8_kvcache,
         window_left=window_left,
     )
+    second = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+    has_second = any(x is not None for x in second)
+    if has_second or (is_fp8_kvcache and has_pages_of_584(k_cache)):
+        out, lse = _attend_listed(arrays, second, options)
+        return out, lse.swapaxes(-1, -2)
     is_plain = (is_list or topk_length is None) and are_numbers(softmax_scale)
     result = None
     if is_plain:
@@ -324,6 +335,118 @@ def _options(arrays: Arrays, arguments: _CacheOptions) -> tuple[Arrays, Options]
         key_share=arguments.key_share,
         window_left=arguments.window_left,
     )
+
+
+_FIRST_NAMES = "k_cache", "indices", "topk_length"
+_SECOND_NAMES = "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"
+
+
+class _GatheredOptions(NamedTuple):
+    """The options of flash_mla_with_kvcache over keys that lie side by side."""
+
+    head_dim_v: Any
+    softmax_scale: Any
+    o_dtype: str
+    key_share: KeyShare | None
+
+
+def _attend_listed(
+    arrays: Arrays, second: tuple[Any, Any, Any], arguments: _CacheOptions
+) -> tuple[Any, Any]:
+    """(out, lse) of lists over two caches, or one that attention cannot read as it is."""
+    extra_k, extra_indices, extra_lens = second
+    if not arguments.is_list:
+        name = "extra_k_cache" if extra_k is not None else "k_cache"
+        raise ArgumentError(f"{name}: is read by lists alone; pass indices too")
+    if parse.flag(arguments.causal, "causal"):
+        raise ArgumentError("causal: got True with indices, which name all keys; pass False")
+    if parse.window(arguments.window_left, "window_left") != -1:
+        raise ArgumentError(
+            f"window_left: got {arguments.window_left} with indices that name all keys of a token; "
+            "pass -1, and lists of the keys in its window"
+        )
+    parse.finite(arguments.softmax_scale, "softmax_scale", 1.0)
+    if (extra_k is None) != (extra_indices is None) or (extra_k is None and extra_lens is not None):
+        raise ArgumentError(
+            "extra_k_cache, extra_indices_in_kvcache, extra_topk_length: got some of them; pass "
+            "the first two with or without the third, or none"
+        )
+    vq = array.view(arrays.q, "q")
+    if len(vq.shape) != 4:
+        raise ArgumentError(
+            f"q: shape is {list(vq.shape)}; wanted [b, seqlen_q, num_heads, columns]"
+        )
+    listed = [ListedCache(arrays.k, arrays.block_tables, arrays.kv_lens, _FIRST_NAMES)]
+    if extra_k is not None:
+        listed.append(ListedCache(extra_k, extra_indices, extra_lens, _SECOND_NAMES))
+    has_scales = parse.flag(arguments.is_fp8_kvcache, "is_fp8_kvcache")
+    count, tokens, heads, columns = vq.shape
+    latent = _dims(columns, arguments.head_dim_v, "head_dim_v").latent
+    caches = ListedCaches(arrays.q, listed, has_scales, latent)
+    if arrays.out is not None:
+        vout, shape = array.view(arrays.out, "out"), (count, tokens, heads, latent)
+        match_output(vout, shape, vq.dtype, "out", **caches.inputs)
+    num_parts = -(-count * tokens * caches.num_bytes // MAX_BYTES)
+    if num_parts <= 1 or vq.device.kind == "cpu":
+        return _attend_gathered(arrays, caches, arguments)
+    out = arrays.out
+    if out is None:
+        out = array.empty((count, tokens, heads, latent), vq.dtype, vq)
+    lse = array.empty((count, tokens, heads), dtypes.float32, vq)
+    for part in _parts(count, tokens, max(1, MAX_BYTES // caches.num_bytes)):
+        of_requests = part[0]
+        own = [
+            x._replace(
+                entries=x.entries[part], lens=None if x.lens is None else x.lens[of_requests]
+            )
+            for x in listed
+        ]
+        of_part = arrays._replace(q=arrays.q[part], out=out[part], lse=lse[part])
+        caches = ListedCaches(of_part.q, own, has_scales, latent)
+        _attend_gathered(of_part, caches, arguments)
+    return array.deliver(out, vq), array.deliver(lse, vq)
+
+
+def _parts(count: int, tokens: int, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Requests, and tokens of each, that are at most so many together."""
+    requests, of_each = max(1, limit // tokens), min(tokens, limit)
+    for first in range(0, count, requests):
+        for token in range(0, tokens, of_each):
+            yield slice(first, first + requests), slice(token, token + of_each)
+
+
+def _attend_gathered(arrays: Arrays, caches: ListedCaches, arguments: _CacheOptions) -> Any:
+    """(out, lse) of one part."""
+    gathered = caches.gather(arrays.q)
+    arrays = arrays._replace(
+        q=gathered.q,
+        q_rope=gathered.q_rope,
+        k=gathered.keys,
+        block_tables=gathered.entries,
+        kv_lens=None,
+    )
+    asked = None
+    if are_numbers(arguments.softmax_scale):
+        key = _GatheredOptions(
+            arguments.head_dim_v,
+            arguments.softmax_scale,
+            caches.q.dtype.name,
+            arguments.key_share,
+        )
+        result = run_cached(arrays, key)
+        if result is not None:
+            return result
+        asked = Asked(arrays, key, {})
+    arrays, options = _options(arrays, arguments._replace(is_fp8_kvcache=False))
+    options = options._replace(
+        names=_SPARSE,
+        q_len=1,
+        is_list=True,
+        request_tokens=options.q_len,
+        o_dtype=caches.q.dtype.name,
+        dims=_dims(caches.q.shape[3] + caches.zeros, arguments.head_dim_v, "head_dim_v"),
+    )
+    return run(arrays, options, asked=asked)
 
 
 def _attend_heads(arrays: Arrays, arguments: _CacheOptions) -> tuple[Any, Any]:

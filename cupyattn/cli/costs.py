@@ -21,6 +21,7 @@ _COSTS = {
     "copy_rows": Cost(0.06, 9 * _KIB),
     "decode_sm80": Cost(0.76, 97 * _KIB),
     "exchange_states": Cost(0.4, 16 * _KIB),
+    "gather_keys": Cost(0.06, 8 * _KIB),
     "get_batch_indices_positions": Cost(0.03, 5 * _KIB),
     "get_seq_lens": Cost(0.02, 4 * _KIB),
     "merge_levels": Cost(0.11, 19 * _KIB),

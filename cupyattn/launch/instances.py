@@ -34,6 +34,7 @@ from .ops import (
     exchange_states,
     find_mean,
     gather_heads,
+    gather_keys,
     get_batch_indices_positions,
     get_seq_lens,
     merge_states,
@@ -56,7 +57,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "decode": "one query token a request",
         "prefill": "any number of query tokens, also mixed with decode",
         "cascade": "requests that share prefixes",
-        "sparse": "attention over lists of blocks of keys",
+        "sparse": "attention over lists of blocks of keys, and over lists of two latent caches",
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "quantize": "queries, keys and values to eight bits, and norms and positions ahead",
@@ -367,6 +368,8 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
         yield "get_seq_lens", get_seq_lens.CONFIG
         yield "serving_metadata", serving_metadata.CONFIG
         yield from (("share_indices", config) for config in share_indices.CONFIGS)
+    if "sparse" in chosen.operations:
+        yield from (("gather_keys", config) for config in gather_keys.CONFIGS)
     if "packbits" in chosen.operations:
         yield "packbits", PACKBITS_CONFIG
 

@@ -318,6 +318,7 @@ TESTED_ELSEWHERE = {
     "serving_metadata": "test_serving.py",
     "exchange_states": "test_exchange.py",
     "gather_heads": "test_exchange.py",
+    "gather_keys": "test_listed_latent.py",
     "share_indices": "test_page.py",
     "wide_sm80": "test_wide.py",
     "wide_decode_sm90": "test_wide_sm90.py",

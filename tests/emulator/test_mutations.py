@@ -36,6 +36,7 @@ from . import (
     test_found_items,
     test_key_lists,
     test_key_share,
+    test_listed_latent,
     test_logits,
     test_merge,
     test_output_gate,
@@ -383,6 +384,11 @@ def _shares(**facts: object) -> None:
             share_cases.Case(seed).run()
 
 
+def _listed_keys(**facts: object) -> None:
+    for seed in range(4):
+        test_listed_latent.check(seed, "656 bytes", **facts)
+
+
 def _expression(name: str, qo_len: int, kv_len: int) -> Callable:
     return lambda **facts: test_logits.check_single(Single(name, qo_len, kv_len), **facts)
 
@@ -495,6 +501,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "eight bits in pages": _eight_bits(quantize_cases.OfPages, range(20)),
     "stray rows of eight bits": _stray_eight_bits,
     "shares": _shares,
+    "listed keys": _listed_keys,
     "descales": lambda **facts: test_flash_attn.run_of_requests(3, **facts),
     "copied rows": lambda **facts: test_flash_attn.check_copies(**facts),
     "wide values": _wide_values,
