@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -13,7 +14,8 @@ from cupyattn.launch.ops import select_topk
 
 from . import calls
 
-_KINDS = ("normal", "few", "equal", "least", "odd", "near")
+TOPK = (1, 2, 7, 16, 31, 64, 200)
+KINDS = ("normal", "few", "equal", "least", "odd", "near")
 
 
 def draw_scores(rng: np.random.Generator, kind: str, *shape: int) -> np.ndarray:
@@ -43,11 +45,11 @@ class TopkCase(calls.Placed):
     ) -> None:
         super().__init__(f"seed {seed}", xp, seed, 48)
         rng = self.rng
-        self.kind = kind or str(rng.choice(_KINDS))
+        self.kind = kind or str(rng.choice(KINDS))
         self.groups = int(rng.choice([1, 1, 2, 3]))
         self.ratio = int(rng.choice([1, 1, 2, 4]))
         self.block = self.ratio * int(rng.choice([1, 1, 8]))
-        self.topk = topk or int(rng.choice([1, 2, 7, 16, 31, 64, 200]))
+        self.topk = topk or int(rng.choice(TOPK))
         self.first = int(rng.integers(0, min(self.topk, 3) + 1)) if rng.random() < 0.5 else 0
         self.last = int(rng.integers(0, min(self.topk - self.first, 2) + 1))
         self.has_candidates = bool(rng.random() < 0.3)
@@ -101,29 +103,34 @@ class TopkCase(calls.Placed):
 
     def expect(self) -> TopkCase:
         """Draw the scores, and choose from them."""
-        rng, length = self.rng, self.topk + self.tail
-        self.scores: list[np.ndarray] = []
-        self.lists = np.full((self.num_tokens, self.groups, length), -1, np.int32)
-        self.values = np.full(self.lists.shape, -np.inf, np.float32)
+        scores = []
         for row in range(self.num_tokens * self.groups):
-            token, group = divmod(row, self.groups)
-            blocks = self._blocks(token)
-            scores = draw_scores(rng, self.kind, blocks)
-            allowed = None
+            drawn = draw_scores(self.rng, self.kind, self._blocks(row // self.groups))
             if self.has_candidates:
-                scores[np.isnan(scores)] = -np.inf
-                allowed = rng.random(blocks) < rng.choice([0.1, 0.9])
-                scores[~allowed] = np.nan
-            self.scores.append(scores)
-            chosen = reference.choose_blocks(
-                scores, self.topk, first=self.first, last=self.last, allowed=allowed
-            )
-            own = scores[chosen]
-            self.lists[token, group, : chosen.size] = chosen
-            self.values[token, group, : chosen.size] = np.where(np.isnan(own), -np.inf, own)
-            if self.tail and self._seen(token) % self.ratio:
-                self.lists[token, group, chosen.size] = blocks
+                drawn[np.isnan(drawn)] = -np.inf
+                drawn[self.rng.random(drawn.size) > self.rng.choice([0.1, 0.9])] = np.nan
+            scores.append(drawn)
+        self.choose(scores)
         return self
+
+    def choose(self, scores: Sequence[np.ndarray]) -> None:
+        """The lists of rows of at least as many scores as they have blocks."""
+        self.lists = np.full((self.num_tokens, self.groups, self.topk + self.tail), -1, np.int32)
+        self.values = np.full(self.lists.shape, -np.inf, np.float32)
+        self.scores = []
+        for row, given in enumerate(scores):
+            token, group = divmod(row, self.groups)
+            own = given[: self._blocks(token)]
+            self.scores.append(own)
+            allowed = ~np.isnan(own) if self.has_candidates else None
+            chosen = reference.choose_blocks(
+                own, self.topk, first=self.first, last=self.last, allowed=allowed
+            )
+            values = own[chosen]
+            self.lists[token, group, : chosen.size] = chosen
+            self.values[token, group, : chosen.size] = np.where(np.isnan(values), -np.inf, values)
+            if self.tail and self._seen(token) % self.ratio:
+                self.lists[token, group, chosen.size] = own.size
 
     def place(self) -> None:
         """The arrays, with scores behind those of a row that nothing may choose."""

@@ -16,10 +16,15 @@ from ..driver.enqueue import Launch, enqueue, load_function
 
 _THREADS = 512
 _WARPS = _THREADS // 32
+# Where a warp has a row: warps of a block, the longest list, and keys that a lane may have.
+_ROWS = 4
+_LONGEST_LIST = 32
+_KEYS = (8, 32)
 # kernels/cupyattn/select/topk_cluster.cuh: keys that a warp looks at at a time, and the bytes that
-# a block has besides keys.
+# a block has besides keys; the bytes of topk_warp.cuh.
 _STEP = 128
 _SHARED_BYTES = 37_456
+_LIST_BYTES = _ROWS * 32 * 8
 _MAX_CLUSTER = 8
 # A block of a cluster has this many scores at least: fewer are sooner done than shared out.
 _MIN_SCORES = 4096
@@ -37,32 +42,50 @@ class Strides(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a launch is besides its Config: blocks of a cluster, and keys that each of their warps
-    keeps."""
+    """How rows are shared out.
 
-    cluster: int
-    warp_room: int
+    cluster     blocks that have one row together
+    warp_room   keys that each of their warps keeps in shared memory
+    keys        of a lane of the one warp that has a row; 0: clusters have rows
+    """
+
+    cluster: int = 1
+    warp_room: int = 0
+    keys: int = 0
 
     @property
     def shared_bytes(self) -> int:
-        return _SHARED_BYTES + 4 * _WARPS * self.warp_room
+        return _LIST_BYTES if self.keys else _SHARED_BYTES + 4 * _WARPS * self.warp_room
+
+    @property
+    def threads(self) -> int:
+        return 32 * _ROWS if self.keys else _THREADS
+
+    def num_blocks(self, num_rows: int) -> int:
+        return -(-num_rows // _ROWS) if self.keys else num_rows * self.cluster
 
 
 @lru_cache(maxsize=64)
-def config(dtype: DType, *, is_aligned: bool, has_candidates: bool) -> jit.Config:
+def config(
+    dtype: DType, *, is_aligned: bool = True, has_candidates: bool = False, keys: int = 0
+) -> jit.Config:
     """The kernel's Config."""
     values: dict[str, jit.Constant] = {
         "DType": dtype,
         "kAligned": is_aligned,
         "kCandidates": has_candidates,
-        "kThreads": _THREADS,
-        "kSharedBytes": _SHARED_BYTES,
+        "kKeys": keys,
+        "kThreads": Shape(keys=keys).threads,
+        "kSharedBytes": Shape(keys=keys).shared_bytes,
     }
     return jit.Config(values)
 
 
-def choose_shape(num_rows: int, max_blocks: int, props: DeviceProps) -> Shape:
-    """As many blocks of a cluster as the GPU has SMs for, or as it takes to keep a row's keys."""
+def choose_shape(num_rows: int, max_blocks: int, topk: int, props: DeviceProps) -> Shape:
+    """A warp for short rows of which few are chosen; for others as many blocks of a cluster as the
+    GPU has SMs for, or as it takes to keep a row's keys."""
+    if topk <= _LONGEST_LIST and max_blocks <= 32 * _KEYS[-1]:
+        return Shape(keys=next(keys for keys in _KEYS if max_blocks <= 32 * keys))
     cluster = 1
     max_run = (props.max_smem_per_block - _SHARED_BYTES) // (4 * _WARPS * _STEP) * _STEP
     while overlaps_launches(props.arch) and cluster < _MAX_CLUSTER:
@@ -102,8 +125,9 @@ def launch(
     if num_rows == 0:
         return
     props = device_props(device_index)
-    chosen = config(dtypes.float32, is_aligned=True, has_candidates=problem.candidate_block > 0)
-    shape = choose_shape(num_rows, max_blocks, props)
+    shape = choose_shape(num_rows, max_blocks, problem.topk, props)
+    has_candidates = problem.candidate_block > 0
+    chosen = config(dtypes.float32, has_candidates=has_candidates, keys=shape.keys)
     function = load_function("select_topk", chosen, device_index, shape.shared_bytes)
     arguments = params.this_thread.launch_buffer
     SELECT_TOPK.pack_into(
@@ -127,8 +151,8 @@ def launch(
     )
     shaped = Launch(
         function,
-        (num_rows * shape.cluster, 1, 1),
-        _THREADS,
+        (shape.num_blocks(num_rows), 1, 1),
+        shape.threads,
         shape.shared_bytes,
         is_dependent=overlaps_launches(props.arch),
         cluster=shape.cluster,

@@ -53,9 +53,8 @@ struct ClusterTopk {
   int begin, end;  // this warp's run
   int warp_room;
 
-  static __device__ __forceinline__ void run(const SelectTopkParams& params,
-                                             unsigned char* shared_bytes) {
-    Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  // Behind `shared` there is room for the keys that warps keep.
+  static __device__ __forceinline__ void run(const SelectTopkParams& params, Shared& shared) {
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     clear(shared);
     ptx::grid_dependency_wait();
@@ -64,7 +63,7 @@ struct ClusterTopk {
     const int warps = cluster * kWarps;
     const int run = ceil_div(row.num_blocks, warps * kStep) * kStep;
     const int begin = min_of((rank * kWarps + warp) * run, row.num_blocks);
-    auto* kept = reinterpret_cast<uint32_t*>(shared_bytes + sizeof(Shared));
+    auto* kept = reinterpret_cast<uint32_t*>(&shared + 1);
     ClusterTopk(shared, kept + warp * params.warp_room, row, cluster, rank, warp, lane, begin,
                 min_of(begin + run, row.num_blocks), params.warp_room)
         .choose();
@@ -89,7 +88,7 @@ struct ClusterTopk {
     for (int digit = 0; digit < kDigits; ++digit) {
       *reinterpret_cast<Vector16*>(&shared.bins[digit][4 * threadIdx.x]) = Vector16{};
     }
-    if (threadIdx.x < kDigits) shared.found[threadIdx.x][1] = 0;
+    if (threadIdx.x < 3 * kDigits) shared.found[threadIdx.x / 3][threadIdx.x % 3] = 0;
   }
 
   __device__ __forceinline__ void choose() {
