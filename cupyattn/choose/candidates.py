@@ -82,8 +82,11 @@ class Keys(NamedTuple):
 
 
 class Offer(Protocol):
-    """The kernels that serve a problem on a device (launch/attention/kernels.py)."""
+    """The kernels that serve a problem on a device (launch/attention/kernels.py). form: of queries
+    of 8 bits, which its candidates are called by."""
 
+    @property
+    def form(self) -> str: ...
     @property
     def decode_times(self) -> DecodeKinds: ...
     @property
@@ -131,6 +134,7 @@ class Candidate:
 
 
 _forced: str = ""
+_forced_form: str | None = None
 
 
 def forced() -> str:
@@ -138,16 +142,46 @@ def forced() -> str:
     return _forced
 
 
+def forced_form() -> str | None:
+    """The form in which plans have to serve queries of 8 bits; None if they choose."""
+    return _forced_form
+
+
+def full_name(name: str, form: str) -> str:
+    """What a candidate is called beside those of other forms."""
+    return f"{name}, {form}" if form else name
+
+
+def form_of(name: str) -> str:
+    """The form of a candidate of such a name."""
+    return name.partition(", ")[2]
+
+
 @contextlib.contextmanager
 def only(name: str) -> Iterator[None]:
     """Plans take the candidate of this name, where they have it: for measurements. Not for
     threads."""
-    global _forced
-    before, _forced = _forced, name
+    with _forcing(name, form_of(name)):
+        yield
+
+
+@contextlib.contextmanager
+def only_form(form: str) -> Iterator[None]:
+    """Plans serve queries of 8 bits in this form (launch/tiles/forms.py), where they have it: for
+    measurements and tests. Not for threads."""
+    with _forcing("", form):
+        yield
+
+
+@contextlib.contextmanager
+def _forcing(name: str, form: str) -> Iterator[None]:
+    global _forced, _forced_form
+    before = _forced, _forced_form
+    _forced, _forced_form = name, form
     try:
         yield
     finally:
-        _forced = before
+        _forced, _forced_form = before
 
 
 @dataclass(slots=True)
@@ -228,7 +262,7 @@ def best(offer: Offer, batch: Batch) -> Candidate:
     estimates are good for.
     """
     if _forced:
-        asked = [x for x in candidates(offer, batch) if x.name == _forced]
+        asked = [x for x in candidates(offer, batch) if full_name(x.name, offer.form) == _forced]
         if asked:
             return asked[0]
     return _soonest(batch, _forms(offer, batch))
@@ -258,7 +292,8 @@ def best_unplanned(
         return None
     candidate: tuple[float, str, TileShape, bool] | None = None
     for name, shape in offer.timed_shapes().items():
-        if _forced not in ("", name) or (shape.max_keys and batch.longest > shape.max_keys):
+        is_other = _forced not in ("", full_name(name, offer.form))
+        if is_other or (shape.max_keys and batch.longest > shape.max_keys):
             continue
         assert shape.times is not None
         work, heads = batch.works.of(shape), batch.num_kv_heads

@@ -54,6 +54,21 @@ class TimedTile(NamedTuple):
     capped: tuple[float, float]
 
 
+class WideningTimes(NamedTuple):
+    """What a launch that widens rows of 8 bits ahead of attention takes: itself, in microseconds,
+    and bytes that it reads and writes in one."""
+
+    launch: float = 2.5
+    rate: float = 2.8e6
+
+    def time(self, num_elements: int) -> float:
+        """Of so many elements, each a byte that becomes two."""
+        return self.launch + 3 * num_elements / self.rate
+
+
+_SOME_WIDENING = WideningTimes()
+
+
 @dataclass(frozen=True)
 class Card:
     """The times of one card.
@@ -66,6 +81,7 @@ class Card:
     row_rate     bytes of rows of Q and the output that they read and write in a microsecond
     options      what an option adds to a launch of prefill, and times as long a key tile takes
     scaled_from  the card that was measured, if this one was not
+    widening     of rows of 8 bits
     """
 
     name: str
@@ -84,6 +100,7 @@ class Card:
     options: Mapping[str, tuple[float, float]]
     tiles: Mapping[TileKey, TimedTile]
     scaled_from: str = ""
+    widening: WideningTimes = _SOME_WIDENING
 
     def slower(self, factor: float) -> Card:
         """The times of a card on which all takes so many times as long."""
@@ -95,6 +112,7 @@ class Card:
             row_rate=self.row_rate / factor,
             decode=DecodeKinds._make(_scaled(x, factor, _DECODE_TIMES) for x in self.decode),
             beside=_scaled(beside, factor, _BESIDE_TIMES),
+            widening=WideningTimes(factor * self.widening.launch, self.widening.rate / factor),
             options={name: (factor * us, times) for name, (us, times) in self.options.items()},
             tiles={
                 key: timed._replace(
@@ -131,6 +149,7 @@ class Card:
             beside=beside,
             tiles=tiles,
             scaled_from=self.scaled_from or self.name,
+            widening=self.widening._replace(rate=memory * self.widening.rate),
         )
 
 
@@ -277,6 +296,7 @@ def _card(data: dict[str, Any]) -> Card:
         beside=BesideTimes(**beside),
         options={name: _pair(data["options"][name]) for name in OPTIONS},
         tiles=dict(_tile(row) for row in data["tiles"]),
+        widening=WideningTimes(**data.get("widening", {})),
     )
 
 

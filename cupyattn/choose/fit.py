@@ -421,6 +421,7 @@ def text_of(card: Card) -> str:
         "decode": {k: _rounded(x._asdict()) for k, x in card.decode._asdict().items()},
         "beside": _rounded(card.beside._asdict()),
         "options": {name: [*map(_short, pair)] for name, pair in card.options.items()},
+        "widening": _rounded(card.widening._asdict()),
     }
     rows = (_row(key, timed) for key, timed in sorted(card.tiles.items()))
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)

@@ -99,6 +99,7 @@ def explanation(args: argparse.Namespace) -> Explanation:
     problem = spec.problem()
     problem.check_supported()
     launcher = BatchLauncher(spec, problem, imagine(_props(args.card)))
+    launcher = launcher.serving(requests)
     return explain_schedule(launcher, launcher.schedule(requests), requests)
 
 

@@ -407,7 +407,7 @@ def _prepared(
     schedule = None if planner is None else _schedule_of(wrapper, planner, built)
     if schedule is not None:
         return _prepared_by_gpu(wrapper, plan, launcher, schedule)
-    _, schedule = wrapper._schedule_variant(plan, variant)
+    launcher, schedule = wrapper._schedule_variant(plan, variant)
     require_workspace(wrapper._workspace, schedule.workspace_bytes, "this plan")
     staged = wrapper._reserve_staged(launcher, schedule, plan.batch)
     address = wrapper._send(schedule.words, None, stream)

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .. import array
 from ..errors import CupyAttnError
+from ..launch.attention import find_items
 from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from .arrays import NO_MORE, ROLES, Arrays, MoreArrays
 from .call_cache import Argument, CallCache, CallOptions, Found, after_launch
 from .check_planless import Call, Extents, LengthForm
-from .prepared import Before, Launches, Prepared, is_bool_mask, of_lengths, plan_of
+from .prepared import Before, Launches, Prepared, is_bool_mask, of_lengths, plan_of, served_by
 
 _MAX_LENGTHS = 256
 _Launches = TypeVar("_Launches", bound=Launches)
@@ -208,6 +209,7 @@ def prepared_for(cached: Found[Checked]) -> Launches | None:
         lse_strides = tuple(math.prod(lse_shape[axis + 1 :]) for axis in range(len(lse_shape)))
     try:
         lengths, may_find = derivation.form.lengths(extents), first.may_find
+        first = served_by(first, find_items.serving(first.launcher, lengths))
         plan = plan_of(first.launcher, lengths, may_find=may_find)
     except CupyAttnError:  # which the full checks raise
         return None

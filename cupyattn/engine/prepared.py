@@ -264,6 +264,15 @@ def _like(first: Prepared, kind: type[_Prepared]) -> _Prepared:
     return copy
 
 
+def served_by(first: Prepared, launcher: BatchLauncher) -> Prepared:
+    """The same of another launcher of its problem."""
+    if launcher is first.launcher:
+        return first
+    result = _like(first, Prepared)
+    result.launcher = launcher
+    return result
+
+
 def prepare(call: Call, have: int | None = None) -> Prepared:
     """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
     prepared = _prepare(call, ANY_BATCH_BYTES)
@@ -306,6 +315,7 @@ def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared
         lengths = call.lengths._replace(list_gap=call.gaps[2])
         if size < count:
             lengths, shape, num_rows = _part(call, size)
+        launcher = find_items.serving(launcher, lengths)
         plan = plan_of(launcher, lengths, max_bytes, may_find)
         schedule = plan.schedule
     # --- 2. What launches read besides ---
@@ -463,8 +473,9 @@ def _in_parts(
         lengths, lse_shape, num_rows = _part(call, min(size, count - begin))
         part = first
         if lengths.num_requests < size:
-            plan = plan_of(first.launcher, lengths, max_bytes, first.may_find)
-            part = replace(first, mask=_mask_bits(call, num_rows))
+            launcher = find_items.serving(first.launcher, lengths)
+            plan = plan_of(launcher, lengths, max_bytes, first.may_find)
+            part = replace(served_by(first, launcher), mask=_mask_bits(call, num_rows))
             part = of_lengths(
                 part, plan, num_rows, first.num_keys, lse_shape, lse_strides, pads_lse
             )
@@ -545,7 +556,7 @@ def of_lengths(
             num_bytes += 4 * num_rows * num_heads
         *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(strides)
         strides = params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page)
-    staged, staged_bytes = 0, launcher.staged_bytes(schedule, num_rows)
+    staged, staged_bytes = 0, launcher.staged_bytes(schedule, num_rows, num_keys)
     if staged_bytes and not first.stages_apart:
         staged = num_bytes = round_up(num_bytes, 16)
         num_bytes += staged_bytes

@@ -552,6 +552,9 @@ class BatchWrapper(Untraced):
         if launcher.masking.share is not None:
             requests = requests_of_share(batch, launcher.masking.share)
         split_tokens, may_split = plan.split
+        launcher = launcher.serving(
+            requests, split_tokens=split_tokens, may_split=may_split, capacity=plan.capacity
+        )
         room = self._room(variant)
         schedule = launcher.schedule(
             requests,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..choose.candidates import BY_ROW_CLASS
+from ..choose.candidates import BY_ROW_CLASS, form_of, full_name
 from ..choose.card import Card, card_of
 from ..core import parse
 from ..core.device import NO_GPU, DeviceProps, device_props
@@ -95,14 +95,14 @@ def _of_plan(wrapper: BatchWrapper, notes: tuple[str, ...]) -> Explanation:
     preferred = wrapper._preferred
     if preferred is not None and preferred[0] is plan.geometry and preferred[1] in plan.prepared:
         variant = preferred[1]
-    launcher = plan.geometry.launcher(variant)
     cached = plan.prepared.get(variant)
-    schedule = None if cached is None else cached.schedule
-    if schedule is None or not schedule.words.size:
+    if cached is not None and cached.schedule.words.size:
+        launcher, schedule = cached.launcher, cached.schedule
+    else:
         # Not made yet, or by the GPU, which splits keys as the host does.
         probe = copy.copy(wrapper)  # whose workspace may grow
         probe._outgrown = []
-        _, schedule = probe._schedule_variant(plan, variant)
+        launcher, schedule = probe._schedule_variant(plan, variant)
     return explain_schedule(
         launcher, schedule, plan.batch.requests, (*_notes(plan, schedule), *notes), plan.split
     )
@@ -142,13 +142,15 @@ def explain_schedule(
     rates = _rates(card, props)
     candidates, more = _candidates(launcher, schedule, requests, split)
     launches, blocks = planned_launches(launcher, schedule, rates)
-    offered = {x.name for x in candidates} | {x.tiles for x in launches} if candidates else None
+    offered = {x.tiles for x in launches} if candidates else None
+    if offered is not None:
+        own = (x.name for x in candidates if form_of(x.name) == launcher.form)
+        offered |= {name.removesuffix(f", {launcher.form}") for name in own}
     heads = launcher.num_kv_heads, launcher.group_size
     refused: list[Refusal] = refusals(problem, page_size, props, offered)
     refused += refused_clusters(problem, requests, heads, props, offered) if offered else []
     if launcher.widens_queries:
-        asked = launcher.spec.dtype_q
-        more.append(f"queries of {asked} are widened ahead: these are kernels of {problem.dtype_q}")
+        more.append(_widening_words(launcher, requests))
     if schedule.rotated_bytes:
         more.append(f"keys are rotated ahead, into {schedule.rotated_bytes:,} bytes")
     key_bytes = _key_bytes(launcher, requests)
@@ -177,6 +179,18 @@ def explain_schedule(
     )
 
 
+def _widening_words(launcher: BatchLauncher, requests: BatchRequests) -> str:
+    """What a launch ahead does, and what that takes."""
+    spec, problem = launcher.spec, launcher.problem
+    arrays = f"queries of {spec.dtype_q}"
+    if launcher.widens_keys:
+        arrays = f"queries, keys and values of {spec.dtype_q}"
+    time = launcher.ahead_time(requests)
+    return (
+        f"{arrays} are widened ahead in some {time:,.1f} us: these are kernels of {problem.dtype_q}"
+    )
+
+
 def _candidates(
     launcher: BatchLauncher,
     schedule: BatchSchedule,
@@ -190,7 +204,8 @@ def _candidates(
         return [], []
     taken, notes = schedule.candidate, []
     if any(not isinstance(part.row_class, str) for part in schedule.parts):
-        taken, notes = BY_ROW_CLASS, ["one launch has blocks for many rows and for few"]
+        taken = full_name(BY_ROW_CLASS, launcher.form)
+        notes = ["one launch has blocks for many rows and for few"]
     result = [
         Choice(x.name, x.time if x.time < math.inf else None, x.name == taken)
         for x in launcher.candidates(requests)

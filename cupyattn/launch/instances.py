@@ -26,7 +26,7 @@ from .attention import (
     read_tables,
     rotate_keys,
     scan_mask,
-    widen_queries,
+    widen_rows,
 )
 from .ops import (
     append_paged_kv_cache,
@@ -46,9 +46,10 @@ from .ops import (
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.config import FOUND_ITEMS, FOUND_PARTS, Target
 from .tiles.decode_sm80 import one_an_sm_rows
+from .tiles.forms import forms_of
 from .tiles.mixed_sm80 import mixed_config
 from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class_of
-from .tiles.select import served_problem, tile_config
+from .tiles.select import tile_config
 
 Instance = tuple[str, jit.Config]
 
@@ -223,21 +224,30 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     if has_prompts:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
     for asked, page_size in problems(chosen):
-        problem = served_problem(asked, Target(arch, SHARED_BYTES[arch], page_size))
-        if problem is not asked:
-            aligned = problem.aligned and problem.head_dim_qk % 16 == 0
-            yield "widen_rows", widen_queries.config(asked.dtype_q, aligned)
-        names = {LARGE} if problem.has_tiles_of_prompts else {*rows}
-        if LARGE in names:
-            props = replace(NO_GPU, arch=arch, max_smem_per_block=SHARED_BYTES[arch])
-            names |= {*large_tiles(problem, props, page_size)}
-        for name in sorted(names):
-            for is_batch in (True,) if problem.paged else (False, True):
-                yield from _of_rows(problem, name, is_batch, arch, page_size)
-        if has_prompts:
-            yield from _mixed(problem, rows, arch, page_size)
-        if problem.custom_mask and problem.mask_form != "runs":
-            yield "packbits", PACKBITS_CONFIG
+        for form in forms_of(asked, Target(arch, SHARED_BYTES[arch], page_size)):
+            problem = form.problem
+            if form.name:
+                aligned = problem.aligned and problem.head_dim_qk % 16 == 0
+                aligned = aligned and (problem.dtype_kv.is_fp8 or problem.head_dim_vo % 16 == 0)
+                yield "widen_rows", widen_rows.config(asked.dtype_q, asked.dtype_kv, aligned)
+            yield from _of_classes(problem, page_size, rows, arch, bool(has_prompts))
+
+
+def _of_classes(
+    problem: AttentionProblem, page_size: int, rows: set[str], arch: str, has_prompts: bool
+) -> Iterator[Instance]:
+    """Kernels of one problem for requests of these row classes."""
+    names = {LARGE} if problem.has_tiles_of_prompts else {*rows}
+    if LARGE in names:
+        props = replace(NO_GPU, arch=arch, max_smem_per_block=SHARED_BYTES[arch])
+        names |= {*large_tiles(problem, props, page_size)}
+    for name in sorted(names):
+        for is_batch in (True,) if problem.paged else (False, True):
+            yield from _of_rows(problem, name, is_batch, arch, page_size)
+    if has_prompts:
+        yield from _mixed(problem, rows, arch, page_size)
+    if problem.custom_mask and problem.mask_form != "runs":
+        yield "packbits", PACKBITS_CONFIG
 
 
 def problems(chosen: Selection) -> Iterator[tuple[AttentionProblem, int]]:

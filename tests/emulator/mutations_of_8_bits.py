@@ -47,7 +47,7 @@ EIGHT_BITS = (
         "8 * static_cast<int>",
         "hopper 8-bit broken tokens",
     ),
-    Mutation("widened-into-another-vector", "index * kCount", "(index ^ 1) * kCount", "widened"),
+    Mutation("widened-into-another-vector", "(index) * kCount", "(index ^ 1) * kCount", "widened"),
     Mutation(
         "block-scales-of-first-request", "request.mask_start", "0", "hopper block scales of rows"
     ),

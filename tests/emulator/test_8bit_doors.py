@@ -16,7 +16,7 @@ from cupyattn.core import dtypes
 from cupyattn.core.device import NO_GPU
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.tiles.config import Target
-from cupyattn.launch.tiles.select import serves_8bit
+from cupyattn.launch.tiles.forms import AS_THEY_ARE, forms_of
 from emulator import gpu
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -30,7 +30,8 @@ def is_served() -> bool:
     problem = AttentionProblem(
         dtypes.float8_e4m3fn, dtypes.float8_e4m3fn, dtypes.bfloat16, DIM, DIM, prescale_logits=True
     )
-    return serves_8bit(problem, Target(NO_GPU.arch, NO_GPU.max_smem_per_block))
+    forms = forms_of(problem, Target(NO_GPU.arch, NO_GPU.max_smem_per_block))
+    return forms[0].name == AS_THEY_ARE
 
 
 pytestmark = pytest.mark.skipif(not is_served(), reason="no kernel multiplies e4m3 queries")

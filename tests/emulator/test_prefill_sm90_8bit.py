@@ -17,6 +17,8 @@ from helpers.share import one_of
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.choose.candidates import only_form
+from cupyattn.launch.tiles.forms import AS_THEY_ARE
 
 from . import gpu, run, test_prefill_sm90
 
@@ -33,6 +35,7 @@ def typed(case: Case, kind: str) -> Case:
     return case if kind != INT8 else replace(case, dtype=INT8, scale_q="per_head", scale_k="float")
 
 
+@only_form(AS_THEY_ARE)
 def check(case: Case, **facts: Any) -> run.Answer:
     answer = run.single(case, **facts)
     assert "prefill_sm90" in test_prefill_sm90.kernels(answer)
@@ -77,6 +80,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("of_elements", [False, True])
+@only_form(AS_THEY_ARE)
 def test_gates(of_elements: bool) -> None:
     rng = np.random.default_rng(8)
     q, k, v = (
@@ -117,6 +121,7 @@ def test_pages(page_size: int, kind: str) -> None:
     check_batch(replace(PAGED, problem=problem, page_size=page_size, is_pair=True))
 
 
+@only_form(AS_THEY_ARE)
 def check_batch(case: BatchCase, **facts: Any) -> run.Answer:
     answer = run.batch(case, **facts)
     assert "prefill_sm90" in test_prefill_sm90.kernels(answer)
@@ -125,11 +130,13 @@ def check_batch(case: BatchCase, **facts: Any) -> run.Answer:
 
 
 @pytest.mark.parametrize("seed", one_of(20, range(60)))
+@only_form(AS_THEY_ARE)
 def test_random_requests(seed: int) -> None:
     run.single(run.small(eight_bit_cases.single(seed, SERVED))).check()
 
 
 @pytest.mark.parametrize("seed", one_of(20, range(60)))
+@only_form(AS_THEY_ARE)
 def test_random_batches(seed: int) -> None:
     run.batch(eight_bit_cases.batch(seed, replace(SERVED, most_keys=600))).check()
 
@@ -146,6 +153,7 @@ def check_hidden_values(key: int, **facts: Any) -> None:
     check(case, spoil=spoil, **facts)
 
 
+@only_form(AS_THEY_ARE)
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, **facts: Any) -> tuple[Any, ...]:
     """(out, lse) of rounded inputs [n, heads, head_dim], and what float64 says of them."""
     inputs = [x.astype(ml_dtypes.float8_e4m3fn) for x in (q, k, v)]
@@ -220,6 +228,7 @@ def test_far_logits() -> None:
     check_far_logits()
 
 
+@only_form(AS_THEY_ARE)
 def test_a_nan_that_is_seen_is_answered() -> None:
     answer = run.single(CAUSAL, spoil={"v": [((450, 1, 3), np.nan)], "k": [((470, 0, 5), np.nan)]})
     answer.check()

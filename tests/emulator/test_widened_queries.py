@@ -1,4 +1,4 @@
-"""Calls of 8-bit queries that no kernel multiplies as they are: widened ahead, on the host."""
+"""Calls of 8-bit queries that are widened ahead, or with their keys and values, on the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from helpers import eight_bit_cases
+from helpers.cases import Case
 from helpers.eight_bit_cases import E4M3, INT8
 from helpers.share import one_of
+
+from cupyattn.choose.candidates import only_form
+from cupyattn.launch.tiles.forms import ALL, QUERIES
 
 from . import run, test_prefill_sm90_8bit
 
@@ -50,6 +54,61 @@ def test_int8(changes: dict[str, Any], is_portable: bool) -> None:
     check(run.single(case, is_portable=is_portable))
     step = replace(case, qo_len=1, scale_q="float", scale_k="float")
     check(run.single(step, is_decode=True, is_portable=is_portable))
+
+
+KEYS_TOO = replace(CAUSAL, qo_len=70, kv_len=90)
+
+
+@only_form(ALL)
+def check_all(case: Case, **facts: Any) -> None:
+    """Kernels of 16 bits serve it, behind one launch that widens q, k and v."""
+    answer = check(run.single(case, **facts))
+    (widening,) = (launch for launch in answer.launches if launch.name == "widen_rows")
+    assert widening.grid[1] == 3
+
+
+@pytest.mark.parametrize("kind", [E4M3, INT8])
+@pytest.mark.parametrize(
+    "changes",
+    one_of(
+        3,
+        [
+            {},
+            {"strides": ("padded",) * 4, "kv_layout": "HND"},
+            {"head_dim_qk": 256, "head_dim_vo": 256},
+            {"head_dim_qk": 192, "head_dim_vo": 128, "kv_len": 0},
+            {"head_dim_qk": 40, "head_dim_vo": 24},
+            {"qo_len": 2, "kv_len": 200, "scale_v": "per_head"},
+            {"scale_q": "per_head", "scale_k": "per_head", "mask_kind": "bool"},
+            {"o_dtype": "float32", "logits_soft_cap": 20.0, "has_sinks": True},
+        ],
+    ),
+)
+def test_keys_are_widened_too(changes: dict[str, Any], kind: str) -> None:
+    check_all(test_prefill_sm90_8bit.typed(replace(KEYS_TOO, **changes), kind))
+
+
+@pytest.mark.parametrize("arch", [800, 900])
+def test_keys_of_portable_kernels_are_widened_too(arch: int) -> None:
+    check_all(KEYS_TOO, arch=arch, is_portable=True)
+
+
+@pytest.mark.parametrize("seed", one_of(12, range(36)))
+@only_form(ALL)
+def test_random_requests_of_widened_keys(seed: int) -> None:
+    run.single(run.small(eight_bit_cases.single(seed, SERVED))).check()
+
+
+@pytest.mark.parametrize("seed", one_of(12, range(36)))
+@only_form(ALL)
+def test_random_batches_of_widened_keys(seed: int) -> None:
+    run.batch(eight_bit_cases.batch(seed, SERVED)).check()
+
+
+@pytest.mark.parametrize("seed", one_of(12, range(36)))
+@only_form(QUERIES)
+def test_random_batches_of_widened_queries(seed: int) -> None:
+    run.batch(eight_bit_cases.batch(seed, SERVED)).check()
 
 
 def check_small(kind: str, **facts: Any) -> None:

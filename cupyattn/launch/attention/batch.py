@@ -14,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from ...choose import candidates
-from ...choose.candidates import BY_ROW_CLASS, Batch, Candidate, Keys, Offer
+from ...choose.candidates import BY_ROW_CLASS, Batch, Candidate, Keys, Offer, full_name
+from ...choose.card import card_of
 from ...core.device import NO_GPU, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
@@ -53,10 +54,12 @@ from ...schedule.mixed import (
 )
 from ...schedule.tile_shape import TileShape
 from ...schedule.validate import validate_plan
+from ..driver import params
 from ..driver.enqueue import MAX_GRID_YZ, cuda
-from ..tiles.config import FOUND_PARTS, TileConfig
+from ..tiles.config import FOUND_PARTS, Target, TileConfig
+from ..tiles.forms import ALL, AS_THEY_ARE, QUERIES, forms_of
 from ..tiles.row_classes import DECODE, LARGE, MAX_ROWS, SMALL, VERIFY, row_class_of
-from . import log_choices, rotate_batch
+from . import log_choices, rotate_batch, widen_rows
 from .bind_batch import Binder
 from .equal_requests import EqualRequests, key_of_equal, without_list
 from .kernels import (
@@ -83,6 +86,7 @@ _MAX_EQUAL = 64  # each holds a work list
 _MIN_GAIN = 5.0
 _NUM_SPLITS = WORK_FIELDS.index("num_splits")
 _NO_MERGES = np.zeros(0, np.int32)
+_NO_STRIDES = bytes(params.STRIDES.size)
 
 
 @lru_cache(maxsize=256)
@@ -104,21 +108,92 @@ def _with_rows(schedule: BatchSchedule, num_rows: int, room: int) -> BatchSchedu
     return replace(schedule, words=words, row_room=room, row_count=schedule.words.nbytes)
 
 
+def _likely_requests(capacity: Capacity) -> BatchRequests:
+    """Requests that a graph may be replayed with: one of the most rows, and others as long."""
+    count, longest = max(capacity.num_requests, 1), max(capacity.max_qo_len, 1)
+    qo_len = np.full(count, longest, np.int64)
+    if count > 1:
+        qo_len[1:] = min(longest, max(1, (capacity.num_rows - longest) // (count - 1)))
+    zeros = np.zeros(count, np.int64)
+    uniform = longest if (qo_len == longest).all() else -1
+    kv_len = np.maximum(qo_len, UNKNOWN_LENGTH)
+    return BatchRequests(qo_len, kv_len, zeros, zeros, uniform=uniform)
+
+
 class BatchLauncher(Binder):
-    """Serves every plan and run of one problem, device and geometry."""
+    """Serves every plan and run of one problem, device and geometry.
+
+    form       in which it serves queries of 8 bits (launch/tiles/forms.py)
+    launchers  of all forms of the problem, the first the one that was asked for; see `serving`
+    """
 
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
         super().__init__(spec, problem, device_index)
+        self.launchers: tuple[BatchLauncher, ...] = (self,)
+        self.form = ALL if self.widens_keys else QUERIES if self.widens_queries else AS_THEY_ARE
+        props = device_props(device_index)
+        forms = forms_of(problem, Target(props.arch, props.max_smem_per_block, spec.page_size))
+        self._join([BatchLauncher(spec, form.problem, device_index) for form in forms[1:]])
         problem = self.problem
         num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
         self.num_kv_heads = num_kv_heads
         share = spec.key_share if problem.key_share else None
         self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask, share)
-        self._kernels = Kernels(problem, num_kv_heads, group_size, spec.page_size, device_index)
+        self._kernels = Kernels(
+            problem, num_kv_heads, group_size, spec.page_size, device_index, form=self.form
+        )
         self._layout = Layout(self._kernels, problem, num_kv_heads, group_size, device_index)
         self._finding: dict[str, Layout] = {}
         self._equal: dict[tuple[object, ...], BatchSchedule | EqualRequests] = {}
         self._log = log_choices.log_of(spec, problem)
+
+    def _join(self, others: list[BatchLauncher]) -> None:
+        """Make these and it the launchers of one problem."""
+        launchers = self, *others
+        for launcher in others:
+            launcher.launchers = launchers
+        self.launchers = launchers
+
+    def serving(
+        self,
+        requests: BatchRequests,
+        *,
+        split_tokens: int = 0,
+        may_split: bool = True,
+        capacity: Capacity | None = None,
+    ) -> BatchLauncher:
+        """The launcher of the form by which these requests are served soonest; the arguments are
+        those of `schedule`. Where the caller says how keys are split it is the first, so that a
+        row's bits do not depend on the batch; and a graph keeps one whatever the lengths are."""
+        if len(self.launchers) == 1:
+            return self
+        offered = list(self.launchers)
+        if Splitting(may_split, split_tokens).is_given:
+            offered = offered[:1]
+        elif capacity is not None:
+            offered = [x for x in offered if not x.widens_keys]  # it has no room for them
+            requests = _likely_requests(capacity)
+        form = candidates.forced_form()
+        if form is not None:
+            offered = [x for x in offered if x.form == form] or offered
+        return offered[0] if len(offered) == 1 else min(offered, key=lambda x: x.time_of(requests))
+
+    def time_of(self, requests: BatchRequests) -> float:
+        """When requests are served that are served soonest in this form; infinite where nothing is
+        known of it."""
+        batch = self.batch_of(requests)
+        if not batch.parts:
+            return 0.0
+        return candidates.best(self._kernels, batch).time + self.ahead_time(requests)
+
+    def ahead_time(self, requests: BatchRequests) -> float:
+        """What a launch ahead takes that widens the rows of requests."""
+        if not self.widens_queries:
+            return 0.0
+        num_keys = int(requests.kv_len.sum()) if self.widens_keys else 0
+        rows = widen_rows.rows_of(self.spec, _NO_STRIDES, int(requests.qo_len.sum()), num_keys)
+        widening = card_of(device_props(self.device_index)).widening
+        return widening.time(sum(x.num_elements for x in rows))
 
     def schedule(
         self,
@@ -140,6 +215,8 @@ class BatchLauncher(Binder):
             num_rows = int((requests.q_start + requests.qo_len).max(initial=0))
             schedule = _with_rows(schedule, num_rows, capacity.num_rows)
         schedule.requests = requests
+        if self.widens_keys:
+            schedule.key_rows = int((requests.kv_start + requests.kv_len).max(initial=0))
         if self._log is not None:
             self._log.batch(self, schedule, requests)
         return schedule
@@ -220,7 +297,7 @@ class BatchLauncher(Binder):
             mixed = self._kernels.mixed_rows(requests.qo_len)
         if mixed is not None:
             schedule = self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
-            schedule.candidate = candidate.name
+            schedule.candidate = full_name(candidate.name, self.form)
             return schedule
         if splitting.is_given:
             (row_class, first), *others = parts
@@ -244,7 +321,7 @@ class BatchLauncher(Binder):
         schedule = self._of_requests(works, requests)
         if len(works) == 1:
             schedule = without_list(requests, schedule, self._parts_of_only_tile(works[0]))
-        schedule.candidate = candidate.name
+        schedule.candidate = full_name(candidate.name, self.form)
         return schedule
 
     def _parts_of_only_tile(self, work: KernelWork) -> int:
@@ -295,8 +372,16 @@ class BatchLauncher(Binder):
         return Candidate(name, [(row_class, self._works(requests))], -1, shape)
 
     def candidates(self, requests: BatchRequests) -> list[Candidate]:
-        """Every way to serve these requests, and when each would be done."""
-        return candidates.candidates(self._kernels, self.batch_of(requests))
+        """Every way to serve these requests in any form, and when each would be done."""
+        return [x for launcher in self.launchers for x in launcher.candidates_of_form(requests)]
+
+    def candidates_of_form(self, requests: BatchRequests) -> list[Candidate]:
+        """The same in its own form."""
+        result, ahead = [], self.ahead_time(requests)
+        for candidate in candidates.candidates(self._kernels, self.batch_of(requests)):
+            name, time = full_name(candidate.name, self.form), candidate.time + ahead
+            result.append(replace(candidate, name=name, time=time))
+        return result
 
     def batch_of(self, requests: BatchRequests) -> Batch:
         """What candidates are made for."""
@@ -399,7 +484,9 @@ class BatchLauncher(Binder):
         if what not in self._finding:
             heads, group_size, device = self.num_kv_heads, self.group_size, self.device_index
             page_size = self.spec.page_size
-            kernels = Kernels(self.problem, heads, group_size, page_size, device, finds=what)
+            kernels = Kernels(
+                self.problem, heads, group_size, page_size, device, finds=what, form=self.form
+            )
             self._finding[what] = Layout(kernels, self.problem, heads, group_size, device)
         return self._finding[what]
 

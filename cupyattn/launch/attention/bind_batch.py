@@ -8,8 +8,8 @@ from ...core.spec import AttentionSpec
 from ..driver import params
 from ..driver.enqueue import Launch
 from ..tiles.config import Target, TileConfig
-from ..tiles.select import served_problem
-from . import rotate_batch, rotate_keys, tma_sm90, widen_queries
+from ..tiles.forms import forms_of
+from . import rotate_batch, rotate_keys, tma_sm90, widen_rows
 from .bound_run import BoundRun, Step, in_order
 from .layout import BatchSchedule
 from .swizzle import swizzle_of
@@ -25,9 +25,11 @@ class Binder:
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
         props = device_props(device_index)
         target = Target(props.arch, props.max_smem_per_block, spec.page_size)
-        self.spec, self.problem = spec, (problem := served_problem(problem, target))
+        # The problem of one form of the queries' (launch/tiles/forms.py).
+        self.spec, self.problem = spec, (problem := forms_of(problem, target)[0].problem)
         self.device_index = device_index
         self.widens_queries = problem.dtype_q is not spec.dtype_q
+        self.widens_keys = problem.dtype_kv is not spec.dtype_kv
         self.group_size = spec.group_size
         self._keys = rotate_keys.Keys(
             spec.dtype_kv,
@@ -72,8 +74,9 @@ class Binder:
         merges: list[Step] = []
         rotation = widening = None
         if self.widens_queries:
-            widening = self._widening(schedule, words, strides, num_rows, staged)
-            strides = widen_queries.widened_strides(self.spec, strides)
+            num_keys = self._widened_keys(schedule, num_keys)
+            widening = self._widening(schedule, words, strides, (num_rows, num_keys), staged)
+            strides = widen_rows.widened_strides(self.spec, strides, self.widens_keys)
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
@@ -126,23 +129,28 @@ class Binder:
         )
 
     def _widening(
-        self, schedule: BatchSchedule, words: int, strides: bytes, num_rows: int, to: int
-    ) -> widen_queries.Widening:
-        return widen_queries.prepare(
-            self.spec,
-            self.problem.aligned,
-            strides,
-            schedule.row_room or num_rows,
-            to,
-            self.device_index,
-            0 if schedule.row_count < 0 else words + schedule.row_count,
+        self, schedule: BatchSchedule, words: int, strides: bytes, counts: tuple[int, int], to: int
+    ) -> widen_rows.Widening:
+        """counts: rows of q, and of k and v."""
+        num_rows, num_keys = counts
+        rows = widen_rows.rows_of(self.spec, strides, schedule.row_room or num_rows, num_keys)
+        count = 0 if schedule.row_count < 0 else words + schedule.row_count
+        rows = rows[: 3 if self.widens_keys else 1]
+        return widen_rows.prepare(
+            self.spec, self.problem.aligned, rows, to, self.device_index, count
         )
 
-    def staged_bytes(self, schedule: BatchSchedule, num_rows: int) -> int:
-        """Memory for what is launched ahead to leave: rotated keys, or num_rows wide queries."""
+    def _widened_keys(self, schedule: BatchSchedule, num_keys: int) -> int:
+        """The rows of k and v that kernels read, of so many in their arrays."""
+        return schedule.key_rows if self.widens_keys and schedule.key_rows else num_keys
+
+    def staged_bytes(self, schedule: BatchSchedule, num_rows: int, num_keys: int = 0) -> int:
+        """Memory for what is launched ahead to leave: rotated keys, or num_rows wide queries, and
+        as many keys and values as the schedule says, or num_keys."""
         if not self.widens_queries:
             return schedule.rotated_bytes
-        return widen_queries.num_bytes(self.spec, schedule.row_room or num_rows)
+        num_keys = self._widened_keys(schedule, num_keys) if self.widens_keys else 0
+        return widen_rows.num_bytes(self.spec, schedule.row_room or num_rows, num_keys)
 
     def _maps(
         self,

@@ -9,7 +9,7 @@ from ..driver import params
 from ..driver.enqueue import Launch, enqueue
 from .rotate_keys import Rotation
 from .tma_sm90 import Maps
-from .widen_queries import Widening
+from .widen_rows import Widening
 
 # A launch with its params.PLANNED, packed, and what prefill_sm90 needs.
 Step = tuple[Launch, bytes, Maps | None]
@@ -34,7 +34,7 @@ class BoundRun(NamedTuple):
     """The launches of a plan.
 
     rotation  keys are rotated first; prefill_sm90 reads them where it leaves them
-    widening  queries are widened first, and all launches read those
+    widening  queries, or keys and values too, are widened first, and all launches read those
     behind    what follows params.RUN, but for latent attention
     """
 
@@ -60,7 +60,7 @@ class BoundRun(NamedTuple):
         find their items."""
         arguments = params.this_thread.launch_buffer
         if self.widening is not None:
-            q = self.widening.launch(q, self.device_index, stream)
+            q, k, v = self.widening.launch(q, k, v, self.device_index, stream)
         latent = latent or self.behind
         if latent:
             begin = arguments.offset + params.RUN.size

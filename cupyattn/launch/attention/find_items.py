@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...choose import candidates
 from ...choose.candidates import Keys
 from ...core import dtypes
 from ...core.problem import AttentionProblem
@@ -58,6 +59,19 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan | None:
         if plan is None and row_class != DECODE:
             plan = _prepare_prefill(launcher, lengths, _PLAN_US)  # what is left is planned
     return plan
+
+
+def serving(launcher: BatchLauncher, lengths: Lengths) -> BatchLauncher:
+    """The launcher of the form of 8-bit queries in which such lengths are served soonest."""
+    if len(launcher.launchers) == 1 or lengths.num_requests <= 0:
+        return launcher
+    return _serving(launcher.launchers[0], candidates.forced_form(), _likely(lengths))
+
+
+@lru_cache(maxsize=1024)
+def _serving(first: BatchLauncher, form: str | None, likely: _Likely) -> BatchLauncher:
+    """form: that is forced, or None."""
+    return first.serving(_requests_of(likely))
 
 
 def _prepare_prefill(
@@ -260,13 +274,17 @@ def _choose(
     launcher: BatchLauncher, plan_us: float, may_split: bool, likely: _Likely
 ) -> tuple[str, TileShape, bool] | None:
     """The tiles that serve such requests, and whether keys are split; or None."""
+    return launcher.choose_unplanned(_requests_of(likely), plan_us, may_split)
+
+
+def _requests_of(likely: _Likely) -> BatchRequests:
+    """Requests as shapes say that they are."""
     count, longest_rows, longest_keys, rows, keys = likely
     qo_len, kv_len = np.full(count, rows, np.int64), np.full(count, keys, np.int64)
     qo_len[0], kv_len[0] = longest_rows, longest_keys
     zeros = np.zeros(count, np.int64)
     uniform = rows if longest_rows == rows else -1
-    requests = BatchRequests(qo_len, kv_len, zeros, zeros, uniform=uniform)
-    return launcher.choose_unplanned(requests, plan_us, may_split)
+    return BatchRequests(qo_len, kv_len, zeros, zeros, uniform=uniform)
 
 
 def _pack(launcher: BatchLauncher, lengths: Lengths, tile_q: int) -> bytes:

@@ -94,8 +94,11 @@ class Kernels:
         device_index: int,
         is_batch: bool = True,
         finds: str = "",
+        form: str = "",
     ) -> None:
-        """finds: what blocks find themselves (TileConfig.finding)."""
+        """finds: what blocks find themselves (TileConfig.finding). form: of queries of 8 bits
+        (launch/tiles/forms.py)."""
+        self.form = form
         self._problem = problem
         self._group_size, self._num_kv_heads = group_size, num_kv_heads
         self._page_size, self._is_batch, self._finds = page_size, is_batch, finds

@@ -134,6 +134,7 @@ class BatchSchedule:
     candidate        the name of what serves them (candidates.py)
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
                      takes; 0 if none are
+    key_rows         of k and v that are widened ahead; 0: as many as the arrays have
     row_room         of a graph whose queries are widened ahead: the most rows of q. row_count:
                      bytes into the words, where this plan's are counted; else 0 and -1
     """
@@ -147,6 +148,7 @@ class BatchSchedule:
     rotated_bytes: int = 0
     row_room: int = 0
     row_count: int = -1
+    key_rows: int = 0
     uniform: Uniform | None = None
     requests: BatchRequests | None = None
     candidate: str = ""

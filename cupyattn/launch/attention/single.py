@@ -10,6 +10,7 @@ import numpy as np
 
 from ...choose import candidates
 from ...choose.candidates import Batch
+from ...choose.card import card_of
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
@@ -20,15 +21,16 @@ from ..driver import params, scratch
 from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
 from ..tiles.config import Target, TileConfig
+from ..tiles.forms import ALL, AS_THEY_ARE, QUERIES, forms_of
 from ..tiles.row_classes import row_class_of
-from ..tiles.select import served_problem
-from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90, widen_queries
+from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90, widen_rows
 from .kernels import Kernels
 from .swizzle import ONE_HEAD, L2Swizzle, swizzle_of
 
 # k's pair in params.STRIDES, after q's.
 _K_STRIDES = struct.Struct("<2q")
 _ZERO = np.zeros(1, np.int64)
+_NO_STRIDES = bytes(params.STRIDES.size)
 
 
 class _Chosen(NamedTuple):
@@ -66,19 +68,29 @@ class PreparedPlan:
 
 
 class AttentionLauncher:
-    """Serves every call of one problem, device and geometry; only lengths and pointers vary."""
+    """Serves every call of one problem, device and geometry; only lengths and pointers vary.
+
+    form  in which it serves queries of 8 bits (launch/tiles/forms.py); launchers of the other
+          forms serve lengths that they are done with sooner
+    """
 
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
         props = device_props(device_index)
-        problem = served_problem(problem, Target(props.arch, props.max_smem_per_block))
+        forms = forms_of(problem, Target(props.arch, props.max_smem_per_block))
         self.spec = spec
-        self.problem = problem
+        self.problem = problem = forms[0].problem
+        self._others = [AttentionLauncher(spec, form.problem, device_index) for form in forms[1:]]
+        self._serving: dict[tuple[int, int], AttentionLauncher] = {}
+        self._widens_keys = problem.dtype_kv is not spec.dtype_kv
         self._widens_queries = problem.dtype_q is not spec.dtype_q
+        self.form = ALL if self._widens_keys else QUERIES if self._widens_queries else AS_THEY_ARE
         self.num_kv_heads = spec.num_kv_heads
         self.group_size = spec.group_size
         self.device_index = device_index
         num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
-        self._kernels = Kernels(problem, num_kv_heads, group_size, 0, device_index, is_batch=False)
+        self._kernels = Kernels(
+            problem, num_kv_heads, group_size, 0, device_index, is_batch=False, form=self.form
+        )
         self._masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
         self._keys = rotate_keys.Keys(
             spec.dtype_kv,
@@ -95,6 +107,38 @@ class AttentionLauncher:
         )
         self._maps: dict[tuple[int, int, int, bytes, int], tma_sm90.Maps] = {}
         self._log = log_choices.log_of(spec, problem)
+
+    def serving(self, qo_len: int, kv_len: int) -> AttentionLauncher:
+        """The launcher of the form by which a request of these lengths is served soonest."""
+        if not self._others:
+            return self
+        key = qo_len, _rounded(kv_len)
+        found, form = self._serving.get(key), candidates.forced_form()
+        if found is None or form is not None:
+            offered = [self, *self._others]
+            offered = [x for x in offered if form in (None, x.form)] or offered
+            found = min(offered, key=lambda x: x._time_of(*key))
+            if form is not None:
+                return found
+            if len(self._serving) > 4096:
+                self._serving.clear()
+            self._serving[key] = found
+        return found
+
+    def _time_of(self, qo_len: int, kv_len: int) -> float:
+        """When such a request is served, with what is launched ahead."""
+        time = candidates.best(self._kernels, self._batch_of(qo_len, kv_len)).time
+        if not self._widens_queries:
+            return time
+        widening = card_of(device_props(self.device_index)).widening
+        return time + widening.time(
+            sum(x.num_elements for x in self._widened_rows(_NO_STRIDES, qo_len, kv_len))
+        )
+
+    def _widened_rows(self, strides: bytes, qo_len: int, kv_len: int) -> list[widen_rows.Rows]:
+        """What is widened ahead of such a call."""
+        rows = widen_rows.rows_of(self.spec, strides, qo_len, kv_len)
+        return rows if self._widens_keys else rows[:1]
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths, of which many have the same."""
@@ -152,11 +196,24 @@ class AttentionLauncher:
 
     def _choose(self, qo_len: int, kv_len: int) -> tuple[str, _Chosen]:
         """What serves a batch of this request alone soonest, without a list, and its name."""
+        batch = self._batch_of(qo_len, kv_len)
+        works, candidate = batch.works, candidates.best(self._kernels, batch)
+        ((row_class, _),) = candidate.parts
+        shape = candidate.shape or self._kernels.shape(row_class)
+        num_q_tiles = -(-works.max_rows // shape.tile_q)
+        num_splits = alike_splits(
+            works.of(shape), self.num_kv_heads, works.max_rows, shape, Splitting()
+        )
+        shape = self._kernels.merged_by(shape, num_splits)
+        name = candidates.full_name(candidate.name, self.form)
+        return name, _Chosen(row_class, shape, num_q_tiles, num_splits)
+
+    def _batch_of(self, qo_len: int, kv_len: int) -> Batch:
+        """A batch of one such request."""
         requests = BatchRequests(_ZERO + qo_len, _ZERO + kv_len, _ZERO, _ZERO, uniform=qo_len)
         works = TileWork(requests, self.group_size, self._masking, splits_alike=True)
-        parts = [(row_class_of(works.max_rows, self.problem), works)]
-        batch = Batch(
-            parts,
+        return Batch(
+            [(row_class_of(works.max_rows, self.problem), works)],
             works,
             num_kv_heads=self.num_kv_heads,
             group_size=self.group_size,
@@ -165,15 +222,6 @@ class AttentionLauncher:
             decode_load=None,
             prompts=None,
         )
-        candidate = candidates.best(self._kernels, batch)
-        ((row_class, _),) = candidate.parts
-        shape = candidate.shape or self._kernels.shape(row_class)
-        num_q_tiles = -(-works.max_rows // shape.tile_q)
-        num_splits = alike_splits(
-            works.of(shape), self.num_kv_heads, works.max_rows, shape, Splitting()
-        )
-        shape = self._kernels.merged_by(shape, num_splits)
-        return candidate.name, _Chosen(row_class, shape, num_q_tiles, num_splits)
 
     def _part(self, chosen: _Chosen, first_q_tile: int) -> tuple[Launch, bytes]:
         row_class, shape, num_q_tiles, num_splits = chosen
@@ -225,11 +273,34 @@ class AttentionLauncher:
         `optional` and `strides` are params.OPTIONAL and params.STRIDES, packed. Scratch memory
         comes from `allocate`.
         """
+        self.serving(qo_len, kv_len)._launch(
+            q, k, v, o, optional, strides, mask_bytes, qo_len, kv_len, stream, allocate
+        )
+
+    def _launch(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        o: int,
+        optional: bytes,
+        strides: bytes,
+        mask_bytes: int,
+        qo_len: int,
+        kv_len: int,
+        stream: int,
+        allocate: Allocate,
+    ) -> None:
         plan = self.plan(qo_len, kv_len)
         partial_o = partial_lse = counters = mask_maps = 0
         # Owners of scratch memory (names that start with _) may go once everything is enqueued.
         if self._widens_queries:
-            q, strides, _wide = self._widen_queries(q, strides, qo_len, stream, allocate)
+            rows = self._widened_rows(strides, qo_len, kv_len)
+            to, _wide = allocate(sum(x.num_bytes for x in rows))
+            index, is_aligned = self.device_index, self.problem.aligned
+            widening = widen_rows.prepare(self.spec, is_aligned, rows, to, index)
+            q, k, v = widening.launch(q, k, v, index, stream)
+            strides = widen_rows.widened_strides(self.spec, strides, self._widens_keys)
         if plan.rotates_keys and kv_len:
             k, strides, _rotated = self._rotate_keys(k, strides, kv_len, stream, allocate)
         if plan.partial_bytes:
@@ -312,17 +383,6 @@ class AttentionLauncher:
         rotated, owner = rotate_keys.launch(self._keys, k, k_strides, kv_len, stream, allocate)
         contiguous = _K_STRIDES.pack(*self._keys.strides[:2])
         return rotated, strides[:start] + contiguous + strides[end:], owner
-
-    def _widen_queries(
-        self, q: int, strides: bytes, qo_len: int, stream: int, allocate: Allocate
-    ) -> tuple[int, bytes, object]:
-        """Queries widened into scratch memory: their address, the strides with theirs, their
-        owner."""
-        to, owner = allocate(widen_queries.num_bytes(self.spec, qo_len))
-        index, is_aligned = self.device_index, self.problem.aligned
-        widening = widen_queries.prepare(self.spec, is_aligned, strides, qo_len, to, index)
-        q = widening.launch(q, index, stream)
-        return q, widen_queries.widened_strides(self.spec, strides), owner
 
 
 def _rounded(length: int) -> int:

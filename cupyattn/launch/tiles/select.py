@@ -13,7 +13,6 @@ from ...core.problem import AttentionProblem
 from ...errors import UnsupportedError
 from . import decode_sm80, prefill_sm80, prefill_sm90, wide_decode_sm90, wide_sm80, wide_sm90
 from .config import HOPPER, Target, TileConfig
-from .row_classes import LARGE
 
 
 class Kernel(Protocol):
@@ -35,17 +34,6 @@ KERNELS: tuple[Kernel, ...] = (
     prefill_sm80,
     wide_sm80,
 )
-
-
-def serves_8bit(problem: AttentionProblem, target: Target) -> bool:
-    """Whether a device has a kernel that multiplies the 8 bits of a problem's queries."""
-    return prefill_sm90.refusal(problem, LARGE, target) is None
-
-
-def served_problem(problem: AttentionProblem, target: Target) -> AttentionProblem:
-    """The problem that kernels of a device serve: queries of 8 bits are in float16, into which they
-    are widened ahead, where none multiplies them as they are."""
-    return problem if not problem.is_8bit or serves_8bit(problem, target) else problem.widened()
 
 
 @lru_cache(maxsize=4096)
