@@ -355,9 +355,8 @@ def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared
     if not is_bool_mask(call):
         return prepared
     # Bits of all rows lie behind what launches share.
-    num_bytes = prepared.num_bytes
-    mask = _mask_bits(call, vq.shape[0])._replace(address=num_bytes)
-    return replace(prepared, mask=mask, num_bytes=num_bytes + mask.num_bytes)
+    mask = _mask_bits(call, vq.shape[0])._replace(address=prepared.num_bytes)
+    return replace(prepared, mask=mask, num_bytes=prepared.num_bytes + mask.num_bytes)
 
 
 def _variant(call: Call, is_scaled: bool) -> Variant:

@@ -113,17 +113,17 @@ class AttentionLauncher:
         if not self._others:
             return self
         key = qo_len, _rounded(kv_len)
-        found, form = self._serving.get(key), candidates.forced_form()
-        if found is None or form is not None:
-            offered = [self, *self._others]
-            offered = [x for x in offered if form in (None, x.form)] or offered
-            found = min(offered, key=lambda x: x._time_of(*key))
-            if form is not None:
-                return found
+        cached, form = self._serving.get(key), candidates.forced_form()
+        if cached is not None and form is None:
+            return cached
+        rounded, offered = key[1], [self, *self._others]
+        offered = [x for x in offered if form in (None, x.form)] or offered
+        result = min(offered, key=lambda x: x._time_of(qo_len, rounded))
+        if form is None:
             if len(self._serving) > 4096:
                 self._serving.clear()
-            self._serving[key] = found
-        return found
+            self._serving[key] = result
+        return result
 
     def _time_of(self, qo_len: int, kv_len: int) -> float:
         """When such a request is served, with what is launched ahead."""
@@ -296,10 +296,7 @@ class AttentionLauncher:
         # Owners of scratch memory (names that start with _) may go once everything is enqueued.
         if self._widens_queries:
             rows = self._widened_rows(strides, qo_len, kv_len)
-            to, _wide = allocate(sum(x.num_bytes for x in rows))
-            index, is_aligned = self.device_index, self.problem.aligned
-            widening = widen_rows.prepare(self.spec, is_aligned, rows, to, index)
-            q, k, v = widening.launch(q, k, v, index, stream)
+            (q, k, v), _wide = self._widen((q, k, v), rows, stream, allocate)
             strides = widen_rows.widened_strides(self.spec, strides, self._widens_keys)
         if plan.rotates_keys and kv_len:
             k, strides, _rotated = self._rotate_keys(k, strides, kv_len, stream, allocate)
@@ -347,6 +344,21 @@ class AttentionLauncher:
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
             enqueue(plan.merge, arguments, self.device_index, stream)
+
+    def _widen(
+        self,
+        arrays: tuple[int, int, int],
+        rows: list[widen_rows.Rows],
+        stream: int,
+        allocate: Allocate,
+    ) -> tuple[tuple[int, int, int], object]:
+        """Rows of q, or of k and v too, widened into scratch memory: the addresses of all three,
+        and the owner of that."""
+        to, owner = allocate(sum(x.num_bytes for x in rows))
+        index, is_aligned = self.device_index, self.problem.aligned
+        widening = widen_rows.prepare(self.spec, is_aligned, rows, to, index)
+        q, k, v = arrays
+        return widening.launch(q, k, v, index, stream), owner
 
     def _maps_of(
         self,
