@@ -49,6 +49,7 @@ from . import (
     test_quantize,
     test_read_tables,
     test_serving,
+    test_topk,
     test_wide,
     test_wide_sm90,
     test_widened_queries,
@@ -61,10 +62,11 @@ from .mutations_of_8_bits import EIGHT_BITS
 from .mutations_of_hopper import HOPPER
 from .mutations_of_lists import LISTS
 from .mutations_of_logits import LOGITS
+from .mutations_of_topk import TOPK
 from .mutations_of_wide import WIDE
 from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *EIGHT_BITS, *LOGITS, *WIDE, *WIDE_SM90, *LISTS)
+MUTATIONS = (*PORTABLE, *HOPPER, *EIGHT_BITS, *LOGITS, *WIDE, *WIDE_SM90, *LISTS, *TOPK)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -718,6 +720,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "lists of blocks": _lists(),
     "lists, window": _lists(window=20),
     "lists of nobody": lambda **facts: test_key_lists.check_tokens_of_nobody(),
+    "topk of clusters": lambda **facts: test_topk.check_zeros_of_clusters(),
+    "topk of warps": lambda **facts: test_topk.check_zeros_of_warps(),
 }
 
 

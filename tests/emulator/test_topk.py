@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from helpers.share import one_of
 from helpers.topk_cases import TopkCase
@@ -29,6 +30,33 @@ def test_rows_of_warps(first: int) -> None:
         case = TopkCase(seed, most=(200, 900)[seed % 2], topk=(1, 5, 16, 32)[seed % 4]).expect()
         with gpu.plugged_in(num_sms=4, seed=seed % 3, arch=(900, 800)[seed % 2]):
             case.run()
+
+
+def check_zeros_of_clusters() -> None:
+    """Scores of +0 and -0 tie, the last block is in, tokens of a request see more in turn."""
+    for last in (0, 1):
+        case = TopkCase(0, kind="zeros", most=300, topk=16)
+        case.causal, case.has_candidates, case.tail = True, False, False
+        case.ratio, case.block, case.groups = 1, 1, 1
+        case.first, case.last = 0, last
+        case.has_offsets, case.num_tokens = True, 2
+        case.kv_lens, case.offsets = np.array([290], np.int32), np.array([0, 2], np.int32)
+        with pytest.MonkeyPatch.context() as patch, gpu.plugged_in(num_sms=4):
+            patch.setattr(select_topk, "choose_shape", lambda *_: select_topk.Shape(2, 128))
+            case.expect().run()
+
+
+def check_zeros_of_warps() -> None:
+    """More scores tie than are wanted, and fewer than have room."""
+    case = TopkCase(1, kind="zeros", most=30, topk=16)
+    case.kv_lens[:] = 30 * case.block
+    with gpu.plugged_in(num_sms=4):
+        case.expect().run()
+
+
+def test_zeros() -> None:
+    check_zeros_of_clusters()
+    check_zeros_of_warps()
 
 
 def test_begins_before_scores_are_there() -> None:

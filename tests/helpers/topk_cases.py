@@ -15,16 +15,18 @@ from cupyattn.launch.ops import select_topk
 from . import calls
 
 TOPK = (1, 2, 7, 16, 31, 64, 200)
-KINDS = ("normal", "few", "equal", "least", "odd", "near")
+KINDS = ("normal", "few", "equal", "zeros", "least", "odd", "near")
 
 
 def draw_scores(rng: np.random.Generator, kind: str, *shape: int) -> np.ndarray:
-    """float32 scores: "few" values of each sign, all "equal", all -inf ("least"), "odd" numbers
-    among others, or "near" one another."""
+    """float32 scores: "few" values of each sign, all "equal", "zeros" of both signs, all -inf
+    ("least"), "odd" numbers among others, or "near" one another."""
     if kind == "few":
         return rng.integers(-2, 3, shape).astype(np.float32) * np.float32(0.5)
     if kind == "equal":
         return np.full(shape, -0.0, np.float32)
+    if kind == "zeros":
+        return rng.choice(np.array([0.0, -0.0], np.float32), shape)
     if kind == "least":
         return np.full(shape, -np.inf, np.float32)
     x = rng.standard_normal(shape).astype(np.float32)
