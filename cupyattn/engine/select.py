@@ -1,4 +1,5 @@
-"""Selections of blocks of keys: calls of sparse.select, checked, and answered on the CPU."""
+"""Selections of blocks of keys: calls of sparse.select, checked, and answered on the CPU; on a GPU
+by select_gpu."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..core.selection import MAX_TOPK, SCORES, SelectProblem
 from ..errors import ArgumentError, UnsupportedError
+from . import select_gpu
 from .key_lists import require_granularity
 from .views import read_scale
 
@@ -108,10 +110,12 @@ def run(arrays: SelectArrays, options: SelectOptions) -> Any:
     """The lists of a selection, with their scores if `return_values`."""
     call = check(arrays, options)
     if call.q.device.kind != "cpu":
-        raise UnsupportedError(
-            "q_index: a selection of blocks has no GPU kernel yet; pass CPU arrays, or scores of "
-            "your own to a top-k"
+        outputs = select_gpu.run(call, arrays.out, arrays.values)
+        given = arrays.out, arrays.values
+        lists, values = (
+            array.deliver(x, call.q) if x is not y else x for x, y in zip(outputs, given, strict=True)
         )
+        return (lists, values) if parse.flag(options.return_values, "return_values") else lists
     lists, values = _answer(call)
     own = slice(None)
     if call.out is not None:

@@ -41,23 +41,25 @@ class SelectCase:
         return f"seed {self.seed}, {self.form}: {shown}"
 
 
-def draw(seed: int) -> SelectCase:
-    """A small call."""
+def draw(seed: int, on_gpu: bool = False) -> SelectCase:
+    """A small call; `on_gpu`: one that kernels serve."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 4))
     form = str(rng.choice(["pages", "pages", "head", "fused", "rows", "dense"]))
     ratio = int(rng.choice([1, 1, 1, 2, 4]))
     block = ratio * int(rng.choice([1, 2, 8, 64]))
-    score = str(rng.choice(["max", "relu_sum", "softmax"]))
-    heads = int(rng.choice([1, 2, 4, 6]))
+    score = str(rng.choice(["max", "relu_sum", "max" if on_gpu else "softmax"]))
+    heads = int(rng.choice([1, 2, 4, 16 if on_gpu else 6]))
     qo = (
         np.full(count, rng.integers(1, 4)) if rng.random() < 0.5 else rng.integers(0, 4, size=count)
     )
     kv = rng.integers(0, int(rng.choice([9, 60, 400])), size=count)
-    causal, dim = bool(rng.random() < 0.8), int(rng.choice([4, 16]))
+    causal = bool(rng.random() < 0.8)
+    dim = int(rng.choice([64, 128] if on_gpu else [4, 16]))
     has_offsets = len(set(qo.tolist())) > 1 or rng.random() < 0.3
     spare = int(rng.integers(0, 3)) if has_offsets else 0
-    dtype = dtypes.parse(str(rng.choice(["float16", "bfloat16", "float32"]))).numpy
+    known = ["float16", "bfloat16", "bfloat16" if on_gpu else "float32"]
+    dtype = dtypes.parse(str(rng.choice(known))).numpy
     is_fp8 = form == "fused" or rng.random() < 0.3
     if is_fp8 and rng.random() < 0.5:
         dtype = E4M3
@@ -91,7 +93,7 @@ def draw(seed: int) -> SelectCase:
             later = int(qo[request]) - 1 - i if causal else 0
             case.tokens.append((request, max(int(kv[request]) - later, 0)))
     _add_rows(case, rng, kv, ratio, (dim, exact, is_fp8, np.dtype(dtype)))
-    _add_options(case, rng, count)
+    _add_options(case, rng, not on_gpu)
     return case
 
 
@@ -131,7 +133,7 @@ def _add_rows(
         places = [(r, slice(counts[r])) for r in range(len(kv))]
         arguments["lengths"] = kv.astype(np.int32)
     else:
-        size = int(rng.choice([1, 3, 16]))
+        size = int(rng.choice([4, 16, 20] if dim >= 64 and form == "fused" else [1, 3, 16]))
         width = max(1, -(-int(counts.max()) // size)) + 1
         index = np.full((len(kv) * width, size, dim), np.nan, dtype_k)
         table = np.full((len(kv), width), ABSURD_PAGE, np.int32)
@@ -152,7 +154,7 @@ def _add_rows(
     arguments["index_cache"] = index[:, :, None] if form == "head" else index
 
 
-def _add_options(case: SelectCase, rng: np.random.Generator, count: int) -> None:
+def _add_options(case: SelectCase, rng: np.random.Generator, has_candidates: bool) -> None:
     arguments, q = case.arguments, case.arguments["q_index"]
     if arguments["score"] != "max" and rng.random() < 0.7:
         weights = rng.integers(-2, 4, size=q.shape[:2]).astype(np.float32)
@@ -161,7 +163,7 @@ def _add_options(case: SelectCase, rng: np.random.Generator, count: int) -> None
         arguments["sm_scale"] = float(rng.choice([0.5, -1.0, 2.0]))
     if rng.random() < 0.3:
         arguments["k_scale"] = float(rng.choice([0.5, 2.0]))
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and has_candidates:
         each = arguments["block"] * int(rng.choice([1, 2]))
         groups = num_groups(case) if rng.random() < 0.5 else 1
         shape = len(q), groups, int(rng.integers(1, 6))

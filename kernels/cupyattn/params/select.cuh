@@ -16,10 +16,38 @@ struct SelectTokens {
   int32_t kv_lens_are_steps;  // 1: kv_lens are offsets [num_requests + 1] of index rows
   int32_t ratio_shift;        // an index row stands for 1 << ratio_shift keys
   int32_t block_shift;        // a block has 1 << block_shift index rows
-  int32_t unused;
+  int32_t first_token;        // of this launch, whose tokens count from here on
 };
 
 static_assert(sizeof(SelectTokens) == 48,
+              "the struct and its mirror in launch/ops/select.py must agree");
+
+// Strides of rows of 16-bit and 8-bit elements are in their 16 bytes.
+struct SelectScoresParams {
+  const void* q;              // [tokens, heads, head_dim] of Config::DTypeQ
+  const void* k;              // index rows of Config::DTypeK, one head
+  const float* k_scales;      // of each row, or of DeepGEMM's pages; nullptr: none
+  const float* k_scale;       // [1], of all rows; nullptr: 1
+  const void* weights;        // [tokens, heads] of Config::DTypeW; nullptr: ones
+  const int32_t* table;       // pages of each request; nullptr: rows lie one after another
+  const int32_t* kv_offsets;  // [num_requests + 1] first rows; nullptr: those of page `request`
+  float* scores;              // [tokens * groups, score_stride], from first_token on
+  int64_t table_stride;
+  int64_t weight_stride;      // of a token
+  int64_t score_stride;
+  int64_t scale_stride_page;  // in floats
+  SelectTokens tokens;
+  uint32_t q_stride_n, q_stride_h;
+  uint32_t k_stride_page, k_stride_n;
+  int32_t num_tokens;         // of this launch
+  int32_t request_tiles;      // tiles of tokens of each request; 0: as many as its tokens need
+  int32_t page_size;
+  uint32_t page_magic;        // divides by that, see shared/work.cuh
+  int32_t page_shift;
+  float sm_scale;
+};
+
+static_assert(sizeof(SelectScoresParams) == 184,
               "the struct and its mirror in launch/ops/select.py must agree");
 
 }  // namespace cupyattn

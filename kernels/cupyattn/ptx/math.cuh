@@ -46,6 +46,12 @@ __device__ __forceinline__ float square_saturated(float x) {
   asm("mul.rn.sat.f32 %0, %1, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
+// The larger one; a NaN if either is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
 __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float nan() { return __int_as_float(0x7fffffff); }

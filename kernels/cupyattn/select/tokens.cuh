@@ -20,10 +20,10 @@ __device__ __forceinline__ int select_kv_len(const SelectTokens& tokens, int req
 struct SelectedToken {
   int request, seen, rows, blocks;
 
-  // A whole warp calls this.
+  // Of a token of the launch; a whole warp calls this.
   static __device__ __forceinline__ SelectedToken of(const SelectTokens& tokens, int token,
                                                      int lane) {
-    const TokenPlace at = TokenPlace::of(tokens, token, lane);
+    const TokenPlace at = TokenPlace::of(tokens, tokens.first_token + token, lane);
     int seen = 0;
     if (at.rest > 0) {
       seen = select_kv_len(tokens, at.request);

@@ -31,6 +31,8 @@ inline float square_saturated(float x) {
   return square > 1.0f ? 1.0f : square >= 0.0f ? square : 0.0f;
 }
 
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+
 inline uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
 }

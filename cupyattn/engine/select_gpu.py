@@ -1,0 +1,140 @@
+"""Selections of blocks of keys on a GPU: from a checked call to what is launched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import array
+from ..array import ArrayView
+from ..core import dtypes
+from ..errors import UnsupportedError
+from ..launch.driver import scratch
+from ..launch.ops import select as launch_select
+from ..launch.ops.select import SelectAddresses, SelectShape
+
+if TYPE_CHECKING:
+    from .select import Call
+
+_VECTOR = 16
+
+
+def run(call: Call, out: Any, values: Any) -> tuple[Any, Any]:
+    """The lists and their scores; these are None where nobody asks. out, values: the caller's
+    arrays, or None. Raises UnsupportedError."""
+    refuse(call)
+    q, gives_values = call.q, call.problem.gives_values
+    lists = array.empty(call.list_shape, dtypes.int32, q) if call.out is None else out
+    if call.values is None and gives_values:
+        values = array.empty(call.list_shape, dtypes.float32, q)
+    v_lists = array.view(lists, "out")
+    v_values = array.view(values, "values") if gives_values else None
+    inputs = (
+        call.index.rows,
+        call.index.scales,
+        call.table,
+        call.lengths,
+        call.weights,
+        call.indptr,
+        call.kv_indptr,
+        call.k_scale,
+    )
+    array.acquire(q, *[x for x in (*inputs, v_lists, v_values) if x is not None])
+    if q.shape[0]:
+        launcher = launch_select.launcher(call.problem, q.device.index)
+        launcher.launch(
+            _addresses(call, v_lists, v_values),
+            _shape(call, v_lists, v_values),
+            q.shape[0],
+            array.current_stream(q),
+            scratch.allocator(q),
+        )
+    array.release(q, *[x for x in (q, *inputs, v_lists, v_values) if x is not None])
+    return lists, values
+
+
+def refuse(call: Call) -> None:
+    """UnsupportedError for what no kernel serves."""
+    sentence = launch_select.refusal(call.problem) or _refusal_of_arrays(call)
+    if sentence is not None:
+        raise UnsupportedError(sentence)
+
+
+def _refusal_of_arrays(call: Call) -> str | None:
+    rows, problem = call.index.rows, call.problem
+    is_fused = call.index.is_fused
+    head_bytes = problem.head_dim * problem.dtype_k.itemsize
+    steps = rows.strides[:1] if is_fused else rows.strides[:-1]
+    for name, v, strides in (
+        ("q_index", call.q, call.q.strides[:2]),
+        ("index_cache", rows, steps),
+    ):
+        num_bytes = [x * v.dtype.itemsize for x in strides]
+        if v.ptr % _VECTOR or any(x % _VECTOR or x < 0 for x in num_bytes):
+            return (
+                f"{name}: rows begin at other places than multiples of {_VECTOR} bytes (strides "
+                f"{num_bytes} in bytes), which have no GPU kernel; pass a contiguous array"
+            )
+    for name, v in (("q_index", call.q), ("index_cache", rows)):
+        low, high = array.byte_range(v)
+        if high - low > launch_select.MAX_INDEX_BYTES:
+            return f"{name}: spans {high - low} bytes; kernels reach 64 GiB"
+    if is_fused and rows.shape[1] * head_bytes % _VECTOR:
+        return f"index_cache: pages of {rows.shape[1]} rows have no GPU kernel; wanted 4 or more"
+    for name, x in (("lengths", call.lengths), ("table", call.table)):
+        if x is not None and x.strides and x.strides[0] < 0:
+            return f"{name}: strides {list(x.strides)} are negative; pass a contiguous array"
+    if call.q.shape[0] and not call.num_requests:
+        return "indptr: has no request for the tokens of q_index; pass one request at least"
+    return None
+
+
+def _addresses(call: Call, out: ArrayView, values: ArrayView | None) -> SelectAddresses:
+    rows, scales = call.index.rows, 0 if call.index.scales is None else call.index.scales.ptr
+    if call.index.is_fused:
+        scales = rows.ptr + rows.shape[1] * call.problem.head_dim
+    kv_offsets = _address(call.kv_indptr)
+    return SelectAddresses(
+        q=call.q.ptr,
+        k=rows.ptr,
+        k_scales=scales,
+        k_scale=_address(call.k_scale),
+        weights=_address(call.weights),
+        table=_address(call.table),
+        kv_lens=_address(call.lengths) or kv_offsets,
+        qo_offsets=_address(call.indptr),
+        kv_offsets=kv_offsets,
+        out=out.ptr,
+        values=_address(values),
+    )
+
+
+def _address(v: ArrayView | None) -> int:
+    return 0 if v is None else v.ptr
+
+
+def _shape(call: Call, out: ArrayView, values: ArrayView | None) -> SelectShape:
+    rows, scales, problem = call.index.rows, call.index.scales, call.problem
+    max_rows = rows.shape[0]
+    if call.kv_indptr is None:
+        max_rows = rows.shape[1] * (1 if call.table is None else call.table.shape[1])
+    k_strides = (rows.strides[0], rows.strides[-2])
+    scale_stride = 0 if scales is None or len(scales.shape) == 1 else scales.strides[0]
+    if call.index.is_fused:
+        k_strides, scale_stride = (rows.strides[0], problem.head_dim), rows.strides[0] // 4
+    return SelectShape(
+        num_requests=call.num_requests,
+        request_tokens=call.request_tokens if call.indptr is None else 0,
+        page_size=0 if call.table is None else rows.shape[1],
+        # Keys behind the last whole row have none of their own.
+        max_kv_len=min((max_rows + 1) * problem.ratio - 1, launch_select.MAX_KEYS),
+        q_strides=call.q.strides[:2],
+        k_strides=k_strides,
+        scale_stride=scale_stride,
+        table_stride=0 if call.table is None else call.table.strides[0],
+        weight_stride=0 if call.weights is None else call.weights.strides[0],
+        out_strides=out.strides[:2],
+        values_strides=(0, 0) if values is None else values.strides[:2],
+        is_causal=call.is_causal,
+        kv_lens_are_steps=call.lengths is None and call.kv_indptr is not None,
+        sm_scale=call.sm_scale,
+    )

@@ -1,0 +1,281 @@
+"""Launches a selection: scores of blocks of index rows, then for each row of them the greatest.
+
+Lengths and offsets of tokens stay on the device, so that the grid is for all that may be there.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import NamedTuple
+
+from ... import jit
+from ...core import dtypes
+from ...core.device import device_props
+from ...core.selection import SelectProblem
+from ..driver import params, scratch
+from ..driver.enqueue import Launch, enqueue, load_function
+from ..driver.scratch import Allocate
+from . import select_topk
+
+# kernels/cupyattn/params/select.cuh
+TOKENS = struct.Struct("<2Q 8i")
+SELECT_SCORES = struct.Struct(f"<8Q 4q {TOKENS.size}s 4I 3i I i f")
+MAX_HEADS = 128
+MAX_HEAD_DIM = 256
+# Offsets of rows are counted in 16 bytes, by 32 bits.
+MAX_INDEX_BYTES = 16 * 2**32
+# Blocks of a request are numbered by 31 bits, rounded up.
+MAX_KEYS = 2**31 - 4096
+# The keys of a request that has no pages are one: a page of more rows than there are.
+_ONE_PAGE = 1 << 30
+_WARPS, _STEP, _MAX_TILES = 4, 32, 16
+_MAX_SHARED_BYTES = 40 << 10
+# Scores of so many bytes are chosen from before the next tokens have theirs.
+_MAX_SCORE_BYTES = 256 << 20
+# Parts of a tile's rows for each slot of the GPU, where there are few tiles and many.
+_MANY_TILES = 4
+
+
+class SelectShape(NamedTuple):
+    """What launches are told of a selection, besides addresses. Strides in elements.
+
+    request_tokens  of each request; 0: offsets say it
+    page_size       0 where there are no pages
+    max_kv_len      keys a request has room for
+    strides         q (token, head), k (page, row), k_scales (page, in floats), table (request),
+                    weights (token), out (token, group), values (token, group)
+    kv_lens_are_steps  lengths are the steps of offsets of index rows
+    """
+
+    num_requests: int
+    request_tokens: int
+    page_size: int
+    max_kv_len: int
+    q_strides: tuple[int, int]
+    k_strides: tuple[int, int]
+    scale_stride: int
+    table_stride: int
+    weight_stride: int
+    out_strides: tuple[int, int]
+    values_strides: tuple[int, int]
+    is_causal: bool
+    kv_lens_are_steps: bool
+    sm_scale: float
+
+
+class SelectAddresses(NamedTuple):
+    """Where the arrays of a call lie; 0 for what there is not."""
+
+    q: int
+    k: int
+    k_scales: int
+    k_scale: int
+    weights: int
+    table: int
+    kv_lens: int
+    qo_offsets: int
+    kv_offsets: int
+    out: int
+    values: int
+
+
+def refusal(problem: SelectProblem) -> str | None:
+    """Why no kernel serves a problem, as a sentence; None for those that are served."""
+    q, k, share = problem.dtype_q, problem.dtype_k, problem.num_heads // problem.num_groups
+    columns = 64 if k.is_fp8 else 32
+    if problem.score == "softmax":
+        return "score: 'softmax' has no GPU kernel; pass 'max' or 'relu_sum', or CPU arrays"
+    if problem.candidate_block:
+        return "candidates: have no GPU kernel; pass None, or CPU arrays"
+    if not (q.is_float16 or q.is_fp8):
+        return f"q_index: dtype {q} has no GPU kernel; pass float16, bfloat16 or float8_e4m3fn"
+    if problem.head_dim % columns or problem.head_dim > MAX_HEAD_DIM:
+        return (
+            f"q_index: head_dim {problem.head_dim} has no GPU kernel; wanted a multiple of "
+            f"{columns} up to {MAX_HEAD_DIM}"
+        )
+    if problem.num_heads > MAX_HEADS or (share not in (1, 2, 4) and share % 8):
+        return (
+            f"groups: {problem.num_groups} of {problem.num_heads} index heads have no GPU kernel; "
+            f"wanted 1, 2, 4 or a multiple of 8 heads a group, and {MAX_HEADS} heads at most"
+        )
+    return None
+
+
+class _Tiles(NamedTuple):
+    """A kernel of scores: its Config, and what of it launches need.
+
+    tokens  of a tile; unit: rows that a block reads at a time; blocks_per_sm: that run at a time
+    """
+
+    config: jit.Config
+    tokens: int
+    unit: int
+    blocks_per_sm: int
+
+
+@lru_cache(maxsize=256)
+def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
+    """For so many tokens of a request. shares: the warps of a block share blocks of keys, so that
+    few of those keep all SMs busy."""
+    heads, block_rows = problem.num_heads, problem.block_rows
+    # Tokens lie in whole tiles of eight columns, or several in one.
+    of_token = -(-heads // 8)
+    tile_bytes = 8 * 2 * problem.head_dim
+    most = min(_MAX_TILES, _MAX_SHARED_BYTES // tile_bytes)
+    num_tiles = of_token
+    while 8 * num_tiles < tokens * heads and 2 * num_tiles <= most:
+        num_tiles *= 2
+    sharing = min(_WARPS, max(1, block_rows // _STEP)) if shares else 1
+    blocks_per_sm = 4 if num_tiles <= 2 else 3 if num_tiles <= 4 else 2
+    if problem.head_dim > 128:
+        blocks_per_sm = min(blocks_per_sm, 2)
+    config = jit.Config(
+        {
+            "DTypeQ": problem.dtype_q,
+            "DTypeK": problem.dtype_k,
+            "DTypeW": problem.dtype_w or dtypes.float32,
+            "kSum": problem.score == "relu_sum",
+            "kRowScales": problem.row_scales != "",
+            "kHeadDim": problem.head_dim,
+            "kHeads": heads,
+            "kGroups": problem.num_groups,
+            "kBlockRows": block_rows,
+            "kTiles": num_tiles,
+            "kWarps": _WARPS,
+            "kSharing": sharing,
+            "kBlocksPerSm": blocks_per_sm,
+        }
+    )
+    unit = max(block_rows, _STEP * sharing) * (_WARPS // sharing)
+    return _Tiles(config, 8 * num_tiles // heads, unit, blocks_per_sm)
+
+
+class SelectLauncher:
+    """Serves every selection of one problem and device."""
+
+    def __init__(self, problem: SelectProblem, device_index: int) -> None:
+        self.problem, self.device_index = problem, device_index
+        self._num_sms = device_props(device_index).num_sms
+
+    def launch(
+        self,
+        at: SelectAddresses,
+        shape: SelectShape,
+        num_tokens: int,
+        stream: int,
+        allocate: Allocate,
+    ) -> None:
+        """Enqueue one call."""
+        problem = self.problem
+        max_rows = shape.max_kv_len // problem.ratio
+        max_blocks = max(-(-max_rows // problem.block_rows), 1)
+        score_stride = -(-max_blocks // 4) * 4
+        token_bytes = 4 * score_stride * problem.num_groups
+        chunk = max(1, min(num_tokens, _MAX_SCORE_BYTES // token_bytes))
+        scores, _scores = scratch.workspace(
+            chunk * token_bytes, self.device_index, stream, allocate
+        )
+        for first in range(0, num_tokens, chunk):
+            count = min(chunk, num_tokens - first)
+            tokens = TOKENS.pack(
+                at.kv_lens,
+                at.qo_offsets,
+                shape.num_requests,
+                shape.request_tokens,
+                shape.max_kv_len,
+                shape.is_causal,
+                shape.kv_lens_are_steps,
+                problem.ratio.bit_length() - 1,
+                problem.block_rows.bit_length() - 1,
+                first,
+            )
+            if max_rows:
+                is_whole = count == num_tokens
+                self._score(at, shape, tokens, (scores, score_stride), count, is_whole, stream)
+            select_topk.launch(
+                problem,
+                scores,
+                score_stride,
+                max_blocks,
+                tokens,
+                count,
+                at.out + 4 * first * shape.out_strides[0],
+                shape.out_strides,
+                at.values and at.values + 4 * first * shape.values_strides[0],
+                shape.values_strides,
+                self.device_index,
+                stream,
+            )
+
+    def _score(
+        self,
+        at: SelectAddresses,
+        shape: SelectShape,
+        tokens: bytes,
+        scores: tuple[int, int],
+        count: int,
+        is_whole: bool,
+        stream: int,
+    ) -> None:
+        """Enqueue the scores of a launch's tokens."""
+        max_rows = shape.max_kv_len // self.problem.ratio
+        each = shape.request_tokens or -(-count // shape.num_requests)
+        tiles = self._tiles(min(each, count), shape.num_requests, max_rows)
+        request_tiles = 0
+        if shape.request_tokens and is_whole:
+            request_tiles = -(-shape.request_tokens // tiles.tokens)
+            num_tiles = request_tiles * shape.num_requests
+        else:
+            num_tiles = count // tiles.tokens + shape.num_requests
+        slots = tiles.blocks_per_sm * self._num_sms
+        parts = slots // num_tiles
+        if parts < _MANY_TILES:
+            parts = -(-_MANY_TILES * slots // num_tiles)
+        parts = max(1, min(parts, -(-max_rows // tiles.unit)))
+        function = load_function("select_scores", tiles.config, self.device_index)
+        arguments = params.this_thread.launch_buffer
+        page_size = shape.page_size or _ONE_PAGE
+        q_size, k_size = self.problem.dtype_q.itemsize, self.problem.dtype_k.itemsize
+        SELECT_SCORES.pack_into(
+            arguments.buffer,
+            arguments.offset,
+            at.q,
+            at.k,
+            at.k_scales,
+            at.k_scale,
+            at.weights,
+            at.table,
+            at.kv_offsets,
+            scores[0],
+            shape.table_stride,
+            shape.weight_stride,
+            scores[1],
+            shape.scale_stride,
+            tokens,
+            *(x * q_size // 16 for x in shape.q_strides),
+            *(x * k_size // 16 for x in shape.k_strides),
+            count,
+            request_tiles,
+            page_size,
+            *params.divisor(page_size),
+            shape.sm_scale,
+        )
+        launch = Launch(function, (num_tiles, parts, 1), 32 * _WARPS, 0)
+        enqueue(launch, arguments, self.device_index, stream)
+
+    def _tiles(self, tokens: int, num_requests: int, max_rows: int) -> _Tiles:
+        """Warps share blocks of keys where these are too few for all warps that run at a time."""
+        alone = choose_tiles(self.problem, tokens, shares=False)
+        num_tiles = num_requests * -(-tokens // alone.tokens)
+        units = num_tiles * -(-max_rows // alone.unit)
+        if units < 2 * alone.blocks_per_sm * self._num_sms:
+            return choose_tiles(self.problem, tokens, shares=True)
+        return alone
+
+
+@lru_cache(maxsize=256)
+def launcher(problem: SelectProblem, device_index: int) -> SelectLauncher:
+    """The launcher of a problem on a device."""
+    return SelectLauncher(problem, device_index)

@@ -1,0 +1,536 @@
+// Scores of blocks of index rows. Rows of keys are those of the products' first operand, so that few
+// queries fill a tile: columns are the heads of a tile's tokens, eight to a product.
+//
+// A warp reads 32 rows straight into registers, and needs no other warp for them: a lane has 16 bytes
+// of a row at a time, wherever the row lies, and which columns of the row these are does not matter
+// as long as the queries' fragments have the same ones.
+#pragma once
+
+#include "cupyattn/ptx/fp8.cuh"
+#include "cupyattn/ptx/grid_dependency.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/mma.cuh"
+#include "cupyattn/select/tokens.cuh"
+#include "cupyattn/shared/work.cuh"
+
+namespace cupyattn {
+
+// What a tile of tokens is, by the Config of a kernel.
+template <typename Config>
+struct SelectShape {
+  using Query = typename Config::DTypeQ;
+  using Key = typename Config::DTypeK;
+  // e4m3 values are f16 values.
+  using T = conditional<is_fp8<Query>, half_t, Query>;
+  static constexpr int kHeads = Config::kHeads, kGroups = Config::kGroups;
+  static constexpr int kShare = kHeads / kGroups;  // heads of a group
+  static constexpr int kTiles = Config::kTiles;    // of eight columns
+  static constexpr int kTokens = 8 * kTiles / kHeads;
+  static constexpr int kWarps = Config::kWarps, kThreads = kWarps * kWarpSize;
+  static constexpr bool kIsSum = Config::kSum;
+  static constexpr int kBlockRows = Config::kBlockRows;
+  // Rows of a warp's step; warps that share a block; rows of what they do before they move on.
+  static constexpr int kStep = 32, kSharing = Config::kSharing;
+  static constexpr int kUnit = max_of(kBlockRows, kStep * kSharing);
+  static constexpr int kStepsAUnit = kUnit / (kStep * kSharing);
+  static constexpr int kLists = kWarps / kSharing;  // warps, or those that share, in their turn
+  // 32 columns of a row are a vector of each lane of a quad, as 16-bit elements.
+  static constexpr int kVectors = Config::kHeadDim / 32;
+  static constexpr int kRaw = Config::kHeadDim * static_cast<int>(sizeof(Key)) / 64;
+  // Scores that a lane has of a tile's columns: of both, or of both together.
+  static constexpr int kColumns = kShare == 1 ? 2 : 1;
+  static constexpr int kTilesAGroup = max_of(kShare / 8, 1);
+  static constexpr int kGroupsOfTiles = kTiles / kTilesAGroup;
+  static constexpr int kSharedColumns = kSharing > 1 ? 8 * kTiles : 1;
+
+  static_assert(kShare == 1 || kShare == 2 || kShare == 4 || kShare % 8 == 0, "heads of a group");
+  static_assert(kTokens > 0, "a tile has whole tokens");
+  static_assert(kSharing == 1 || kBlockRows % (kStep * kSharing) == 0, "warps share whole steps");
+};
+
+template <typename Config>
+struct SelectShared {
+  using Shape = SelectShape<Config>;
+  Vector16 q[Shape::kTiles][Shape::kVectors][kWarpSize];  // fragments, as lanes read them
+  float weights[Shape::kIsSum ? 8 * Shape::kTiles : 1];
+  float best[2][Shape::kWarps][Shape::kSharedColumns];
+};
+
+// The tokens of a block of the grid, and the index rows that they see.
+struct SelectTile {
+  int request, first, count;  // tokens, from the launch's first one on
+  int first_seen;             // keys that the first token sees; below 0 if there are fewer than tokens
+  int step;                   // that each token sees more than the one before it
+  int end;                    // rows that the last token sees
+  int common;                 // rows that all tokens see
+
+  // The first token of a request, or the one behind its last, within the launch.
+  static __device__ __forceinline__ int begin_of(const SelectScoresParams& params, int request) {
+    const SelectTokens& tokens = params.tokens;
+    const int begin = tokens.qo_offsets == nullptr ? request * tokens.request_tokens
+                                                   : tokens.qo_offsets[request];
+    return min_of(max_of(begin - params.tokens.first_token, 0), params.num_tokens);
+  }
+
+  // Request and tile of a place of the grid; a whole warp calls this. Places of a request begin at
+  // its first token over the tokens of a tile, and its number.
+  template <int kTokens>
+  static __device__ __forceinline__ SelectTile of(const SelectScoresParams& params, int place,
+                                                  int lane) {
+    const SelectTokens& tokens = params.tokens;
+    int request = 0, tile = 0;
+    if (params.request_tiles > 0) {
+      request = params.request_tiles == 1 ? place : place / params.request_tiles;
+      tile = place - request * params.request_tiles;
+    } else {
+      int step = tokens.num_requests;
+#pragma unroll 1
+      while (step > 1) {
+        step = ceil_div(step, kWarpSize);
+        const int index = request + lane * step;
+        const bool begins = index < tokens.num_requests &&
+                            begin_of(params, index) / kTokens + index <= place;
+        request += step * (max_of(__popc(ptx::warp_ballot(begins)), 1) - 1);
+      }
+      tile = place - request - begin_of(params, request) / kTokens;
+    }
+    SelectTile at;
+    at.request = request;
+    const int end = begin_of(params, request + 1);
+    at.first = begin_of(params, request) + tile * kTokens;
+    at.count = min_of(end - at.first, kTokens);
+    const int kv_len = select_kv_len(tokens, request);
+    at.step = tokens.is_causal ? 1 : 0;
+    int behind = 0;  // tokens of the request behind the first one
+    if (tokens.is_causal) {
+      const int last = tokens.qo_offsets == nullptr ? (request + 1) * tokens.request_tokens
+                                                    : tokens.qo_offsets[request + 1];
+      behind = last - params.tokens.first_token - 1 - at.first;
+    }
+    at.first_seen = kv_len - behind;
+    at.end = at.rows_of(max_of(at.count - 1, 0), tokens);
+    at.common = at.rows_of(0, tokens);
+    return at;
+  }
+
+  __device__ __forceinline__ int rows_of(int token, const SelectTokens& tokens) const {
+    return max_of(first_seen + token * step, 0) >> tokens.ratio_shift;
+  }
+};
+
+template <typename Config>
+struct SelectScores {
+  using Shape = SelectShape<Config>;
+  using T = typename Shape::T;
+  using Key = typename Shape::Key;
+  using Query = typename Shape::Query;
+  static constexpr int kVectors = Shape::kVectors, kRaw = Shape::kRaw, kTiles = Shape::kTiles;
+  static constexpr int kColumns = Shape::kColumns, kStep = Shape::kStep;
+  static constexpr int kBlockRows = Shape::kBlockRows, kShare = Shape::kShare;
+
+  // Rows g, g + 8, g + 16 and g + 24 of a step, as they are in memory.
+  using Raw = Vector16[4][kRaw];
+
+  const SelectScoresParams& params;
+  SelectShared<Config>& shared;
+  SelectTile tile;
+  float scale;  // of all products
+  int lane, warp;
+
+  // --- queries ---
+
+  // The 16 bytes of a column that lane `lane` has, as 16-bit elements.
+  __device__ __forceinline__ Vector16 query_vector(int column, int vector, int thread) const {
+    Vector16 result = {};
+    const int token = column / Shape::kHeads, head = column % Shape::kHeads;
+    if (token >= tile.count || column >= Shape::kTokens * Shape::kHeads) return result;
+    const int64_t row =
+        static_cast<int64_t>(params.tokens.first_token + tile.first + token) * params.q_stride_n +
+        head * params.q_stride_h;
+    const Vector16* source = static_cast<const Vector16*>(params.q) + row;
+    // 16 elements of keys of 8 bits are two vectors here.
+    const int element = is_fp8<Key> ? 64 * (vector / 2) + 16 * thread + 8 * (vector % 2)
+                                    : 32 * vector + 8 * thread;
+    if constexpr (is_fp8<Query>) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(source) + element / 4;
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        result.word[2 * w] = ptx::fp8_to_pair<T, Query, 0, 1>(words[w]);
+        result.word[2 * w + 1] = ptx::fp8_to_pair<T, Query, 2, 3>(words[w]);
+      }
+    } else {
+      result = source[element / 8];
+    }
+    // Sums have weights of a positive scale.
+    if (Shape::kIsSum && scale < 0.0f) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) result.word[w] ^= 0x80008000u;
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ float weight_of(int column) const {
+    const int token = column / Shape::kHeads, head = column % Shape::kHeads;
+    if (token >= tile.count || column >= Shape::kTokens * Shape::kHeads) return 0.0f;
+    float weight = 1.0f;
+    if (params.weights != nullptr) {
+      using Weight = typename Config::DTypeW;
+      const int64_t at =
+          static_cast<int64_t>(params.tokens.first_token + tile.first + token) * params.weight_stride + head;
+      if constexpr (sizeof(Weight) == 4) {
+        weight = static_cast<const float*>(params.weights)[at];
+      } else {
+        weight = ptx::to_float(static_cast<const Weight*>(params.weights)[at]);
+      }
+    }
+    return weight * fabsf(scale);
+  }
+
+  __device__ __forceinline__ void load_queries() const {
+    constexpr int kCount = kTiles * kVectors * kWarpSize;
+    Vector16* fragments = &shared.q[0][0][0];
+    for (int i = threadIdx.x; i < kCount; i += Shape::kThreads) {
+      const int at = i % kWarpSize, vector = i / kWarpSize % kVectors;
+      const int column = i / kWarpSize / kVectors * 8 + at / 4;
+      fragments[i] = query_vector(column, vector, at % 4);
+    }
+    if constexpr (Shape::kIsSum) {
+      for (int i = threadIdx.x; i < 8 * kTiles; i += Shape::kThreads) {
+        shared.weights[i] = weight_of(i);
+      }
+    }
+  }
+
+  // --- index rows ---
+
+  // Where the row is that this lane looks up for its warp, in 16 bytes, and its scale. Rows behind
+  // the last one are that one again.
+  struct Place {
+    uint32_t offset;
+    float scale;
+  };
+
+  __device__ __forceinline__ Place find(int row) const {
+    int at = min_of(row, tile.end - 1);
+    int page = tile.request;
+    if (params.table != nullptr) {
+      const int index = divide(at, params.page_magic, params.page_shift);
+      page = params.table[tile.request * params.table_stride + index];
+      at -= index * params.page_size;
+    } else if (params.kv_offsets != nullptr) {
+      page = 0;
+      at += params.kv_offsets[tile.request];
+    }
+    Place place;
+    place.offset = static_cast<uint32_t>(page) * params.k_stride_page +
+                   static_cast<uint32_t>(at) * params.k_stride_n;
+    place.scale = 1.0f;
+    if constexpr (Config::kRowScales) {
+      place.scale = params.k_scales[page * params.scale_stride_page + at];
+    }
+    return place;
+  }
+
+  __device__ __forceinline__ void load(Raw& raw, const Place& place) const {
+    const Vector16* keys = static_cast<const Vector16*>(params.k) + lane % 4;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const uint32_t offset = static_cast<uint32_t>(
+          ptx::shuffle(static_cast<int>(place.offset), 8 * r + lane / 4));
+#pragma unroll
+      for (int v = 0; v < kRaw; ++v) raw[r][v] = ptx::load_no_allocate(keys + offset + 4 * v);
+    }
+  }
+
+  // --- products ---
+
+  // The words of 32 columns of a row, as the products want them.
+  static __device__ __forceinline__ void to_words(const Vector16 (&raw)[kRaw],
+                                                  uint32_t (&words)[kVectors][4]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        if constexpr (is_fp8<Key>) {
+          const uint32_t four = raw[v / 2].word[v % 2 * 2 + w / 2];
+          words[v][w] = w % 2 == 0 ? ptx::fp8_to_pair<T, Key, 0, 1>(four)
+                                   : ptx::fp8_to_pair<T, Key, 2, 3>(four);
+        } else {
+          words[v][w] = raw[v].word[w];
+        }
+      }
+    }
+  }
+
+  // Products of the step's rows with the columns of a tile; rows 16 m + 8 h + g of column 2 t + e are
+  // acc[m][2 h + e].
+  __device__ __forceinline__ void multiply(float (&acc)[2][4],
+                                           const uint32_t (&words)[4][kVectors][4], int n) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector16 b = shared.q[n][v][lane];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const uint32_t a[4] = {words[2 * m][v][2 * half], words[2 * m + 1][v][2 * half],
+                                 words[2 * m][v][2 * half + 1], words[2 * m + 1][v][2 * half + 1]};
+          ptx::mma_m16n8k16<T>(acc[m], a, b.word[2 * half], b.word[2 * half + 1],
+                               v == 0 && half == 0);
+        }
+      }
+    }
+  }
+
+  // Scores of the step's rows: value[e][r] is that of row 8 r + g.
+  using Values = float[kColumns][4];
+
+  // What the columns of tile n add to the scores of their group.
+  __device__ __forceinline__ void add_tile(Values& value, const float (&acc)[2][4],
+                                           const float (&factor)[4], int n, bool is_first) const {
+    float weight[2];
+    if constexpr (Shape::kIsSum) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) weight[e] = shared.weights[8 * n + 2 * (lane % 4) + e];
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float x[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        x[e] = acc[r / 2][2 * (r % 2) + e];
+        if constexpr (Shape::kIsSum) {
+          x[e] = ptx::max_nan(x[e], 0.0f) * weight[e];  // mutate: relu-of-scores-lost
+        } else {
+          x[e] *= factor[r];
+        }
+      }
+      if constexpr (kColumns == 2) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) value[e][r] = Shape::kIsSum ? x[e] * factor[r] : x[e];
+      } else {
+        const float both = join(x[0], x[1]);
+        value[0][r] = is_first ? both : join(value[0][r], both);
+      }
+    }
+  }
+
+  // Of two heads of a group.
+  static __device__ __forceinline__ float join(float a, float b) {
+    return Shape::kIsSum ? a + b : ptx::max_nan(a, b);
+  }
+
+  // The heads of a group that other lanes of the quad have; then what no sum may have before.
+  __device__ __forceinline__ void finish_heads(Values& value, const float (&factor)[4]) const {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      if constexpr (kShare >= 4) value[0][r] = join(value[0][r], ptx::shuffle_xor(value[0][r], 1));
+      if constexpr (kShare >= 8) value[0][r] = join(value[0][r], ptx::shuffle_xor(value[0][r], 2));
+      if constexpr (Shape::kIsSum && kColumns == 1) value[0][r] *= factor[r];
+    }
+  }
+
+  // The group of a column, counted from the tile's first token on.
+  __device__ __forceinline__ int group_of(int group_tile, int e) const {
+    if constexpr (kShare >= 8) return group_tile;
+    return (8 * group_tile + 2 * (lane % 4) + e) / kShare;
+  }
+
+  // Rows that a token does not see are no part of its blocks.
+  __device__ __forceinline__ void hide(Values& value, int group_tile, int row) const {
+#pragma unroll
+    for (int e = 0; e < kColumns; ++e) {
+      const int token = group_of(group_tile, e) / Shape::kGroups;
+      const int end = tile.rows_of(token, params.tokens);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        // mutate: scores-of-hidden-rows
+        if (row + 8 * r + lane / 4 >= end) value[e][r] = -ptx::infinity();
+      }
+    }
+  }
+
+  // The largest of the rows of a block that the lanes of a column have.
+  static __device__ __forceinline__ float across_rows(float x) {
+    if constexpr (kBlockRows >= 2) x = ptx::max_nan(x, ptx::shuffle_xor(x, 4));
+    if constexpr (kBlockRows >= 4) x = ptx::max_nan(x, ptx::shuffle_xor(x, 8));
+    if constexpr (kBlockRows >= 8) x = ptx::max_nan(x, ptx::shuffle_xor(x, 16));
+    return x;
+  }
+
+  __device__ __forceinline__ void write(float x, int group, int block) const {
+    const int64_t row = static_cast<int64_t>(tile.first) * Shape::kGroups + group;
+    // A NaN counts as no score at all.
+    params.scores[row * params.score_stride + block] = x == x ? x : -ptx::infinity();
+  }
+
+  // Scores of a group are the same in so many lanes of a quad.
+  static constexpr int kSame = kColumns == 2 ? 1 : min_of(kShare, 8) / 2;
+
+  // Blocks of at most a step's rows are whole now. Lanes that have the same share the writing.
+  __device__ __forceinline__ void write_small(const Values& value, int group_tile, int row) const {
+    constexpr int kRowsAPart = min_of(kBlockRows, 8), kParts = max_of(kBlockRows / 8, 1);
+#pragma unroll
+    for (int e = 0; e < kColumns; ++e) {
+      const int group = group_of(group_tile, e);
+      const bool is_here = group < tile.count * Shape::kGroups && lane / 4 % kRowsAPart == 0;
+#pragma unroll
+      for (int r = 0; r < 4; r += kParts) {
+        float x = value[e][r];
+#pragma unroll
+        for (int p = 1; p < kParts; ++p) x = ptx::max_nan(x, value[e][r + p]);
+        x = across_rows(x);
+        const int first = row + 8 * r + lane / 4;
+        const bool is_mine = lane % kSame == r / kParts % kSame;
+        if (is_here && is_mine && first < tile.end) write(x, group, first / kBlockRows);
+      }
+    }
+  }
+
+  // --- blocks of more rows than a step ---
+
+  using Best = float[Shape::kGroupsOfTiles][kColumns];
+
+  static __device__ __forceinline__ void clear(Best& best) {
+#pragma unroll
+    for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < kColumns; ++e) best[n][e] = -ptx::infinity();
+    }
+  }
+
+  __device__ __forceinline__ void write_large(Best& best, int row, int turn) const {
+#pragma unroll
+    for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < kColumns; ++e) {
+        const float x = across_rows(best[n][e]);
+        const int group = group_of(n, e);
+        if (lane / 4 != 0 || lane % kSame != 0) continue;
+        if constexpr (Shape::kSharing > 1) {
+          shared.best[turn][warp][group] = x;
+        } else if (group < tile.count * Shape::kGroups && row < tile.end) {
+          write(x, group, row / kBlockRows);
+        }
+      }
+    }
+    if constexpr (Shape::kSharing > 1) {
+      ptx::block_sync();
+      const int num_groups = tile.count * Shape::kGroups;
+      const int first = warp / Shape::kSharing * Shape::kSharing;
+      for (int group = threadIdx.x % (Shape::kSharing * kWarpSize); group < num_groups;
+           group += Shape::kSharing * kWarpSize) {
+        float x = shared.best[turn][first][group];
+#pragma unroll
+        for (int w = 1; w < Shape::kSharing; ++w) {
+          x = ptx::max_nan(x, shared.best[turn][first + w][group]);  // mutate: warps-not-joined
+        }
+        if (row < tile.end) write(x, group, row / kBlockRows);
+      }
+    }
+  }
+
+  // --- a warp's part of the rows ---
+
+  // The first row of this warp's step number `index`, of the stretch that begins at `unit`.
+  __device__ __forceinline__ int row_of(int unit, int index) const {
+    const int own = unit + warp / Shape::kSharing + index / Shape::kStepsAUnit * Shape::kLists;
+    constexpr int kPart = Shape::kUnit / Shape::kSharing;
+    return own * Shape::kUnit + warp % Shape::kSharing * kPart + index % Shape::kStepsAUnit * kStep;
+  }
+
+  __device__ __forceinline__ void run(int first_unit, int end_unit) const {
+    constexpr bool kIsLarge = kBlockRows > kStep;
+    // All warps go the same way round, so that they meet at barriers.
+    const int num_steps = ceil_div(end_unit - first_unit, Shape::kLists) * Shape::kStepsAUnit;
+    Raw raw;
+    Place place = find(row_of(first_unit, 0) + lane);
+    load(raw, place);
+    Best best;
+    if constexpr (kIsLarge) clear(best);
+#pragma unroll 1
+    for (int index = 0; index < num_steps; ++index) {
+      const int row = row_of(first_unit, index);
+      float factor[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        factor[r] = Shape::kIsSum ? 1.0f : scale;
+        if constexpr (Config::kRowScales) factor[r] *= ptx::shuffle(place.scale, 8 * r + lane / 4);
+      }
+      place = find(row_of(first_unit, index + 1) + lane);
+      uint32_t words[4][kVectors][4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) to_words(raw[r], words[r]);
+      if constexpr (is_fp8<Key>) load(raw, place);
+      const bool hides = row + kStep > tile.common;
+#pragma unroll
+      for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
+        Values value;
+#pragma unroll
+        for (int part = 0; part < Shape::kTilesAGroup; ++part) {
+          float acc[2][4];
+          multiply(acc, words, n * Shape::kTilesAGroup + part);
+          add_tile(value, acc, factor, n * Shape::kTilesAGroup + part, part == 0);
+        }
+        // Products of the next tile would be begun ahead of these scores, in registers of their own.
+        if constexpr (Shape::kGroupsOfTiles > 2) ptx::end_basic_block(tile.end);
+        if constexpr (Shape::kIsSum || !kIsLarge) finish_heads(value, factor);
+        if (hides) hide(value, n, row);
+        if constexpr (kIsLarge) {
+#pragma unroll
+          for (int e = 0; e < kColumns; ++e) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) best[n][e] = ptx::max_nan(best[n][e], value[e][r]);
+          }
+        } else if (row < tile.end) {
+          write_small(value, n, row);
+        }
+      }
+      if constexpr (!is_fp8<Key>) load(raw, place);
+      if constexpr (kIsLarge) {
+        if (index % Shape::kStepsAUnit == Shape::kStepsAUnit - 1) {
+          if constexpr (!Shape::kIsSum) finish_best(best);
+          const int begin = row / kBlockRows * kBlockRows;
+          write_large(best, begin, index / Shape::kStepsAUnit % 2);
+          clear(best);
+        }
+      }
+    }
+  }
+
+  // Heads of a group that other lanes have, of the largest scores.
+  __device__ __forceinline__ void finish_best(Best& best) const {
+#pragma unroll
+    for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
+      float& x = best[n][0];
+      if constexpr (kShare >= 4) x = ptx::max_nan(x, ptx::shuffle_xor(x, 1));
+      if constexpr (kShare >= 8) x = ptx::max_nan(x, ptx::shuffle_xor(x, 2));
+    }
+  }
+};
+
+// Grid: tiles of tokens × parts of the rows.
+template <typename Config>
+__device__ __forceinline__ void select_scores(const SelectScoresParams& params) {
+  using Shape = SelectShape<Config>;
+  __shared__ SelectShared<Config> shared;
+  ptx::launch_dependents();
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const SelectTile tile =
+      SelectTile::of<Shape::kTokens>(params, static_cast<int>(blockIdx.x), lane);
+  if (tile.count <= 0) return;
+  const int64_t units = ceil_div(tile.end, Shape::kUnit);
+  const int first = static_cast<int>(units * blockIdx.y / gridDim.y);
+  const int end = static_cast<int>(units * (blockIdx.y + 1) / gridDim.y);
+  if (first == end) return;
+  const float scale = params.sm_scale * (params.k_scale == nullptr ? 1.0f : *params.k_scale);
+  const SelectScores<Config> scores = {
+      params, shared, tile, scale, lane,
+      ptx::warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize)};
+  scores.load_queries();
+  ptx::block_sync();
+  scores.run(first, end);
+}
+
+}  // namespace cupyattn
