@@ -15,9 +15,9 @@ from cupyattn.launch.ops import select as launch_select
 from . import gpu
 
 
-def run(seed: int, **facts: Any) -> gpu.EmulatedGpu:
+def run(case_seed: int, **facts: Any) -> gpu.EmulatedGpu:
     """A drawn call; what was launched."""
-    case = select_cases.draw(seed, on_gpu=True)
+    case = select_cases.draw(case_seed, on_gpu=True)
     with gpu.plugged_in(**facts) as emulated:
         lists, values = sparse.select(**case.arguments)
     select_cases.check(case, lists, values, slack=1e-5)
@@ -26,4 +26,60 @@ def run(seed: int, **facts: Any) -> gpu.EmulatedGpu:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_calls(seed: int) -> None:
+    emulated = run(seed, num_sms=4, seed=seed)
+    assert {x.name for x in emulated.launches} <= {"select_scores", "select_topk"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 220))
+def test_many_random_calls(seed: int) -> None:
     run(seed, num_sms=4, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [2, 9, 13])
+def test_tokens_in_several_launches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_select, "_MAX_SCORE_BYTES", 1)
+    emulated = run(seed, num_sms=4)
+    assert len(emulated.launches) > 2
+
+
+def models_call(score: str, is_fp8: bool) -> dict[str, Any]:
+    """MiniMax-M3's index: four heads, blocks of 128 keys; or DeepSeek's, whose blocks are keys."""
+    rng = np.random.default_rng(3)
+    dtype = ml_dtypes.float8_e4m3fn if is_fp8 else ml_dtypes.bfloat16
+    heads = 4 if score == "max" else 64
+    call: dict[str, Any] = {
+        "q_index": rng.standard_normal((4, heads, 128)).astype(dtype),
+        "index_cache": rng.standard_normal((16, 64, 128)).astype(dtype),
+        "table": rng.permutation(16).astype(np.int32).reshape(2, 8),
+        "lengths": np.array([500, 131], np.int32),
+        "topk": 2 if score == "max" else 64,
+        "block": 128 if score == "max" else 1,
+        "score": score,
+        "return_values": True,
+    }
+    if score == "max":
+        return call | {"last": 1}
+    scales = rng.uniform(0.5, 2, size=(16, 64)).astype(np.float32)
+    return call | {"weights": rng.random((4, heads)).astype(np.float32), "k_scales": scales}
+
+
+@pytest.mark.parametrize("num_sms", [1, 64])
+@pytest.mark.parametrize(("score", "is_fp8"), [("max", False), ("max", True), ("relu_sum", True)])
+def test_indices_of_models(score: str, is_fp8: bool, num_sms: int) -> None:
+    """With many SMs the warps of a block share blocks of keys."""
+    call = models_call(score, is_fp8)
+    want = sparse.select(**call)
+    with gpu.plugged_in(num_sms=num_sms):
+        lists, values = sparse.select(**call)
+    np.testing.assert_array_equal(lists, want[0])
+    np.testing.assert_allclose(values, want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_nan_is_no_score() -> None:
+    call = models_call("max", False)
+    call["index_cache"][call["table"][0, 2], 5] = np.nan  # of the second block
+    with gpu.plugged_in():
+        lists, values = sparse.select(**call | {"last": 0, "topk": 4})
+    assert lists[0].tolist() == [[0, 1, 2, 3]] * 4
+    assert np.isneginf(values[0, :, 1]).all() and np.isfinite(values[0][:, [0, 2, 3]]).all()
