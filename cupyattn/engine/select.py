@@ -22,7 +22,7 @@ from ..array.match import (
 from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..core.selection import MAX_TOPK, SCORES, SelectProblem
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from . import select_gpu
 from .key_lists import require_granularity
 from .views import read_scale
@@ -110,11 +110,7 @@ def run(arrays: SelectArrays, options: SelectOptions) -> Any:
     """The lists of a selection, with their scores if `return_values`."""
     call = check(arrays, options)
     if call.q.device.kind != "cpu":
-        outputs = select_gpu.run(call, arrays.out, arrays.values)
-        given = arrays.out, arrays.values
-        lists, values = (
-            array.deliver(x, call.q) if x is not y else x for x, y in zip(outputs, given, strict=True)
-        )
+        lists, values = select_gpu.run(call, arrays.out, arrays.values)
         return (lists, values) if parse.flag(options.return_values, "return_values") else lists
     lists, values = _answer(call)
     own = slice(None)

@@ -49,7 +49,11 @@ def run(call: Call, out: Any, values: Any) -> tuple[Any, Any]:
             scratch.allocator(q),
         )
     array.release(q, *[x for x in (q, *inputs, v_lists, v_values) if x is not None])
-    return lists, values
+    if call.out is None:
+        lists = array.deliver(lists, q)
+    return lists, values if call.values is not None or not gives_values else array.deliver(
+        values, q
+    )
 
 
 def refuse(call: Call) -> None:
@@ -121,19 +125,22 @@ def _shape(call: Call, out: ArrayView, values: ArrayView | None) -> SelectShape:
     scale_stride = 0 if scales is None or len(scales.shape) == 1 else scales.strides[0]
     if call.index.is_fused:
         k_strides, scale_stride = (rows.strides[0], problem.head_dim), rows.strides[0] // 4
+    q_token, q_head, _ = call.q.strides
+    out_token, out_group, _ = out.strides
+    value_token, value_group, _ = (0, 0, 0) if values is None else values.strides
     return SelectShape(
         num_requests=call.num_requests,
         request_tokens=call.request_tokens if call.indptr is None else 0,
         page_size=0 if call.table is None else rows.shape[1],
         # Keys behind the last whole row have none of their own.
         max_kv_len=min((max_rows + 1) * problem.ratio - 1, launch_select.MAX_KEYS),
-        q_strides=call.q.strides[:2],
+        q_strides=(q_token, q_head),
         k_strides=k_strides,
         scale_stride=scale_stride,
         table_stride=0 if call.table is None else call.table.strides[0],
         weight_stride=0 if call.weights is None else call.weights.strides[0],
-        out_strides=out.strides[:2],
-        values_strides=(0, 0) if values is None else values.strides[:2],
+        out_strides=(out_token, out_group),
+        values_strides=(value_token, value_group),
         is_causal=call.is_causal,
         kv_lens_are_steps=call.lengths is None and call.kv_indptr is not None,
         sm_scale=call.sm_scale,

@@ -39,6 +39,8 @@ from .ops import (
     get_seq_lens,
     merge_states,
     quantize,
+    select,
+    select_topk,
     serving_metadata,
     share_indices,
     store_kv,
@@ -58,7 +60,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "decode": "one query token a request",
         "prefill": "any number of query tokens, also mixed with decode",
         "cascade": "requests that share prefixes",
-        "sparse": "attention over lists of blocks of keys, and over lists of two latent caches",
+        "sparse": "attention over lists of blocks of keys, of two latent caches too, and selections",
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "quantize": "queries, keys and values to eight bits, and norms and positions ahead",
@@ -339,6 +341,9 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
         for group in chosen.groups:
             name = key_lists.row_class_of(group, problem, SHARED_BYTES[arch])
             yield from _of_rows(problem, name, True, arch, 1)
+    yield from (("select_scores", config) for config in select.configs(chosen.dtypes))
+    topk = select_topk.config(dtypes.float32, is_aligned=True, has_candidates=False)
+    yield "select_topk", topk
 
 
 def _cascade(chosen: Selection) -> Iterator[Instance]:

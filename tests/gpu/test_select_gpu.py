@@ -1,4 +1,4 @@
-"""Selections of blocks on the GPU: random calls twice, models' indices, and a graph whose keys grow."""
+"""Selections of blocks on the GPU: random calls twice, models' indices, and a graph."""
 
 from __future__ import annotations
 

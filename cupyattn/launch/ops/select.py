@@ -6,12 +6,16 @@ Lengths and offsets of tokens stay on the device, so that the grid is for all th
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from ... import jit
 from ...core import dtypes
 from ...core.device import device_props
+from ...core.dtypes import DType
 from ...core.selection import SelectProblem
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
@@ -21,8 +25,7 @@ from . import select_topk
 # kernels/cupyattn/params/select.cuh
 TOKENS = struct.Struct("<2Q 8i")
 SELECT_SCORES = struct.Struct(f"<8Q 4q {TOKENS.size}s 4I 3i I i f")
-MAX_HEADS = 128
-MAX_HEAD_DIM = 256
+MAX_HEADS = 64
 # Offsets of rows are counted in 16 bytes, by 32 bits.
 MAX_INDEX_BYTES = 16 * 2**32
 # Blocks of a request are numbered by 31 bits, rounded up.
@@ -83,17 +86,17 @@ class SelectAddresses(NamedTuple):
 def refusal(problem: SelectProblem) -> str | None:
     """Why no kernel serves a problem, as a sentence; None for those that are served."""
     q, k, share = problem.dtype_q, problem.dtype_k, problem.num_heads // problem.num_groups
-    columns = 64 if k.is_fp8 else 32
+    columns, max_dim = (64, 128) if k.is_fp8 else (32, 256)
     if problem.score == "softmax":
         return "score: 'softmax' has no GPU kernel; pass 'max' or 'relu_sum', or CPU arrays"
     if problem.candidate_block:
         return "candidates: have no GPU kernel; pass None, or CPU arrays"
     if not (q.is_float16 or q.is_fp8):
         return f"q_index: dtype {q} has no GPU kernel; pass float16, bfloat16 or float8_e4m3fn"
-    if problem.head_dim % columns or problem.head_dim > MAX_HEAD_DIM:
+    if problem.head_dim % columns or problem.head_dim > max_dim:
         return (
             f"q_index: head_dim {problem.head_dim} has no GPU kernel; wanted a multiple of "
-            f"{columns} up to {MAX_HEAD_DIM}"
+            f"{columns} up to {max_dim} with index rows of {k}"
         )
     if problem.num_heads > MAX_HEADS or (share not in (1, 2, 4) and share % 8):
         return (
@@ -123,9 +126,11 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
     # Tokens lie in whole tiles of eight columns, or several in one.
     of_token = -(-heads // 8)
     tile_bytes = 8 * 2 * problem.head_dim
-    most = min(_MAX_TILES, _MAX_SHARED_BYTES // tile_bytes)
+    max_tiles = min(_MAX_TILES, _MAX_SHARED_BYTES // tile_bytes)
+    if problem.dtype_k.is_fp8 or problem.head_dim > 128:
+        max_tiles = min(max_tiles, _MAX_TILES // 2)  # registers
     num_tiles = of_token
-    while 8 * num_tiles < tokens * heads and 2 * num_tiles <= most:
+    while 8 * num_tiles < tokens * heads and 2 * num_tiles <= max_tiles:
         num_tiles *= 2
     sharing = min(_WARPS, max(1, block_rows // _STEP)) if shares else 1
     blocks_per_sm = 4 if num_tiles <= 2 else 3 if num_tiles <= 4 else 2
@@ -150,6 +155,37 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
     )
     unit = max(block_rows, _STEP * sharing) * (_WARPS // sharing)
     return _Tiles(config, 8 * num_tiles // heads, unit, blocks_per_sm)
+
+
+def configs(kinds: Iterable[tuple[DType, DType]]) -> Iterator[jit.Config]:
+    """The Configs of selections of models, of queries and keys of these dtypes: MiniMax-M3's blocks
+    of 128 keys by four heads, and sums of four heads for each row of four keys."""
+    of_blocks = SelectProblem(
+        dtype_q=dtypes.bfloat16,
+        dtype_k=dtypes.bfloat16,
+        row_scales="",
+        head_dim=128,
+        num_heads=4,
+        num_groups=4,
+        score="max",
+        dtype_w=None,
+        block=128,
+        ratio=1,
+        topk=16,
+        first=0,
+        last=1,
+        tail=False,
+        paged=True,
+        candidate_block=0,
+        gives_values=False,
+    )
+    of_rows = replace(of_blocks, num_groups=1, score="relu_sum", block=4, ratio=4)
+    for q, k in kinds:
+        if k is dtypes.float8_e5m2:
+            continue
+        for problem in (of_blocks, of_rows):
+            for tokens, shares in product((1, 4, 32), (False, True)):
+                yield choose_tiles(replace(problem, dtype_q=q, dtype_k=k), tokens, shares).config
 
 
 class SelectLauncher:

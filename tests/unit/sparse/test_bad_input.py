@@ -173,13 +173,52 @@ def test_a_repeated_call_is_launched_from_the_cache(
     assert len(gpu.launches) == 2 * len(first)
 
 
-def test_a_selection_on_a_gpu_is_refused(gpu: Any, make: Callable[..., Any]) -> None:
+def select_call(make: Callable[..., Any], **changes: Any) -> dict[str, Any]:
     call = {
-        "q_index": make(T, 2, D),
-        "index_cache": make(6, 8, D),
+        "q_index": make(T, 2, 64),
+        "index_cache": make(6, 8, 64),
         "table": make(2, 3, dtype="int32"),
         "lengths": make(2, dtype="int32"),
+        "topk": 2,
+        "block": 8,
     }
-    with pytest.raises(UnsupportedError, match="no GPU kernel yet"):
-        sparse.select(**call, topk=2, block=8)
+    return call | {name: x(make) if callable(x) else x for name, x in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("score: 'softmax' has no GPU kernel", {"score": "softmax"}),
+        ("candidates: have no GPU kernel", {"candidates": lambda make: make(T, 1, dtype="int32")}),
+        (
+            "q_index: dtype float32 has no GPU kernel",
+            {
+                "q_index": lambda make: make(T, 2, 64, dtype="float32"),
+                "index_cache": lambda make: make(6, 8, 64, dtype="float32"),
+            },
+        ),
+        (
+            "q_index: head_dim 16 has no GPU kernel",
+            {"q_index": lambda make: make(T, 2, 16), "index_cache": lambda make: make(6, 8, 16)},
+        ),
+        ("groups: 1 of 3 index heads", {"q_index": lambda make: make(T, 3, 64), "groups": 1}),
+        (
+            "index_cache: rows begin at other",
+            {"index_cache": lambda make: make(6, 8, 65)[..., :64]},
+        ),
+    ],
+)
+def test_a_selection_without_a_kernel_is_refused(
+    gpu: Any, make: Callable[..., Any], words: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        sparse.select(**select_call(make, **changes))
     assert gpu.launches == []
+
+
+def test_a_selection_is_two_launches(gpu: Any, make: Callable[..., Any]) -> None:
+    call = select_call(make)
+    lists, values = sparse.select(**call, return_values=True)
+    assert tuple(lists.shape) == tuple(values.shape) == (T, 2, 2)
+    sparse.select(**call, out=lists)
+    assert len(gpu.launches) == 4

@@ -1,0 +1,75 @@
+"""Kernels of selections stay in registers, on every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from cupyattn import jit
+from cupyattn.core import dtypes
+from cupyattn.core.selection import SelectProblem
+from cupyattn.launch.ops import select
+
+_E4M3, _BF16 = dtypes.float8_e4m3fn, dtypes.bfloat16
+
+M3 = SelectProblem(
+    dtype_q=_BF16,
+    dtype_k=_BF16,
+    row_scales="",
+    head_dim=128,
+    num_heads=4,
+    num_groups=4,
+    score="max",
+    dtype_w=None,
+    block=128,
+    ratio=1,
+    topk=16,
+    first=0,
+    last=1,
+    tail=False,
+    paged=True,
+    candidate_block=0,
+    gives_values=False,
+)
+DSA = replace(
+    M3,
+    dtype_q=_E4M3,
+    dtype_k=_E4M3,
+    row_scales="pages",
+    num_heads=64,
+    num_groups=1,
+    score="relu_sum",
+    dtype_w=dtypes.float32,
+    block=1,
+    topk=2048,
+)
+PROBLEMS = (
+    M3,
+    replace(M3, dtype_k=_E4M3, row_scales="rows"),
+    replace(M3, head_dim=256, num_heads=16, num_groups=1),
+    replace(M3, num_heads=24, num_groups=3, block=8),
+    DSA,
+    replace(DSA, num_heads=32, dtype_q=dtypes.float16, dtype_w=dtypes.float16),
+    replace(M3, num_groups=1, score="relu_sum", block=4, ratio=4, tail=True),
+)
+
+
+def _configs() -> Iterator[jit.Config]:
+    for problem in PROBLEMS:
+        assert select.refusal(problem) is None
+        for tokens in (1, 4, 100):
+            for shares in (False, True):
+                yield select.choose_tiles(problem, tokens, shares).config
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["sm_90a", "sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_86", "sm_120a"))],
+)
+def test_no_spills(arch: str) -> None:
+    for config in dict.fromkeys(_configs()):
+        report = jit.build("select_scores", config, arch).info.ptxas
+        assert not report.stack_bytes and not report.spill_store_bytes, (config, report)
+        assert not report.warnings and report.smem_bytes <= 48 << 10
