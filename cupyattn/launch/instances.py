@@ -60,7 +60,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "decode": "one query token a request",
         "prefill": "any number of query tokens, also mixed with decode",
         "cascade": "requests that share prefixes",
-        "sparse": "attention over lists of blocks of keys, of two latent caches too, and selections",
+        "sparse": "attention over lists of keys, over those of two latent caches, and selections",
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "quantize": "queries, keys and values to eight bits, and norms and positions ahead",
