@@ -75,6 +75,12 @@ XLA_GRAPHS = Variable(
     "0 keeps XLA from recording calls inside jax.jit in its CUDA graphs, which it does with JAX "
     "0.11 or later (read while JAX traces)",
 )
+SPARSE_MODELS = Variable(
+    "CUPYATTN_SPARSE_MODELS",
+    "0",
+    "1 puts sparse.select and sparse.attend in place of vLLM's and SGLang's functions of "
+    "MiniMax-M3 and QSA, where the engine loads cupyattn as a plug-in",
+)
 
 ALL = (
     CACHE_DIR,
@@ -83,6 +89,7 @@ ALL = (
     NO_COMPILE,
     DEBUG,
     PORTABLE,
+    SPARSE_MODELS,
     XLA_GRAPHS,
     LOG,
     TUNED,

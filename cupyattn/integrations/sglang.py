@@ -12,24 +12,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core import env
 from ..core.packages import needs
 from ..errors import UnsupportedError
 from ..serving import FlashAttentionBackend
+from . import sglang_sparse
 from .engines import joined
+from .substitutes import substitute
 
 NAME = "cupyattn"
 
 
 @needs("sglang")
-def register() -> None:
+def register(sparse_models: bool | None = None) -> None:
     """Make attention_backend="cupyattn" known to SGLang, in this process, also for deterministic
-    inference. A second call changes nothing."""
+    inference. A second call changes nothing.
+
+    sparse_models   whether SGLang's functions of MiniMax-M3 become those of
+            `integrations.sglang_sparse`, as far as these serve a call; default the environment's
+            CUPYATTN_SPARSE_MODELS.
+    """
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
         register_attention_backend,
     )
 
+    if env.SPARSE_MODELS.flag() if sparse_models is None else sparse_models:
+        substitute(sglang_sparse.FUNCTIONS)
     if NAME in ATTENTION_BACKENDS:
         return
     register_attention_backend(NAME)(create)

@@ -17,7 +17,7 @@ import dataclasses
 import importlib
 from typing import Any
 
-from ..core import parse
+from ..core import env, parse
 from ..core.device import arch_of_capability
 from ..core.packages import needs
 from ..core.problem import LATENT_HEAD_DIMS, MAX_HEAD_DIM, WIDE_HEAD_DIMS
@@ -27,7 +27,9 @@ from ..mla import trtllm_batch_decode_with_kv_cache_mla
 from ..quantize_pages import rope_and_cache
 from ..shares import get_share_seq_lens
 from ..slots import reshape_and_cache
+from . import vllm_sparse
 from .engines import joined
+from .substitutes import substitute
 
 DENSE, MLA = "CUSTOM", "CUPYATTN_MLA"
 _CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
@@ -36,12 +38,16 @@ _LATENT_HEAD_SIZES = [a + b for a, b in LATENT_HEAD_DIMS]
 
 
 @needs("vllm")
-def register() -> None:
+def register(sparse_models: bool | None = None) -> None:
     """Make the two backends known to vLLM, in this process. A second call changes nothing, nor does
     CUSTOM where another plug-in has taken it.
 
     CUSTOM serves dense attention: all of its layers, prompts and decoding. CUPYATTN_MLA serves the
     decoding of latent attention; prompts of such models go vLLM's own way.
+
+    sparse_models   whether vLLM's functions of MiniMax-M3 and QSA become those of
+            `integrations.vllm_sparse`, as far as these serve a call; default the environment's
+            CUPYATTN_SPARSE_MODELS.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -49,6 +55,8 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.CupyAttnBackend")
     if MLA not in AttentionBackendEnum.__members__:
         register_backend(MLA, f"{__name__}.CupyAttnMLABackend")
+    if env.SPARSE_MODELS.flag() if sparse_models is None else sparse_models:
+        substitute(vllm_sparse.FUNCTIONS, vllm_sparse.JOINS)
 
 
 def __getattr__(name: str) -> Any:
