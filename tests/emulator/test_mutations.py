@@ -48,6 +48,7 @@ from . import (
     test_prefill_sm90_fp8,
     test_quantize,
     test_read_tables,
+    test_select,
     test_serving,
     test_topk,
     test_wide,
@@ -62,11 +63,12 @@ from .mutations_of_8_bits import EIGHT_BITS
 from .mutations_of_hopper import HOPPER
 from .mutations_of_lists import LISTS
 from .mutations_of_logits import LOGITS
+from .mutations_of_select import SELECT
 from .mutations_of_topk import TOPK
 from .mutations_of_wide import WIDE
 from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *EIGHT_BITS, *LOGITS, *WIDE, *WIDE_SM90, *LISTS, *TOPK)
+MUTATIONS = (*PORTABLE, *HOPPER, *EIGHT_BITS, *LOGITS, *WIDE, *WIDE_SM90, *LISTS, *SELECT, *TOPK)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -720,6 +722,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "lists of blocks": _lists(),
     "lists, window": _lists(window=20),
     "lists of nobody": lambda **facts: test_key_lists.check_tokens_of_nobody(),
+    "scores of blocks": lambda **facts: test_select.check_model("max", False, 1),
+    "scores by warps": lambda **facts: test_select.check_model("max", False, 64),
+    "scores of sums": lambda **facts: test_select.check_model("relu_sum", True, 1),
     "topk of clusters": lambda **facts: test_topk.check_zeros_of_clusters(),
     "topk of warps": lambda **facts: test_topk.check_zeros_of_warps(),
 }

@@ -64,16 +64,20 @@ def models_call(score: str, is_fp8: bool) -> dict[str, Any]:
     return call | {"weights": rng.random((4, heads)).astype(np.float32), "k_scales": scales}
 
 
-@pytest.mark.parametrize("num_sms", [1, 64])
-@pytest.mark.parametrize(("score", "is_fp8"), [("max", False), ("max", True), ("relu_sum", True)])
-def test_indices_of_models(score: str, is_fp8: bool, num_sms: int) -> None:
-    """With many SMs the warps of a block share blocks of keys."""
+def check_model(score: str, is_fp8: bool, num_sms: int) -> None:
     call = models_call(score, is_fp8)
     want = sparse.select(**call)
     with gpu.plugged_in(num_sms=num_sms):
         lists, values = sparse.select(**call)
     np.testing.assert_array_equal(lists, want[0])
     np.testing.assert_allclose(values, want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_sms", [1, 64])
+@pytest.mark.parametrize(("score", "is_fp8"), [("max", False), ("max", True), ("relu_sum", True)])
+def test_indices_of_models(score: str, is_fp8: bool, num_sms: int) -> None:
+    """With many SMs the warps of a block share blocks of keys."""
+    check_model(score, is_fp8, num_sms)
 
 
 def test_a_nan_is_no_score() -> None:

@@ -1,0 +1,11 @@
+"""Mistakes where blocks of index rows get their scores."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+SELECT = (
+    Mutation("relu-of-scores-lost", "ptx::max_nan(x[e], 0.0f)", "x[e]", "scores of sums"),
+    Mutation("scores-of-hidden-rows", ">= end", "> end", "scores of blocks"),
+    Mutation("warps-not-joined", "shared.best[turn][first + w][group]", "x", "scores by warps"),
+)
