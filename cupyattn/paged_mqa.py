@@ -1,4 +1,4 @@
-"""DeepGEMM's scores of index keys in fp8 over pages, as FlashInfer has them too: on the CPU alone.
+"""DeepGEMM's scores of index keys in fp8 over pages, as FlashInfer has them too.
 
 `cupyattn.sparse.select` with score "relu_sum" scores and chooses at once, without a matrix of
 scores.
@@ -17,9 +17,8 @@ from .core import dtypes, parse
 from .core.names import refuse_names
 from .core.parse import require_int
 from .core.tracing import untraced
-from .engine import geometry
+from .engine import geometry, mqa_gpu
 from .engine.index_arrays import fresh_progression
-from .engine.scores import require_cpu
 from .engine.select import fused_pages, rows_of_pages
 from .errors import ArgumentError
 from .typing import Array
@@ -79,24 +78,30 @@ def fp8_paged_mqa_logits(
             does, and each before it one less.
     block_table  int32 [B, most pages]. max_context_len: columns of the result.
     schedule_meta  is accepted for compatibility; indices must be None. clean_logits: what a token
-            does not see is -inf, which it always is here.
+            does not see is -inf, which it always is on the CPU; on a GPU else anything.
 
-    Returns float32 [B * next_n, max_context_len]. Raises ArgumentError, and UnsupportedError on a
-    GPU, which has `sparse.select` instead. Semantics: DeepGEMM's function of the same name.
+    Returns float32 [B * next_n, max_context_len]. A GPU serves up to 64 heads of 64 or 128 columns,
+    with lengths [B], which it cuts to what there is room for. `sparse.select` scores and chooses
+    without such a matrix. Raises ArgumentError and UnsupportedError. Semantics: DeepGEMM's function
+    of the same name.
     """
     vq = array.view(q, "q")
     match_array(vq, "B next_n heads head_dim", dtypes.float8_e4m3fn, "q")
-    require_cpu(vq, "q", "use sparse.select, or pass CPU arrays")
     geometry.refuse("is not supported", indices=indices)
-    parse.flag(clean_logits, "clean_logits")
+    cleans = parse.flag(clean_logits, "clean_logits")
     count, each, heads, head_dim = vq.shape
     columns = require_int(max_context_len, "max_context_len", 0)
     vw, table = array.view(weights, "weights"), array.view(block_table, "block_table")
     match_array(vw, f"{count * each} {heads}", dtypes.float32, "weights")
     match_array(table, f"{count} pages", dtypes.int32, "block_table")
     pages = fused_pages(array.view(kv_cache, "kv_cache"), head_dim, "kv_cache")
-    seen = _seen(context_lens, count, each, min(columns, table.shape[1] * pages.shape[1]))
     array.same_device(q=vq, kv_cache=pages, weights=vw, block_table=table)
+    if vq.device.kind != "cpu":
+        lens = array.view(context_lens, "context_lens")
+        require_dtype(lens, dtypes.int32, "context_lens")
+        array.same_device(q=vq, context_lens=lens)
+        return mqa_gpu.logits(vq, pages, vw, lens, table, columns, cleans)
+    seen = _seen(context_lens, count, each, min(columns, table.shape[1] * pages.shape[1]))
     logits = np.full((count * each, columns), -np.inf, np.float32)
     queries, by_head = array.as_numpy(vq), array.as_numpy(vw)
     for request in range(count):

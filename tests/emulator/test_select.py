@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import select_cases
 
-from cupyattn import sparse
+from cupyattn import paged_mqa, sparse
 from cupyattn.launch.ops import select as launch_select
 
 from . import gpu
@@ -87,3 +87,24 @@ def test_a_nan_is_no_score() -> None:
         lists, values = sparse.select(**call | {"last": 0, "topk": 4})
     assert lists[0].tolist() == [[0, 1, 2, 3]] * 4
     assert np.isneginf(values[0, :, 1]).all() and np.isfinite(values[0][:, [0, 2, 3]]).all()
+
+
+@pytest.mark.parametrize("cleans", [True, False])
+def test_a_matrix_of_scores(cleans: bool) -> None:
+    """DeepGEMM's, of two tokens a request."""
+    rng = np.random.default_rng(4)
+    rows = rng.standard_normal((5, 16, 128)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.5, 2, size=(5, 16)).astype(np.float32)
+    flat = [x.reshape(5, -1).view(np.uint8) for x in (rows, scales)]
+    pages = np.concatenate(flat, axis=1).reshape(5, 16, 1, 132)
+    q = rng.standard_normal((2, 2, 8, 128)).astype(ml_dtypes.float8_e4m3fn)
+    weights = rng.standard_normal((4, 8)).astype(np.float32)
+    table, lens = np.array([[3, 1], [0, 4]], np.int32), np.array([20, 5], np.int32)
+    call = q, pages, weights, lens, table, None, 33, cleans
+    want = paged_mqa.fp8_paged_mqa_logits(*call)
+    with gpu.plugged_in():
+        found = paged_mqa.fp8_paged_mqa_logits(*call)
+    sees = np.arange(33) < np.array([[19], [20], [4], [5]])
+    np.testing.assert_allclose(found[sees], want[sees], rtol=1e-5, atol=1e-5)
+    hidden = found[~sees]
+    assert np.isneginf(hidden).all() if cleans else not np.isfinite(hidden).any()

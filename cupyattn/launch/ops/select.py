@@ -215,21 +215,11 @@ class SelectLauncher:
         )
         for first in range(0, num_tokens, chunk):
             count = min(chunk, num_tokens - first)
-            tokens = TOKENS.pack(
-                at.kv_lens,
-                at.qo_offsets,
-                shape.num_requests,
-                shape.request_tokens,
-                shape.max_kv_len,
-                shape.is_causal,
-                shape.kv_lens_are_steps,
-                problem.ratio.bit_length() - 1,
-                problem.block_rows.bit_length() - 1,
-                first,
-            )
+            tokens = self._pack_tokens(at, shape, first)
             if max_rows:
                 is_whole = count == num_tokens
-                self._score(at, shape, tokens, (scores, score_stride), count, is_whole, stream)
+                target = scores, score_stride
+                self._score(at, shape, tokens, target, count, is_whole, stream)
             select_topk.launch(
                 problem,
                 scores,
@@ -244,6 +234,29 @@ class SelectLauncher:
                 self.device_index,
                 stream,
             )
+
+    def score(
+        self, at: SelectAddresses, shape: SelectShape, target: tuple[int, int], stream: int
+    ) -> None:
+        """Enqueue the scores alone, into float32 [tokens * groups, stride] at an address; what a
+        token does not see stays as it is. All requests have equally many tokens."""
+        tokens = self._pack_tokens(at, shape, 0)
+        count = shape.num_requests * shape.request_tokens
+        self._score(at, shape, tokens, target, count, True, stream)
+
+    def _pack_tokens(self, at: SelectAddresses, shape: SelectShape, first: int) -> bytes:
+        return TOKENS.pack(
+            at.kv_lens,
+            at.qo_offsets,
+            shape.num_requests,
+            shape.request_tokens,
+            shape.max_kv_len,
+            shape.is_causal,
+            shape.kv_lens_are_steps,
+            self.problem.ratio.bit_length() - 1,
+            self.problem.block_rows.bit_length() - 1,
+            first,
+        )
 
     def _score(
         self,
