@@ -33,25 +33,7 @@ def logits(
     """
     count, each, heads, head_dim = q.shape
     lens = _of_requests(lens, count, each)
-    problem = SelectProblem(
-        dtype_q=dtypes.float8_e4m3fn,
-        dtype_k=dtypes.float8_e4m3fn,
-        row_scales="pages",
-        head_dim=head_dim,
-        num_heads=heads,
-        num_groups=1,
-        score="relu_sum",
-        dtype_w=dtypes.float32,
-        block=1,
-        ratio=1,
-        topk=1,
-        first=0,
-        last=0,
-        tail=False,
-        paged=True,
-        candidate_block=0,
-        gives_values=False,
-    )
+    problem = _problem(heads, head_dim)
     sentence = launch_select.refusal(problem) or _refusal(q, pages, lens)
     if sentence is not None:
         raise UnsupportedError(sentence)
@@ -94,6 +76,29 @@ def logits(
         launcher.score(at, told, (target.ptr, columns), array.current_stream(q))
     array.release(q, q, pages, weights, lens, table)
     return array.deliver(out, q)
+
+
+def _problem(heads: int, head_dim: int) -> SelectProblem:
+    """The selection that has these scores."""
+    return SelectProblem(
+        dtype_q=dtypes.float8_e4m3fn,
+        dtype_k=dtypes.float8_e4m3fn,
+        row_scales="pages",
+        head_dim=head_dim,
+        num_heads=heads,
+        num_groups=1,
+        score="relu_sum",
+        dtype_w=dtypes.float32,
+        block=1,
+        ratio=1,
+        topk=1,
+        first=0,
+        last=0,
+        tail=False,
+        paged=True,
+        candidate_block=0,
+        gives_values=False,
+    )
 
 
 def _of_requests(lens: ArrayView, count: int, each: int) -> ArrayView:
