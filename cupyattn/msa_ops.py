@@ -82,7 +82,6 @@ def msa_sparse_decode_attention(
     name, which has head dim 128 and pages of 128.
     """
     num_tokens = require_int(seqlen_q, "seqlen_q")
-    _refuse_scales(k_scale, v_scale, k_global_scale, q_offset)
     lengths = cu_seqlens_k if page_table is None else seqused_k
     if lengths is None:
         raise ArgumentError("seqused_k, cu_seqlens_k: got None; wanted the keys of each request")
@@ -92,19 +91,23 @@ def msa_sparse_decode_attention(
         raise ArgumentError(
             f"q: has {tokens} tokens of {count} requests; wanted {num_tokens} of each, seqlen_q"
         )
-    return _attend(
+    return msa_sparse_attention(
         q,
         k,
         v,
         q2k_indices,
-        table=page_table,
-        lengths=None if page_table is None else seqused_k,
-        kv_indptr=cu_seqlens_k if page_table is None else None,
-        indptr=None,
-        causal=causal,
-        sm_scale=softmax_scale,
-        v_scale=v_global_scale,
-        return_lse=return_softmax_lse,
+        None,
+        cu_seqlens_k,
+        causal,
+        softmax_scale,
+        page_table,
+        seqused_k,
+        return_softmax_lse,
+        k_scale,
+        v_scale,
+        k_global_scale,
+        v_global_scale,
+        q_offset,
     )
 
 
@@ -114,7 +117,7 @@ def msa_sparse_attention(
     k: Array,
     v: Array,
     q2k_indices: Array,
-    cu_seqlens_q: Array,
+    cu_seqlens_q: Array | None,
     cu_seqlens_k: Array | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -132,7 +135,8 @@ def msa_sparse_attention(
     """`msa_sparse_decode_attention` of requests with any number of tokens each.
 
     q       [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1], the first token of each
-            request and their number. q2k_indices  int32 [num_kv_heads, tokens, topk].
+            request and their number; None: all have equally many. q2k_indices  int32
+            [num_kv_heads, tokens, topk].
     causal  as there, but by default False: a token sees all blocks that it lists.
     return_temperature_lse  must be False; lse_temperature_scale is without effect then.
 
@@ -141,43 +145,32 @@ def msa_sparse_attention(
     """
     _refuse_scales(k_scale, v_scale, k_global_scale, q_offset)
     geometry.refuse("is not supported", return_temperature_lse=return_temperature_lse)
-    return _attend(
+    if page_table is None and cu_seqlens_k is None:
+        raise ArgumentError("cu_seqlens_k: got None without page_table; pass one of them")
+    has_lse = parse.flag(return_softmax_lse, "return_softmax_lse")
+    result: Any = attend(
         q,
-        k,
-        v,
-        q2k_indices,
-        table=page_table,
-        lengths=None if page_table is None else seqused_k,
-        kv_indptr=cu_seqlens_k if page_table is None else None,
+        (k, v),
+        _by_token(q2k_indices),
+        page_table,
+        None if page_table is None else seqused_k,
+        granularity=_BLOCK,
         indptr=cu_seqlens_q,
+        kv_indptr=cu_seqlens_k if page_table is None else None,
         causal=causal,
         sm_scale=softmax_scale,
         v_scale=v_global_scale,
-        return_lse=return_softmax_lse,
+        kv_layout="NHD" if page_table is None else "HND",
+        return_lse=has_lse,  # type: ignore[arg-type]
     )
+    if not has_lse:
+        return result
+    vq = array.view(q, "q")
+    return result[0], array.deliver(array.scaled(result[1], math.log(2.0)), vq)
 
 
-def _refuse_scales(k_scale: Any, v_scale: Any, k_global_scale: Any, q_offset: Any) -> None:
-    what = "is of keys in NVFP4, which have no kernel here"
-    geometry.refuse(what, k_scale=k_scale, v_scale=v_scale, k_global_scale=k_global_scale)
-    geometry.refuse("is not supported: tokens are the last of their requests", q_offset=q_offset)
-
-
-def _attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    q2k_indices: Any,
-    *,
-    table: Any,
-    lengths: Any,
-    kv_indptr: Any,
-    indptr: Any,
-    causal: Any,
-    sm_scale: Any,
-    v_scale: Any,
-    return_lse: Any,
-) -> Any:
+def _by_token(q2k_indices: Any) -> Any:
+    """Lists [num_kv_heads, tokens, topk] as [tokens, num_kv_heads, topk], of the same memory."""
     name = "q2k_indices"
     lists = array.view(q2k_indices, name)
     if len(lists.shape) != 3:
@@ -185,31 +178,13 @@ def _attend(
             f"{name}: shape is {list(lists.shape)}; wanted [num_kv_heads, tokens, topk]"
         )
     (groups, tokens, topk), (of_group, of_token, of_entry) = lists.shape, lists.strides
-    by_token = array.restride(
-        q2k_indices, name, (tokens, groups, topk), (of_token, of_group, of_entry)
-    )
-    if table is None and kv_indptr is None:
-        raise ArgumentError("cu_seqlens_k: got None without page_table; pass one of them")
-    has_lse = parse.flag(return_lse, "return_softmax_lse")
-    result: Any = attend(
-        q,
-        (k, v),
-        by_token,
-        table,
-        lengths,
-        granularity=_BLOCK,
-        indptr=indptr,
-        kv_indptr=kv_indptr,
-        causal=causal,
-        sm_scale=sm_scale,
-        v_scale=v_scale,
-        kv_layout="HND" if table is not None else "NHD",
-        return_lse=has_lse,  # type: ignore[arg-type]
-    )
-    if not has_lse:
-        return result
-    vq = array.view(q, "q")
-    return result[0], array.deliver(array.scaled(result[1], math.log(2.0)), vq)
+    return array.restride(q2k_indices, name, (tokens, groups, topk), (of_token, of_group, of_entry))
+
+
+def _refuse_scales(k_scale: Any, v_scale: Any, k_global_scale: Any, q_offset: Any) -> None:
+    what = "is of keys in NVFP4, which have no kernel here"
+    geometry.refuse(what, k_scale=k_scale, v_scale=v_scale, k_global_scale=k_global_scale)
+    geometry.refuse("is not supported: tokens are the last of their requests", q_offset=q_offset)
 
 
 @untraced

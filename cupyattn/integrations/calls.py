@@ -27,21 +27,23 @@ _NAMES_OF_KINDS = {
         append_key append_value q_descale k_descale v_descale
         cp_tot_seqused_k causal_seqlens_kv_global
         custom_mask packed_custom_mask workspace_buffer s v_a s_a v_b s_b
+        lists table lengths indptr kv_indptr q_index index_cache weights candidates k_scales
     """,
-    "Tensor[]": "kv_cache paged_kv_cache",
+    "Tensor[]": "kv_cache paged_kv_cache cache",
     "SymInt": """
         attention_chunk num_splits window_left window_right batch_size
         max_seqlen_q max_seqlen_k max_seq_len max_q_len max_kv_len q_len_per_req
         qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k
         cp_world_size cp_world cp_rank cp_kv_cache_interleave_size
+        granularity window topk block groups first last ratio candidate_block
     """,
     "SymInt[]": "window_size local_window_size",
     "float": """
         scale sm_scale softmax_scale softcap logits_soft_cap q_scale k_scale v_scale
         bmm1_scale bmm2_scale rope_scale rope_theta
     """,
-    "bool": "causal is_causal lse_base_on_e enable_dcp",
-    "str": "kv_layout pos_encoding_mode causal_alignment return_lse_base",
+    "bool": "causal is_causal lse_base_on_e enable_dcp tail",
+    "str": "kv_layout pos_encoding_mode causal_alignment return_lse_base score",
 }
 KINDS = {name: kind for kind, names in _NAMES_OF_KINDS.items() for name in names.split()}
 # Arguments that change no result.
@@ -55,10 +57,13 @@ IGNORED = frozenset(
 )
 SYNONYMS = {"page_table": "block_table", "s_aux": "sinks"}
 FLAGS = ("return_lse", "return_softmax_lse", "return_residual", "return_attn_probs")
-OUTPUTS = ("out", "lse", "output")
+OUTPUTS = ("out", "lse", "output", "values")
 # Required arguments that may be None, which not all annotations say.
 _MAY_BE_NONE = ("workspace_buffer", "cum_seq_lens_kv")
-_VALUES = ("value", "v_cache", "kv_cache", "paged_kv_cache", "paged_ckv_cache", "v_shared", "v")
+_VALUES = (
+    *("value", "v_cache", "kv_cache", "paged_kv_cache", "paged_ckv_cache", "v_shared", "v"),
+    "cache",
+)
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _LATENT = 512  # columns of latent keys that are values, where no argument says it
 
@@ -228,10 +233,35 @@ def _packed(arguments: dict[str, Any]) -> Any:
     return NewArray(((arguments["x"].shape[0] + 7) // 8,), "uint8")
 
 
+def _selection(arguments: dict[str, Any]) -> Any:
+    """Lists, and their scores where these are asked for."""
+    tokens, heads, _ = arguments["q_index"].shape
+    groups = arguments["groups"]
+    if groups is None:
+        groups = heads if arguments["score"] == "max" else 1
+    shape = tokens, groups, arguments["topk"] + bool(arguments["tail"])
+    lists = _or_new(arguments, "out", NewArray(shape, "int32"))
+    if not arguments["return_values"]:
+        return lists
+    return lists, _or_new(arguments, "values", _float32(shape))
+
+
+def _indexed(arguments: dict[str, Any]) -> Any:
+    new = arguments["q"].shape[0], arguments["top_k"]
+    lists = _or_new(arguments, "indices", NewArray(new, "int32"))
+    return lists, _or_new(arguments, "scores", _float32(new))
+
+
+def _sparse_attention(arguments: dict[str, Any]) -> Any:
+    q = arguments["q"]
+    out = NewArray((*q.shape[:-1], arguments["v"].shape[-1]), q.dtype)
+    return (out, _float32(q.shape[:-1])) if arguments["return_softmax_lse"] else out
+
+
 def _flash_mla(arguments: dict[str, Any]) -> Any:
     q = arguments["q"]
     out = NewArray((*q.shape[:-1], arguments["head_dim_v"]), q.dtype)
-    return out, _float32((q.shape[0], q.shape[2], q.shape[1]))
+    return _or_new(arguments, "out", out), _float32((q.shape[0], q.shape[2], q.shape[1]))
 
 
 def _flash_mla_sparse(arguments: dict[str, Any]) -> Any:
@@ -324,8 +354,10 @@ class Call:
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
-        """The arguments of its own operator, in the signature's order, by KINDS."""
-        taken = (x for x in self.parameters if x in KINDS and x not in OUTPUTS)
+        """The arguments of its own operator, in the signature's order, by KINDS: first those that a
+        call must be given."""
+        taken = [x for x in self.parameters if x in KINDS and x not in OUTPUTS]
+        taken.sort(key=lambda x: self.parameters[x].default is not inspect.Parameter.empty)
         return {name: KINDS[name] for name in taken}
 
     @functools.cached_property
@@ -415,6 +447,8 @@ CALLS: tuple[Call, ...] = (
     _own("cascade:merge_states", _merged, results=2),
     _own("slots:reshape_and_cache", _nothing, writes=("k_cache", "v_cache"), results=0),
     _own("page:append_paged_kv_cache", _nothing, writes=("paged_kv_cache",), results=0),
+    _own("sparse:attend"),
+    _own("sparse:select", _selection, results=1),
     _own("decode:BatchDecodeWithPagedKVCacheWrapper.run"),
     _own("prefill:BatchPrefillWithPagedKVCacheWrapper.run"),
     _own("prefill:BatchPrefillWithRaggedKVCacheWrapper.run"),
@@ -443,6 +477,9 @@ CALLS: tuple[Call, ...] = (
     Call("flash_attn:merge_attn_states", _nothing, writes=("output_lse",)),
     Call("flash_mla:flash_mla_with_kvcache", _flash_mla),
     Call("flash_mla:flash_mla_sparse_fwd", _flash_mla_sparse),
+    Call("dsa_indexer:dsa_indexer_topk", _indexed, writes=("indices", "scores")),
+    Call("msa_ops:msa_sparse_attention", _sparse_attention),
+    Call("msa_ops:msa_sparse_decode_attention", _sparse_attention),
     Call("attention:BatchAttention.run", _with_lse),
     Call("attention:BatchAttentionWithAttentionSinkWrapper.run"),
     Call("attention:BatchPrefillWithCausalBidirectionalRangesWrapper.run"),

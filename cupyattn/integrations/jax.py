@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
-from .. import cascade, decode, dot_product, flash_attn, mla, page, prefill, trtllm
+from .. import cascade, decode, dot_product, flash_attn, mla, page, prefill, sparse, trtllm
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes, env
 from ..core.cupy_module import as_stream, cupy_module
@@ -34,6 +34,7 @@ from .xla_launches import Launches
 
 __all__ = [
     "append_paged_kv_cache",
+    "attend",
     "attention_fn",
     "dot_product_attention",
     "exchange_states",
@@ -42,6 +43,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "merge_state",
     "merge_states",
+    "select",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "trtllm_batch_context_with_kv_cache",
@@ -353,12 +355,14 @@ def _arguments(call: Call, arguments: dict[str, Any]) -> tuple[dict[str, Any], d
 
 
 append_paged_kv_cache = _function(page.append_paged_kv_cache)
+attend = _function(sparse.attend)
 dot_product_attention = _function(dot_product.dot_product_attention)
 flash_attn_func = _function(flash_attn.flash_attn_func)
 flash_attn_varlen_func = _function(flash_attn.flash_attn_varlen_func)
 flash_attn_with_kvcache = _function(flash_attn.flash_attn_with_kvcache)
 merge_state = _function(cascade.merge_state)
 merge_states = _function(cascade.merge_states)
+select = _function(sparse.select)
 single_decode_with_kv_cache = _function(decode.single_decode_with_kv_cache)
 single_prefill_with_kv_cache = _function(prefill.single_prefill_with_kv_cache)
 trtllm_batch_context_with_kv_cache = _function(trtllm.trtllm_batch_context_with_kv_cache)

@@ -32,6 +32,7 @@ from cupyattn.flash_attn import (  # noqa: F401
 )
 from cupyattn.mla import trtllm_batch_decode_with_kv_cache_mla  # noqa: F401
 from cupyattn.slots import reshape_and_cache
+from cupyattn.sparse import attend, select  # noqa: F401
 
 B, T, S, H, HK, D, PAGE = 2, 3, 8, 4, 2, 64, 4
 EAGER = sys.modules[__name__]
@@ -68,6 +69,7 @@ class Arrays:
         self.table = ints(0, 1, 2, 3).reshape(B, 2)
         self.lens, self.few, self.indptr = ints(8, 5), ints(3, 2), ints(0, 2, 4)
         self.cu_q, self.cu_k = ints(0, T, 2 * T), ints(0, 8, 13)
+        self.lists = ints(*(n % 5 - 1 for n in range(B * T * 2))).reshape(B * T, 1, 2)
         self.mask = put(rng.random((B, 1, T, S)) < 0.7, "bool" if is_torch else "bool_")
         self.sinks = put(np.zeros(H), "float32")
         self.slopes = put(np.arange(H), "float32")
@@ -119,7 +121,21 @@ def _merged(f: Any, x: Arrays, q: Any) -> Any:
     return *two, *f.merge_states(stack((a, b), 1), stack((s_a.mT, s_b.mT), 1))
 
 
+def _listed(f: Any, x: Arrays, q: Any) -> Any:
+    lists = f.select(
+        rows(q), x.k[:, :, 0], lengths=x.lens, topk=3, block=2, first=1, groups=HK, score="relu_sum"
+    )
+    return f.attend(
+        rows(q), x.pages, lists, x.table, x.lens, granularity=2, sinks=x.sinks, return_lse=True
+    )
+
+
 OTHERS: dict[str, Call] = {
+    "select": lambda f, x, q: f.select(rows(q), x.k[:, :, 0], topk=4, block=1, last=2),
+    "select, attend": _listed,
+    "attend": lambda f, x, q: f.attend(
+        rows(q), x.flat, x.lists, kv_indptr=x.cu_k, indptr=x.cu_q, granularity=4, window=2
+    ),
     "flash_attn_func": lambda f, x, q: f.flash_attn_func(
         q, x.k, x.v, softmax_scale=0.2, causal=True, window_size=(None, 0), return_softmax_lse=True
     ),

@@ -16,7 +16,7 @@ from helpers.wrong_others import entries  # noqa: E402
 
 import cupyattn  # noqa: E402
 import cupyattn.integrations.torch as door  # noqa: E402
-from cupyattn import array, flash_mla  # noqa: E402
+from cupyattn import array, dsa_indexer, flash_mla, msa_ops, sparse  # noqa: E402
 from cupyattn.core.tracing import untraced  # noqa: E402
 from cupyattn.errors import ArgumentError  # noqa: E402
 from cupyattn.integrations.calls import CALLS  # noqa: E402
@@ -115,6 +115,21 @@ MORE: dict[str, Callable[[Any], Any]] = {
     ),
     "sparse prefill": lambda q: flash_mla.flash_mla_sparse_fwd(
         rows_of(q)[:, 0], POOL.reshape(-1, 1, 576), LISTS.reshape(2, 1, 5), 0.05
+    ),
+    "two latent caches": lambda q: flash_mla.flash_mla_with_kvcache(
+        rows_of(q), POOL, None, None, 512, indices=LISTS.reshape(2, 1, 5), extra_k_cache=POOL[2:],
+        extra_indices_in_kvcache=LISTS.reshape(2, 1, 5),
+    ),
+    "lists with their scores": lambda q: sparse.select(
+        q[:, 0], X[:, :, 0], topk=2, block=1, values=torch.zeros(2, 4, 2), return_values=True
+    ),
+    "an index of a prompt": lambda q: dsa_indexer.dsa_indexer_topk(
+        q.flatten(0, 1), X[:, :, 0].flatten(0, 1), X[..., 0].flatten(0, 1).contiguous(),
+        5 * LISTS[:3], 5 * LISTS[:3], top_k=3,
+    ),
+    "blocks of msa": lambda q: msa_ops.msa_sparse_decode_attention(
+        q[:, 0], X.flatten(0, 1), X.flatten(0, 1), LISTS[:1].reshape(1, 1, 1).repeat(4, 2, 1),
+        cu_seqlens_k=5 * LISTS[:3], return_softmax_lse=True,
     ),
     "bias and a mask by head": lambda q: cupyattn.dot_product_attention(
         q, X, X, torch.arange(5.0), mask=X[:, :, :, :5].permute(0, 2, 1, 3).contiguous() > -0.5
