@@ -19,9 +19,11 @@ struct PrefillSm90Softmax {
   using Mask = typename Traits::Mask;
   static constexpr bool kOverlap = Traits::kOverlap, kHasFastPath = LogitsVariant::kHasFastPath;
   static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
-  // Tiles of many columns have no registers for a second copy.
+  // Tiles of many columns have no registers for a second copy. A block of one item is to have few
+  // instructions, which it fetches once.
   static constexpr bool kRaisesInLoop =
-      Traits::kMultipliesBytes || (kOverlap && Traits::kTileQ == 128 && Traits::kHeadDimQK > 128);
+      Traits::kMultipliesBytes || !Traits::kPersistent ||
+      (kOverlap && Traits::kTileQ == 128 && Traits::kHeadDimQK > 128);
   using DTypeP = typename Traits::DTypeP;
   static constexpr int kSteps = kTileKV / MmaTraits<DTypeP, typename Traits::VTile::T>::kStep;
   using Logits = float[1][kTileKV / 8][4];
