@@ -38,9 +38,6 @@ _TOGETHER = 64
 # Where requests are more than lanes, keys are split only if each tile may have two parts: the
 # longest of many is not worth a merge.
 _A_LANE_EACH = 32
-# Tiles that leave fewer of the blocks of a wave than this share are as good as whole: the longest
-# decides, as few others have parts.
-_SPARE = 0.2
 # Requests are taken for equal if their mean is more than this of an upper bound.
 _EQUAL = 0.5
 _LINE = 128
@@ -134,8 +131,6 @@ def _prepare_decode(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan | N
     num_items, slots = capacity.num_tiles, capacity.items_per_wave
     if num_items > slots or (not shape.is_fused and lengths.qo_len <= 0):
         return None
-    if num_items > (1.0 - _SPARE) * slots and _splits_pay(lengths, shape):
-        return None
     if capacity.num_more:
         num_items = slots
     parts_of = capacity.num_tiles if capacity.num_more else 0
@@ -152,16 +147,6 @@ def _prepare_decode(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan | N
     if parts_of and shape.is_fused:
         num_counters = num_items * launcher.num_kv_heads * shape.cluster
     return _launched_alone(reserved, constants, num_counters)
-
-
-def _splits_pay(lengths: Lengths, shape: TileShape) -> bool:
-    """Whether a plan's parts of uneven requests save more than the plan takes. The others of a wave
-    then are to have what the longest request has more."""
-    times, likely = shape.decode, _likely(lengths)
-    if times is None:
-        return False
-    saved = (likely.longest_keys - likely.keys) / shape.tile_kv * times.key_tile
-    return saved > _PLAN_US + times.merge + times.part
 
 
 def _pack_splits(
