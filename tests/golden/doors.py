@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn.errors import CupyAttnError
 
-from . import large, small
+from . import large, lists, small
 from .cards import CARDS, Card, Launch, plugged_in
 
 Draw = Callable[[int, Card], small.Drawn]
@@ -49,6 +49,9 @@ DOORS: dict[str, tuple[Draw, int]] = {
     "pod of models": (large.pod, 30),
     "dot_product of models": (large.dot_product, 40),
     "8 bits of models": (large.eight_bits, 120),
+    "lists of models": (lists.attend, 90),
+    "selections of models": (lists.select, 60),
+    "two latent lists": (lists.latent, 36),
 }
 _MAIN = "h100", "h200", "h100 pcie"
 
@@ -98,7 +101,7 @@ def _call(door: str, draw: Draw, seed: int, card: Card) -> Call:
     error = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        card.is_cupy = draw.__module__ == large.__name__
+        card.is_cupy = draw.__module__ in (large.__name__, lists.__name__)
         text, run = draw(seed, card)
         try:
             run()
