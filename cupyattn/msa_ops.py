@@ -14,7 +14,13 @@ import numpy as np
 
 from . import array, reference
 from .array import ArrayView
-from .array.match import match_array, match_output, require_dtype, require_same_dtype
+from .array.match import (
+    match_array,
+    match_output,
+    require_contiguous_last,
+    require_dtype,
+    require_same_dtype,
+)
 from .core import dtypes, parse
 from .core.names import refuse_names
 from .core.parse import require_int
@@ -22,6 +28,7 @@ from .core.tracing import untraced
 from .engine import geometry
 from .engine.scores import KeyRows, offsets_of, require_cpu
 from .errors import ArgumentError
+from .launch.ops import select_topk
 from .sparse import attend
 from .typing import Array
 
@@ -270,8 +277,7 @@ def msa_topk_select(
     force_begin_blocks: int = 0,
     force_end_blocks: int = 0,
 ) -> Any:
-    """The blocks of the greatest scores, on the CPU alone: `sparse.select` scores and chooses at
-    once.
+    """The blocks of the greatest scores. `sparse.select` scores and chooses at once.
 
     max_score  float32 [heads, blocks, tokens], of `msa_proxy_score`.
     topk    entries of a list. num_valid_pages: so many blocks compete, a number or int32 [tokens];
@@ -281,12 +287,10 @@ def msa_topk_select(
             in each list.
 
     Returns int32 [tokens, heads, topk], ascending, then -1; of equal scores the lower block. Raises
-    ArgumentError, and UnsupportedError on a GPU. Semantics: FlashInfer's function of the same name,
-    which has lists of 16.
+    ArgumentError. Semantics: FlashInfer's function of the same name, which has lists of 16.
     """
     v = array.view(max_score, "max_score")
     match_array(v, "heads blocks tokens", dtypes.float32, "max_score")
-    require_cpu(v, "max_score", _INSTEAD)
     heads, blocks, tokens = v.shape
     size = require_int(topk, "topk")
     first = require_int(force_begin_blocks, "force_begin_blocks", 0)
@@ -297,29 +301,62 @@ def msa_topk_select(
             f"{size}, together"
         )
     counts = _valid_blocks(num_valid_pages, blocks, tokens)
+    array.same_device(
+        max_score=v, num_valid_pages=counts if isinstance(counts, ArrayView) else None
+    )
+    if v.device.kind != "cpu":
+        return _select_on_gpu(v, counts, select_topk.Choice(size, first, last), output)
+    each = array.as_numpy(counts) if isinstance(counts, ArrayView) else np.full(tokens, counts)
     lists, scores = np.full((tokens, heads, size), -1, np.int32), array.as_numpy(v)
     for token in range(tokens):
         for head in range(heads):
-            own = scores[head, : counts[token], token].astype(np.float64)
+            own = scores[head, : each[token].clip(0, blocks), token].astype(np.float64)
             chosen = reference.choose_blocks(own, size, first=first, last=last)
             lists[token, head, : chosen.size] = chosen
     return _deliver(lists, output, dtypes.int32, v)
 
 
-def _valid_blocks(num_valid_pages: Any, blocks: int, tokens: int) -> list[int]:
-    """How many blocks compete for each token."""
+def _select_on_gpu(
+    v: ArrayView, counts: ArrayView | int, choice: select_topk.Choice, output: Any
+) -> Any:
+    """Launch on the stream of the scores [heads, blocks, tokens]."""
+    heads, blocks, tokens = v.shape
+    shape = tokens, heads, choice.topk
+    own = None if output is None else array.view(output, "output")
+    match_output(own, shape, dtypes.int32, "output", input=v)
+    if own is not None:
+        require_contiguous_last(own, "output")
+    built = array.empty(shape, dtypes.int32, v) if output is None else output
+    target, used = array.view(built, "output"), []
+    rows = select_topk.Given()
+    if isinstance(counts, ArrayView):
+        rows, used = rows._replace(counts=counts.ptr), [counts]
+    else:
+        blocks = counts
+    scores = array.as_strided(
+        v, (tokens, heads, blocks), (v.strides[2], v.strides[0], v.strides[1])
+    )
+    array.acquire(v, target, *used)
+    lists = select_topk.Lists(target.ptr, (target.strides[0], target.strides[1]))
+    select_topk.launch_given(scores, rows, choice, lists, array.current_stream(v))
+    array.release(v, target, *used)
+    return array.deliver(built, v) if output is None else output
+
+
+def _valid_blocks(num_valid_pages: Any, blocks: int, tokens: int) -> ArrayView | int:
+    """How many blocks compete, for all tokens or for each."""
     if num_valid_pages is None:
-        return [blocks] * tokens
+        return blocks
     if isinstance(num_valid_pages, (int, np.integer)):
-        count = require_int(num_valid_pages, "num_valid_pages", 0, blocks)
-        return [count] * tokens
+        return require_int(num_valid_pages, "num_valid_pages", 0, blocks)
     v = array.view(num_valid_pages, "num_valid_pages")
     require_dtype(v, dtypes.int32, "num_valid_pages")
     if tuple(v.shape) != (tokens,):
         raise ArgumentError(
             f"num_valid_pages: shape is {list(v.shape)}; wanted a number, or [{tokens}]"
         )
-    return [int(x) for x in array.as_numpy(v).clip(0, blocks)]
+    require_contiguous_last(v, "num_valid_pages")
+    return v
 
 
 def _deliver(x: np.ndarray, output: Any, dtype: dtypes.DType, like: ArrayView) -> Any:

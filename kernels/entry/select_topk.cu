@@ -5,7 +5,7 @@
 #ifndef CUPYATTN_CONFIG
 struct Config {
   using DType = float;
-  static constexpr bool kAligned = true, kCandidates = false;
+  static constexpr bool kAligned = true, kCandidates = false, kGiven = false;
   static constexpr int kThreads = 512, kKeys = 0, kSharedBytes = 37456;
 };
 #endif
@@ -26,7 +26,7 @@ struct TopkForm<false> {
 }  // namespace cupyattn
 
 // Grid: rows × blocks of a cluster; where a warp has a row, rows / warps of a block.
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kKeys > 0 ? 4 : 2)
     cupyattn_select_topk(const __grid_constant__ cupyattn::SelectTopkParams params) {
   using Kernel = typename cupyattn::TopkForm<(Config::kKeys > 0)>::Kernel<Config>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];

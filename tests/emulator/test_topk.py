@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.given_scores import GivenScores
 from helpers.share import one_of
 from helpers.topk_cases import TopkCase
 
+from cupyattn import topk
 from cupyattn.launch.ops import select_topk
 
 from . import gpu
@@ -30,6 +32,28 @@ def test_rows_of_warps(first: int) -> None:
         case = TopkCase(seed, most=(200, 900)[seed % 2], topk=(1, 5, 16, 32)[seed % 4]).expect()
         with gpu.plugged_in(num_sms=4, seed=seed % 3, arch=(900, 800)[seed % 2]):
             case.run()
+
+
+@pytest.mark.parametrize("first", one_of(4, range(0, 40, 10)))
+def test_given_scores(first: int) -> None:
+    for seed in range(first, first + 10):
+        case = GivenScores(seed).expect()
+        with gpu.plugged_in(num_sms=4, seed=seed % 3, arch=(900, 800)[seed % 2]):
+            case.run()
+
+
+def test_given_indices_beyond_their_arrays(emulated: gpu.EmulatedGpu) -> None:
+    """What only the GPU knows reads nothing beyond, and lists nothing."""
+    scores = np.arange(12, dtype=np.float32).reshape(3, 4)
+    table, lengths = np.array([[5, -1]], np.int32), np.array([9, -2, 4], np.int32)
+    starts = np.array([1, 0, 4], np.int32)
+    call = scores, table, lengths, 3, np.array([0, 0, 7], np.int32)
+    slots = topk.top_k_page_table_transform(*call, row_starts=starts)
+    assert slots.tolist() == [[-1, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+    slots = topk.top_k_page_table_transform(*call)
+    assert slots.tolist() == [[-1, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+    rows = topk.top_k_ragged_transform(scores, starts, lengths, 3, row_starts=starts)
+    assert rows.tolist() == [[1, 2, 3], [-1, -1, -1], [-1, -1, -1]]
 
 
 def check_zeros_of_clusters() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import topk_cases
+from helpers.given_scores import GivenScores
 from helpers.share import one_of
 from helpers.topk_cases import TopkCase
 
@@ -23,6 +24,12 @@ def test_random_rows(first: int, xp: Any) -> None:
     for seed in range(first, first + 20):
         topk = (0, 0, 512, 2048, 16)[seed % 7 % 5]
         TopkCase(seed, xp, most=_MOST[seed % 5], topk=topk).expect().run()
+
+
+@pytest.mark.parametrize("first", one_of(5, range(0, 100, 20)))
+def test_given_scores(first: int, xp: Any) -> None:
+    for seed in range(first, first + 20):
+        GivenScores(seed, xp, most=(100, 900, 20_000)[seed % 3]).expect().run()
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ... import jit
+from ...array import ArrayView
 from ...core import dtypes
 from ...core.device import DeviceProps, device_props, overlaps_launches
 from ...core.dtypes import DType
@@ -31,14 +32,52 @@ _MIN_SCORES = 4096
 # kernels/cupyattn/params/select.cuh
 TOKENS = struct.Struct("<2Q 8i")
 # kernels/cupyattn/params/select_topk.cuh
-SELECT_TOPK = struct.Struct(f"<3Q {TOKENS.size}s 5q 8i")
+GIVEN = struct.Struct("<7Q 3q 6i")
+SELECT_TOPK = struct.Struct(f"<3Q {TOKENS.size}s 5q 8i {GIVEN.size}s")
+_NOT_GIVEN, _NO_TOKENS = bytes(GIVEN.size), bytes(TOKENS.size)
 
 
-class Strides(NamedTuple):
-    """Of a token and of a group, in elements."""
+class Given(NamedTuple):
+    """Rows of scores as a caller has them: GivenRows of kernels/cupyattn/params/select_topk.cuh.
 
-    token: int = 0
-    group: int = 0
+    Addresses are 0 for arrays that are not there, strides in elements.
+    """
+
+    counts: int = 0
+    begins: int = 0
+    owners: int = 0
+    page_begins: int = 0
+    offsets: int = 0
+    table: int = 0
+    columns: int = 0
+    stride_group: int = 0
+    stride_column: int = 1
+    table_stride: int = 0
+    num_columns: int = 0
+    num_tables: int = 0
+    table_width: int = 0
+    page_shift: int = 0
+    has_late_ties: bool = False
+
+
+class Choice(NamedTuple):
+    """Lists of topk entries, of which the first and the last blocks have theirs; has_tail: one more
+    for a block without a score."""
+
+    topk: int
+    first: int = 0
+    last: int = 0
+    has_tail: bool = False
+
+
+class Lists(NamedTuple):
+    """Where lists go, and their scores: addresses, 0 for no scores, and strides of a token and a
+    group."""
+
+    out: int
+    out_strides: tuple[int, int]
+    values: int = 0
+    values_strides: tuple[int, int] = (0, 0)
 
 
 class Shape(NamedTuple):
@@ -67,13 +106,19 @@ class Shape(NamedTuple):
 
 @lru_cache(maxsize=64)
 def config(
-    dtype: DType, *, is_aligned: bool = True, has_candidates: bool = False, keys: int = 0
+    dtype: DType,
+    *,
+    is_aligned: bool = True,
+    has_candidates: bool = False,
+    is_given: bool = False,
+    keys: int = 0,
 ) -> jit.Config:
     """The kernel's Config."""
     values: dict[str, jit.Constant] = {
         "DType": dtype,
         "kAligned": is_aligned,
         "kCandidates": has_candidates,
+        "kGiven": is_given,
         "kKeys": keys,
         "kThreads": Shape(keys=keys).threads,
         "kSharedBytes": Shape(keys=keys).shared_bytes,
@@ -121,33 +166,92 @@ def launch(
     out, values  addresses of [num_tokens, groups, problem.list_len]; values may be 0. Strides are
                  of a token and of a group
     """
-    num_rows = num_tokens * problem.num_groups
+    rows = _Rows(dtypes.float32, scores, row_stride, num_tokens, problem.num_groups, max_blocks)
+    _launch(
+        rows,
+        Choice(problem.topk, problem.first, problem.last, problem.tail),
+        Lists(out, out_strides, values, values_strides),
+        tokens,
+        None,
+        device_index,
+        stream,
+        has_candidates=problem.candidate_block > 0,
+    )
+
+
+def launch_given(
+    scores: ArrayView, caller: Given, choice: Choice, lists: Lists, stream: int
+) -> None:
+    """Choose from [tokens, groups, columns] of any strides."""
+    tokens, groups, columns = scores.shape
+    caller = caller._replace(
+        stride_group=scores.strides[1], stride_column=scores.strides[2], num_columns=columns
+    )
+    rows = _Rows(scores.dtype, scores.ptr, scores.strides[0], tokens, groups, columns)
+    _launch(rows, choice, lists, _NO_TOKENS, caller, scores.device.index, stream)
+
+
+class _Rows(NamedTuple):
+    """Rows of scores, a row a token and group."""
+
+    dtype: DType
+    scores: int
+    stride_token: int
+    num_tokens: int
+    num_groups: int
+    max_blocks: int
+
+    def is_aligned(self, caller: Given | None) -> bool:
+        """Whether four scores can be read at a time."""
+        if caller is None:
+            return True
+        steps = self.stride_token | caller.stride_group
+        is_whole = self.scores % (4 * self.dtype.itemsize) == 0 and steps % 4 == 0
+        return is_whole and caller.stride_column == 1 and caller.begins == 0
+
+
+def _launch(
+    rows: _Rows,
+    choice: Choice,
+    lists: Lists,
+    tokens: bytes,
+    caller: Given | None,
+    device_index: int,
+    stream: int,
+    has_candidates: bool = False,
+) -> None:
+    num_rows = rows.num_tokens * rows.num_groups
     if num_rows == 0:
         return
     props = device_props(device_index)
-    shape = choose_shape(num_rows, max_blocks, problem.topk, props)
-    has_candidates = problem.candidate_block > 0
-    chosen = config(dtypes.float32, has_candidates=has_candidates, keys=shape.keys)
+    shape = choose_shape(num_rows, rows.max_blocks, choice.topk, props)
+    if shape.keys and caller is not None and caller.has_late_ties:
+        shape = Shape(warp_room=rows.max_blocks // _WARPS // _STEP * _STEP)
+    chosen = config(
+        rows.dtype,
+        is_aligned=rows.is_aligned(caller),
+        has_candidates=has_candidates,
+        is_given=caller is not None,
+        keys=shape.keys,
+    )
     function = load_function("select_topk", chosen, device_index, shape.shared_bytes)
     arguments = params.this_thread.launch_buffer
     SELECT_TOPK.pack_into(
         arguments.buffer,
         arguments.offset,
-        scores,
-        out,
-        values,
+        rows.scores,
+        lists.out,
+        lists.values,
         tokens,
-        row_stride,
-        *out_strides,
-        *values_strides,
+        rows.stride_token,
+        *lists.out_strides,
+        *lists.values_strides,
         num_rows,
-        problem.num_groups,
-        problem.topk,
-        problem.first,
-        problem.last,
-        problem.tail,
+        rows.num_groups,
+        *choice,
         shape.warp_room,
         0,
+        _NOT_GIVEN if caller is None else GIVEN.pack(*caller, 0),
     )
     shaped = Launch(
         function,

@@ -16,7 +16,7 @@ template <typename Config>
 struct ClusterTopk {
   static constexpr int kThreads = Config::kThreads, kWarps = kThreads / kWarpSize;
   static constexpr int kStep = 4 * kWarpSize;  // keys that a warp looks at at a time
-  static constexpr int kAhead = 4;             // times it has loads of under way
+  static constexpr int kAhead = Config::kAligned ? 4 : 2;  // times it has loads of under way
   static constexpr int kDigits = 3, kBinBits = 11, kBins = 1 << kBinBits;
   static_assert(kBins == 4 * kThreads, "a thread looks at four bins");
 
@@ -35,10 +35,15 @@ struct ClusterTopk {
     int rank, count;
   };
 
-  // Keys above `key` are chosen, and `wanted` of those that equal it, the first ones.
+  // Keys above `key` are chosen, and `wanted` of those that equal it, behind the first `skipped`.
   struct Threshold {
     uint32_t key;
-    int wanted;
+    int wanted, skipped;
+
+    // How many of the first `count` that equal it are chosen.
+    __device__ __forceinline__ int chosen_of(int count) const {
+      return min_of(max_of(count - skipped, 0), wanted);
+    }
   };
 
   // Chosen keys, and how many of the threshold's.
@@ -111,17 +116,17 @@ struct ClusterTopk {
 
   __device__ __forceinline__ Threshold find_threshold(int topk) {
     const Digit high = find_digit(0, topk);
-    if (high.rank == 0) return Threshold{kAbsentKey, 0};
+    if (high.rank == 0) return Threshold{kAbsentKey, 0, 0};
     uint32_t prefix = high.digit;
     // A digit whose keys are all chosen settles it.
-    if (high.rank == high.count) return Threshold{(prefix << 21) - 1u, 0};
+    if (high.rank == high.count) return Threshold{(prefix << 21) - 1u, 0, 0};
     count_digits(1, 21, 10, prefix);
     const Digit middle = find_digit(1, high.rank);
     prefix = prefix << 11 | middle.digit;
-    if (middle.rank == middle.count) return Threshold{(prefix << 10) - 1u, 0};
+    if (middle.rank == middle.count) return Threshold{(prefix << 10) - 1u, 0, 0};
     count_digits(2, 10, 0, prefix);
     const Digit low = find_digit(2, middle.rank);
-    return Threshold{prefix << 10 | low.digit, low.rank};
+    return Threshold{prefix << 10 | low.digit, low.rank, 0};
   }
 
   // Reads the row, and counts the first 11 bits of its keys.
@@ -253,13 +258,15 @@ struct ClusterTopk {
 
   // --- the list ---
 
-  __device__ __forceinline__ void write_list(const Threshold& threshold) {
+  __device__ __forceinline__ void write_list(Threshold threshold) {
     Count before = count_chosen(threshold), of_row = before;
     find_places(before, of_row);
     if (cluster > 1) ptx::cluster_arrive();
     if (rank == 0) {
-      const int chosen = of_row.above + min_of(threshold.wanted, of_row.equal);
-      row.finish(chosen, threadIdx.x, kThreads);
+      row.finish(of_row.above + threshold.wanted, threadIdx.x, kThreads);
+    }
+    if constexpr (Config::kGiven) {
+      if (row.params.given.has_late_ties) threshold.skipped = of_row.equal - threshold.wanted;
     }
     write_run(threshold, before);
     // No block ends while others read its shared memory.
@@ -314,6 +321,11 @@ struct ClusterTopk {
     of_row.equal = ptx::warp_sum(other.equal);
   }
 
+  // Whether this one of those that equal the threshold is chosen.
+  static __device__ __forceinline__ bool is_chosen(const Threshold& threshold, int place) {
+    return place >= threshold.skipped && place < threshold.skipped + threshold.wanted;
+  }
+
   // before: what is chosen, or equals the threshold, in the runs before this one.
   __device__ __forceinline__ void write_run(const Threshold& threshold, Count before) const {
 #pragma unroll 1
@@ -336,8 +348,8 @@ struct ClusterTopk {
         const bool is_equal = threshold.wanted > 0 && keys.word[e] == threshold.key;
         const bool is_above = keys.word[e] > threshold.key;
         // mutate: ties-to-all
-        if (is_above || (is_equal && at.equal < threshold.wanted)) {
-          row.put(at.above + min_of(at.equal, threshold.wanted), block + e);
+        if (is_above || (is_equal && is_chosen(threshold, at.equal))) {
+          row.put(at.above + threshold.chosen_of(at.equal), block + e);
         }
         at.above += is_above;
         at.equal += is_equal;

@@ -30,25 +30,70 @@ struct TopkRow {
   const DType* scores;
   int32_t* out;
   float* values;
-  int num_blocks;
-  int first_end, last_begin;  // between these nothing is forced
-  bool has_tail;
+  int num_blocks = 0;
+  int last_begin = 0;  // blocks from here on are forced
+  bool has_tail = false;
+  // Of given rows: where what is chosen goes as it is, and its pages, or what is added to it.
+  int32_t* columns = nullptr;
+  const int32_t* pages = nullptr;
+  int offset = 0, num_pages = 0;
 
   // A whole warp calls this.
   static __device__ __forceinline__ TopkRow of(const SelectTopkParams& params, int row, int lane) {
     const int token = row / params.num_groups, group = row - token * params.num_groups;
-    const SelectedToken seen = SelectedToken::of(params.tokens, token, lane);
     const int64_t values = token * params.values_stride_n + group * params.values_stride_group;
-    const bool has_tail =
-        params.has_tail && (seen.rows << params.tokens.ratio_shift) != seen.seen;
-    return TopkRow{params,
-                   static_cast<const DType*>(params.scores) + row * params.row_stride,
-                   params.out + token * params.out_stride_n + group * params.out_stride_group,
-                   params.values == nullptr ? nullptr : params.values + values,
-                   seen.blocks,
-                   params.first,
-                   seen.blocks - params.last,
-                   has_tail};
+    TopkRow at = {params, static_cast<const DType*>(params.scores),
+                  params.out + token * params.out_stride_n + group * params.out_stride_group,
+                  params.values == nullptr ? nullptr : params.values + values};
+    if constexpr (Config::kGiven) {
+      at.find_columns(token, group);
+    } else {
+      const SelectedToken seen = SelectedToken::of(params.tokens, token, lane);
+      at.scores += row * params.row_stride;
+      at.num_blocks = seen.blocks;
+      at.has_tail =
+          params.has_tail && (seen.rows << params.tokens.ratio_shift) != seen.seen;
+    }
+    at.last_begin = at.num_blocks - params.last;
+    return at;
+  }
+
+  // Of a given row. What leaves the row or the table does not count.
+  __device__ __forceinline__ void find_columns(int token, int group) {
+    const GivenRows& given = params.given;
+    const int begin = given.begins == nullptr ? 0 : given.begins[token];
+    const int count = given.counts == nullptr ? given.num_columns : given.counts[token];
+    const bool is_inside = begin >= 0 && begin < given.num_columns;
+    num_blocks = is_inside ? max_of(min_of(count, given.num_columns - begin), 0) : 0;
+    scores += token * params.row_stride + group * given.stride_group +
+              (is_inside ? begin * given.stride_column : 0);
+    offset = given.offsets == nullptr ? 0 : given.offsets[token];
+    if (given.columns != nullptr) columns = given.columns + (out - params.out);
+    if (given.table == nullptr) return;
+    const int owner = given.owners == nullptr ? token : given.owners[token];
+    const bool has_pages = owner >= 0 && owner < given.num_tables;
+    pages = given.table + (has_pages ? owner * given.table_stride : 0);
+    offset = given.page_begins == nullptr ? 0 : given.page_begins[token];
+    num_pages = has_pages ? given.table_width : 0;
+  }
+
+  // What the list of a given row says of a column.
+  __device__ __forceinline__ int slot(int column) const {
+    if (pages == nullptr) return column + offset;
+    const GivenRows& given = params.given;
+    const int64_t entry = static_cast<int64_t>(offset) + (column >> given.page_shift);
+    if (entry < 0 || entry >= num_pages) return -1;
+    const int page = pages[entry];
+    const int rest = column & ((1 << given.page_shift) - 1);
+    return page < 0 ? -1 : (page << given.page_shift) + rest;
+  }
+
+  __device__ __forceinline__ float score(int block) const {
+    if constexpr (Config::kGiven) {
+      return ptx::to_float(scores[block * params.given.stride_column]);
+    } else {
+      return ptx::to_float(scores[block]);
+    }
   }
 
   // The scores of four blocks that follow one another; those at the end and beyond are NaN.
@@ -65,7 +110,7 @@ struct TopkRow {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      score[i] = block + i < end ? ptx::to_float(scores[block + i]) : ptx::nan();
+      score[i] = block + i < end ? this->score(block + i) : ptx::nan();
     }
   }
 
@@ -75,7 +120,7 @@ struct TopkRow {
     if (block >= end) return kAbsentKey;
     if (Config::kCandidates && key == kAbsentKey) return key;
     // mutate: last-block-not-forced
-    return block < first_end || block >= last_begin ? kForcedKey : key;
+    return block < params.first || block >= last_begin ? kForcedKey : key;
   }
 
   __device__ __forceinline__ Vector16 keys(int block, int end, const float (&score)[4]) const {
@@ -86,10 +131,15 @@ struct TopkRow {
   }
 
   __device__ __forceinline__ void put(int place, int block) const {
-    out[place] = block;
+    if constexpr (Config::kGiven) {
+      out[place] = slot(block);
+      if (columns != nullptr) columns[place] = block;
+    } else {
+      out[place] = block;
+    }
     if (values == nullptr) return;
-    const float score = ptx::to_float(scores[block]);
-    values[place] = score == score ? score : -ptx::infinity();
+    const float own = score(block);
+    values[place] = own == own ? own : -ptx::infinity();
   }
 
   // Entries behind those of the chosen blocks, by some threads of which this is one.
@@ -97,6 +147,7 @@ struct TopkRow {
     const int length = params.topk + params.has_tail;
     for (int place = count + thread; place < length; place += num_threads) {
       out[place] = has_tail && place == count ? num_blocks : -1;
+      if (columns != nullptr) columns[place] = -1;
       if (values != nullptr) values[place] = -ptx::infinity();
     }
   }

@@ -59,7 +59,7 @@ struct WarpTopk {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int block = i * kWarpSize + lane;
-      score[i] = block < row.num_blocks ? ptx::to_float(row.scores[block]) : 0.0f;
+      score[i] = block < row.num_blocks ? row.score(block) : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
