@@ -4,6 +4,7 @@ and which call has which option."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from cupyattn.core import device, dtypes
 from cupyattn.core.problem import (
@@ -12,8 +13,11 @@ from cupyattn.core.problem import (
     WIDE_HEAD_DIMS,
     AttentionProblem,
 )
+from cupyattn.core.selection import SCORES, SelectProblem
 from cupyattn.errors import CupyAttnError
+from cupyattn.launch.attention.key_lists import serves
 from cupyattn.launch.instances import OPTIONS, SHARED_BYTES, fields_of
+from cupyattn.launch.ops.select import refusal
 from cupyattn.launch.tiles.prefill_sm90 import HEAD_DIMS_OF_8_BITS
 from cupyattn.launch.tiles.row_classes import LARGE, MAX_ROWS, ROW_CLASSES
 from cupyattn.launch.tiles.select import tile_config
@@ -48,8 +52,8 @@ and the portable kernels run on the host, thread by thread.
 
 def page() -> str:
     """docs/support.md as it should be."""
-    parts = [_HEAD, _architectures(), _dtypes(), _head_dims(), _kernels(), _options(), _doors()]
-    return "\n".join(parts)
+    parts = [_HEAD, _architectures(), _dtypes(), _head_dims(), _kernels(), _options(), _lists()]
+    return "\n".join([*parts, _doors()])
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -153,6 +157,66 @@ def _options() -> str:
     )
     return (
         "## Options on Hopper\n\n" + text + "\n" + table(["option", *(f[0] for f in forms)], rows)
+    )
+
+
+def _lists() -> str:
+    """What attention by lists of keys, and the selection of such lists, have kernels for."""
+    q, e4m3 = dtypes.bfloat16, dtypes.float8_e4m3fn
+    narrow = AttentionProblem(q, q, q, 128, 128, paged=True, sparse=True)
+    served = {
+        "16-bit keys": narrow,
+        "fp8 keys": replace(narrow, dtype_kv=e4m3),
+        "soft cap": replace(narrow, soft_cap=True),
+        "output gate": replace(narrow, **fields_of(["output_gate"])),
+        "head dims beyond 256": replace(narrow, head_dim_qk=512, head_dim_vo=512),
+    }
+    attended = [[name, "GPU, CPU" if serves(x) else "CPU"] for name, x in served.items()]
+    forms = (("16 bits", q, ""), ("e4m3", e4m3, ""), ("e4m3 in DeepGEMM's pages", e4m3, "pages"))
+    selected = []
+    for name in (*SCORES, "max of candidates"):
+        answers = []
+        for _, dtype, scales in forms:
+            problem = _selection(name.partition(" ")[0], dtype, scales, " of " in name)
+            answers.append("GPU, CPU" if refusal(problem) is None else "CPU")
+        selected.append([f"`{name}`" if name in SCORES else name, *answers])
+    text = (
+        "[`sparse.attend`](concepts/lists.md), by lists of all heads, KV heads or query heads, "
+        "with any page size, windows,\nsinks and an LSE:\n\n"
+    )
+    other = "\n`sparse.select` by score, of queries of 16 bits, or e4m3 beside e4m3 rows:\n\n"
+    head = "index rows", *(name for name, *_ in forms)
+    return (
+        "## Lists of keys\n\n"
+        + text
+        + table(("what", "served on"), attended)
+        + other
+        + table(head, selected)
+    )
+
+
+def _selection(
+    score: str, dtype: dtypes.DType, row_scales: str, has_candidates: bool
+) -> SelectProblem:
+    """16 blocks of 128 keys by four index heads of 128 columns; sums take them together."""
+    return SelectProblem(
+        dtype_q=dtypes.bfloat16,
+        dtype_k=dtype,
+        row_scales=row_scales,
+        head_dim=128,
+        num_heads=4,
+        num_groups=4 if score == "max" else 1,
+        score=score,
+        dtype_w=None,
+        block=128,
+        ratio=1,
+        topk=16,
+        first=0,
+        last=1,
+        tail=False,
+        paged=True,
+        candidate_block=128 if has_candidates else 0,
+        gives_values=False,
     )
 
 
