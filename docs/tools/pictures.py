@@ -382,7 +382,40 @@ def eight_bits_flush() -> str:
     return c.render()
 
 
+def lists() -> str:
+    """Blocks of a request's keys, their scores, and what a token's list of them names."""
+    c = Canvas(560, 388, "An index scores blocks, a list names the best, attention reads these")
+    width, first, chosen = 64, 84, (1, 3, 6)
+    c.text(20, 30, "index", bold=True)
+    c.text(first, 30, "the best score of each block of 8 keys", color=GREY)
+    fills = [ORANGE if i in chosen else PAPER for i in range(7)]
+    c.cells(first, 40, ("0.4", "2.1", "-0.3", "1.7", "0.2", "0.9", "1.1"), fills, width=width)
+    c.text(20, 102, "list", bold=True)
+    c.text(first, 102, "ascending blocks of the request; -1 is none", color=GREY)
+    c.cells(first, 112, ("1", "3", "6", "-1"), [ORANGE] * 3 + [FAINT], width=width)
+    c.text(20, 208, "keys", bold=True)
+    for block in range(7):
+        for i in range(8):
+            is_seen = 8 * block + i < 53
+            fill = (BLUE if block in chosen else PAPER) if is_seen else FAINT
+            c.box(first + (block + i / 8) * width, 188, width / 8, 30, fill)
+        c.text(first + (block + 0.5) * width, 236, str(block), anchor="middle", color=GREY)
+    for entry, block in enumerate(chosen):
+        c.arrow(first + (entry + 0.5) * width, 141, first + (block + 0.5) * width, 186)
+    c.text(first, 258, "a token that sees 53 keys: block 6 gives it the first 5", color=GREY)
+    c.text(20, 312, "pages", bold=True)
+    read = ((9, (PAPER, BLUE)), (2, (PAPER, BLUE)), (5, (PAPER, PAPER)), (7, (BLUE,)))
+    for at, (page, halves) in enumerate(read):
+        x = first + 2 * at * width
+        c.cells(x, 292, [""] * len(halves), halves, width=width)
+        middle = x + len(halves) * width / 2
+        c.text(middle, 338, f"page {page}", anchor="middle", color=GREY)
+    c.text(first, 368, "of 16 keys: what no list names is not read", color=GREY)
+    return c.render()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
+    "lists": lists,
     "states": states,
     "packed_rows": packed_rows,
     "layouts": layouts,
