@@ -37,6 +37,7 @@ def run(call: Call, out: Any, values: Any) -> tuple[Any, Any]:
         call.indptr,
         call.kv_indptr,
         call.k_scale,
+        call.candidates,
     )
     array.acquire(q, *[x for x in (*inputs, v_lists, v_values) if x is not None])
     if q.shape[0]:
@@ -58,7 +59,11 @@ def run(call: Call, out: Any, values: Any) -> tuple[Any, Any]:
 
 def refuse(call: Call) -> None:
     """UnsupportedError for what no kernel serves."""
-    sentence = launch_select.refusal(call.problem) or _refusal_of_arrays(call)
+    sentence = (
+        launch_select.refusal(call.problem)
+        or _refusal_of_arrays(call)
+        or _refusal_of_candidates(call)
+    )
     if sentence is not None:
         raise UnsupportedError(sentence)
 
@@ -92,6 +97,19 @@ def _refusal_of_arrays(call: Call) -> str | None:
     return None
 
 
+def _refusal_of_candidates(call: Call) -> str | None:
+    v = call.candidates
+    if v is None:
+        return None
+    if v.shape[1] > 1:
+        return f"candidates: {v.shape[1]} lists a token have no GPU kernel; wanted one for all"
+    if v.strides[0] < 0:
+        return f"candidates: strides {list(v.strides)} are negative; pass a contiguous array"
+    if v.shape[2] * call.problem.candidate_block > launch_select.MAX_KEYS:
+        return f"candidates: {v.shape[2]} of {call.problem.candidate_block} keys are too many"
+    return None
+
+
 def _addresses(call: Call, out: ArrayView, values: ArrayView | None) -> SelectAddresses:
     rows, scales = call.index.rows, 0 if call.index.scales is None else call.index.scales.ptr
     if call.index.is_fused:
@@ -109,6 +127,7 @@ def _addresses(call: Call, out: ArrayView, values: ArrayView | None) -> SelectAd
         kv_offsets=kv_offsets,
         out=out.ptr,
         values=_address(values),
+        candidates=_address(call.candidates),
     )
 
 
@@ -144,4 +163,6 @@ def _shape(call: Call, out: ArrayView, values: ArrayView | None) -> SelectShape:
         is_causal=call.is_causal,
         kv_lens_are_steps=call.lengths is None and call.kv_indptr is not None,
         sm_scale=call.sm_scale,
+        candidate_stride=0 if call.candidates is None else call.candidates.strides[0],
+        num_candidates=0 if call.candidates is None else call.candidates.shape[2],
     )

@@ -724,6 +724,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "lists of nobody": lambda **facts: test_key_lists.check_tokens_of_nobody(),
     "scores of blocks": lambda **facts: test_select.check_model("max", False, 1),
     "scores by warps": lambda **facts: test_select.check_model("max", False, 64),
+    "scores of candidates": lambda **facts: test_select.check_candidates(),
     "scores of sums": lambda **facts: test_select.check_model("relu_sum", True, 1),
     "topk of clusters": lambda **facts: test_topk.check_zeros_of_clusters(),
     "topk of warps": lambda **facts: test_topk.check_zeros_of_warps(),

@@ -80,6 +80,23 @@ def test_indices_of_models(score: str, is_fp8: bool, num_sms: int) -> None:
     check_model(score, is_fp8, num_sms)
 
 
+def check_candidates() -> None:
+    """Negative numbers name no block, nor do those behind the last."""
+    call = models_call("max", False)
+    call["candidates"] = np.array(
+        [[-1, 3, 0, 9], [2, -1, -1, 1], [1, -7, 0, 5], [-1] * 4], np.int32
+    )
+    want = sparse.select(**call)
+    with gpu.plugged_in():
+        lists, values = sparse.select(**call)
+    np.testing.assert_array_equal(lists, want[0])
+    np.testing.assert_allclose(values, want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_candidates_alone_compete() -> None:
+    check_candidates()
+
+
 def test_a_nan_is_no_score() -> None:
     call = models_call("max", False)
     call["index_cache"][call["table"][0, 2], 5] = np.nan  # of the second block

@@ -93,7 +93,7 @@ def draw(seed: int, on_gpu: bool = False) -> SelectCase:
             later = int(qo[request]) - 1 - i if causal else 0
             case.tokens.append((request, max(int(kv[request]) - later, 0)))
     _add_rows(case, rng, kv, ratio, (dim, exact, is_fp8, np.dtype(dtype)))
-    _add_options(case, rng, not on_gpu)
+    _add_options(case, rng, on_gpu)
     return case
 
 
@@ -154,7 +154,7 @@ def _add_rows(
     arguments["index_cache"] = index[:, :, None] if form == "head" else index
 
 
-def _add_options(case: SelectCase, rng: np.random.Generator, has_candidates: bool) -> None:
+def _add_options(case: SelectCase, rng: np.random.Generator, on_gpu: bool) -> None:
     arguments, q = case.arguments, case.arguments["q_index"]
     if arguments["score"] != "max" and rng.random() < 0.7:
         weights = rng.integers(-2, 4, size=q.shape[:2]).astype(np.float32)
@@ -163,9 +163,9 @@ def _add_options(case: SelectCase, rng: np.random.Generator, has_candidates: boo
         arguments["sm_scale"] = float(rng.choice([0.5, -1.0, 2.0]))
     if rng.random() < 0.3:
         arguments["k_scale"] = float(rng.choice([0.5, 2.0]))
-    if rng.random() < 0.3 and has_candidates:
+    if rng.random() < 0.3:
         each = arguments["block"] * int(rng.choice([1, 2]))
-        groups = num_groups(case) if rng.random() < 0.5 else 1
+        groups = num_groups(case) if rng.random() < 0.5 and not on_gpu else 1
         shape = len(q), groups, int(rng.integers(1, 6))
         candidates = np.full(shape, -1, np.int32)
         for place in np.ndindex(*shape[:2]):

@@ -13,18 +13,18 @@ from itertools import product
 from typing import NamedTuple
 
 from ... import jit
-from ...core import dtypes
+from ...core import dtypes, recording
 from ...core.device import device_props
 from ...core.dtypes import DType
 from ...core.selection import SelectProblem
 from ..driver import params, scratch
-from ..driver.enqueue import Launch, enqueue, load_function
+from ..driver.enqueue import Launch, cuda, enqueue, load_function
 from ..driver.scratch import Allocate
 from . import select_topk
 
 # kernels/cupyattn/params/select.cuh
 TOKENS = struct.Struct("<2Q 8i")
-SELECT_SCORES = struct.Struct(f"<8Q 4q {TOKENS.size}s 4I 3i I i f")
+SELECT_SCORES = struct.Struct(f"<9Q 5q {TOKENS.size}s 4I 3i I 3i I i f")
 MAX_HEADS = 64
 # Offsets of rows are counted in 16 bytes, by 32 bits.
 MAX_INDEX_BYTES = 16 * 2**32
@@ -47,7 +47,8 @@ class SelectShape(NamedTuple):
     page_size       0 where there are no pages
     max_kv_len      keys a request has room for
     strides         q (token, head), k (page, row), k_scales (page, in floats), table (request),
-                    weights (token), out (token, group), values (token, group)
+                    weights (token), out (token, group), values (token, group), candidates (token)
+    num_candidates  of a token, one list for all groups
     kv_lens_are_steps  lengths are the steps of offsets of index rows
     """
 
@@ -65,6 +66,8 @@ class SelectShape(NamedTuple):
     is_causal: bool
     kv_lens_are_steps: bool
     sm_scale: float
+    candidate_stride: int = 0
+    num_candidates: int = 0
 
 
 class SelectAddresses(NamedTuple):
@@ -81,6 +84,7 @@ class SelectAddresses(NamedTuple):
     kv_offsets: int
     out: int
     values: int
+    candidates: int = 0
 
 
 def refusal(problem: SelectProblem) -> str | None:
@@ -89,8 +93,6 @@ def refusal(problem: SelectProblem) -> str | None:
     columns, max_dim = (64, 128) if k.is_fp8 else (32, 256)
     if problem.score == "softmax":
         return "score: 'softmax' has no GPU kernel; pass 'max' or 'relu_sum', or CPU arrays"
-    if problem.candidate_block:
-        return "candidates: have no GPU kernel; pass None, or CPU arrays"
     if not (q.is_float16 or q.is_fp8):
         return f"q_index: dtype {q} has no GPU kernel; pass float16, bfloat16 or float8_e4m3fn"
     if problem.head_dim % columns or problem.head_dim > max_dim:
@@ -123,6 +125,8 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
     """For so many tokens of a request. shares: the warps of a block share blocks of keys, so that
     few of those keep all SMs busy."""
     heads, block_rows = problem.num_heads, problem.block_rows
+    if problem.candidate_block:
+        tokens = 1
     # Tokens lie in whole tiles of eight columns, or several in one.
     of_token = -(-heads // 8)
     tile_bytes = 8 * 2 * problem.head_dim
@@ -143,6 +147,7 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
             "DTypeW": problem.dtype_w or dtypes.float32,
             "kSum": problem.score == "relu_sum",
             "kRowScales": problem.row_scales != "",
+            "kCandidates": problem.candidate_block > 0,
             "kHeadDim": problem.head_dim,
             "kHeads": heads,
             "kGroups": problem.num_groups,
@@ -154,7 +159,8 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
         }
     )
     unit = max(block_rows, _STEP * sharing) * (_WARPS // sharing)
-    return _Tiles(config, 8 * num_tiles // heads, unit, blocks_per_sm)
+    own_tokens = 1 if problem.candidate_block else 8 * num_tiles // heads
+    return _Tiles(config, own_tokens, unit, blocks_per_sm)
 
 
 def configs(kinds: Iterable[tuple[DType, DType]]) -> Iterator[jit.Config]:
@@ -216,7 +222,11 @@ class SelectLauncher:
         for first in range(0, num_tokens, chunk):
             count = min(chunk, num_tokens - first)
             tokens = self._pack_tokens(at, shape, first)
-            if max_rows:
+            if problem.candidate_block:
+                # What has no score does not compete: a NaN.
+                recording.spoil()
+                cuda().runtime.memsetAsync(scores, 0xFF, count * token_bytes, stream)
+            if max_rows and (shape.num_candidates or not problem.candidate_block):
                 is_whole = count == num_tokens
                 target = scores, score_stride
                 self._score(at, shape, tokens, target, count, is_whole, stream)
@@ -270,6 +280,9 @@ class SelectLauncher:
     ) -> None:
         """Enqueue the scores of a launch's tokens."""
         max_rows = shape.max_kv_len // self.problem.ratio
+        candidate_rows = self.problem.candidate_block // self.problem.ratio
+        if candidate_rows:
+            max_rows = shape.num_candidates * candidate_rows
         each = shape.request_tokens or -(-count // shape.num_requests)
         tiles = self._tiles(min(each, count), shape.num_requests, max_rows)
         request_tiles = 0
@@ -297,11 +310,13 @@ class SelectLauncher:
             at.weights,
             at.table,
             at.kv_offsets,
+            at.candidates,
             scores[0],
             shape.table_stride,
             shape.weight_stride,
             scores[1],
             shape.scale_stride,
+            shape.candidate_stride,
             tokens,
             *(x * q_size // 16 for x in shape.q_strides),
             *(x * k_size // 16 for x in shape.k_strides),
@@ -309,6 +324,9 @@ class SelectLauncher:
             request_tiles,
             page_size,
             *params.divisor(page_size),
+            shape.num_candidates,
+            candidate_rows,
+            *params.divisor(max(candidate_rows, 1)),
             shape.sm_scale,
         )
         launch = Launch(function, (num_tiles, parts, 1), 32 * _WARPS, 0)

@@ -31,11 +31,13 @@ struct SelectScoresParams {
   const void* weights;        // [tokens, heads] of Config::DTypeW; nullptr: ones
   const int32_t* table;       // pages of each request; nullptr: rows lie one after another
   const int32_t* kv_offsets;  // [num_requests + 1] first rows; nullptr: those of page `request`
+  const int32_t* candidates;  // [tokens, num_candidates] blocks that alone have scores; nullptr: all
   float* scores;              // [tokens * groups, score_stride], from first_token on
   int64_t table_stride;
   int64_t weight_stride;      // of a token
   int64_t score_stride;
   int64_t scale_stride_page;  // in floats
+  int64_t candidate_stride;   // of a token
   SelectTokens tokens;
   uint32_t q_stride_n, q_stride_h;
   uint32_t k_stride_page, k_stride_n;
@@ -44,10 +46,14 @@ struct SelectScoresParams {
   int32_t page_size;
   uint32_t page_magic;        // divides by that, see shared/work.cuh
   int32_t page_shift;
+  int32_t num_candidates;
+  int32_t candidate_rows;     // of a block that a candidate names
+  uint32_t candidate_magic;   // divides by that
+  int32_t candidate_shift;
   float sm_scale;
 };
 
-static_assert(sizeof(SelectScoresParams) == 184,
+static_assert(sizeof(SelectScoresParams) == 216,
               "the struct and its mirror in launch/ops/select.py must agree");
 
 }  // namespace cupyattn

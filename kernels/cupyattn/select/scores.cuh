@@ -26,7 +26,8 @@ struct SelectShape {
   static constexpr int kHeads = Config::kHeads, kGroups = Config::kGroups;
   static constexpr int kShare = kHeads / kGroups;  // heads of a group
   static constexpr int kTiles = Config::kTiles;    // of eight columns
-  static constexpr int kTokens = 8 * kTiles / kHeads;
+  // Candidates are a token's own.
+  static constexpr int kTokens = Config::kCandidates ? 1 : 8 * kTiles / kHeads;
   static constexpr int kWarps = Config::kWarps, kThreads = kWarps * kWarpSize;
   static constexpr bool kIsSum = Config::kSum;
   static constexpr int kBlockRows = Config::kBlockRows;
@@ -62,7 +63,7 @@ struct SelectTile {
   int request, first, count;  // tokens, from the launch's first one on
   int first_seen;             // keys that the first token sees; below 0 if there are fewer than tokens
   int step;                   // that each token sees more than the one before it
-  int end;                    // rows that the last token sees
+  int end;                    // rows that the last token sees; with candidates, those that they name
   int common;                 // rows that all tokens see
 
   // The first token of a request, or the one behind its last, within the launch.
@@ -206,13 +207,34 @@ struct SelectScores {
 
   // Where the row is that this lane looks up for its warp, in 16 bytes, and its scale. Rows behind
   // the last one are that one again.
+  // row: its number, negative where there is none.
   struct Place {
     uint32_t offset;
     float scale;
+    int row;
   };
 
-  __device__ __forceinline__ Place find(int row) const {
-    int at = min_of(row, tile.end - 1);
+  // Row number `index` of those that candidates name.
+  __device__ __forceinline__ int candidate_row(int index) const {
+    const int entry = divide(min_of(index, tile.end - 1), params.candidate_magic,
+                             params.candidate_shift);
+    const int64_t token = params.tokens.first_token + tile.first;
+    const int block = params.candidates[token * params.candidate_stride + entry];
+    if (block < 0 || block > tile.common / params.candidate_rows) return -1;
+    const int row = block * params.candidate_rows + index - entry * params.candidate_rows;
+    return index < tile.end && row < tile.common ? row : -1;  // mutate: candidates-not-cut
+  }
+
+  __device__ __forceinline__ Place find(int index) const {
+    Place place;
+    int at = 0;
+    if constexpr (Config::kCandidates) {
+      place.row = candidate_row(index);
+      at = max_of(place.row, 0);
+    } else {
+      place.row = index;
+      at = min_of(index, tile.end - 1);
+    }
     int page = tile.request;
     if (params.table != nullptr) {
       const int index = divide(at, params.page_magic, params.page_shift);
@@ -222,7 +244,6 @@ struct SelectScores {
       page = 0;
       at += params.kv_offsets[tile.request];
     }
-    Place place;
     place.offset = static_cast<uint32_t>(page) * params.k_stride_page +
                    static_cast<uint32_t>(at) * params.k_stride_n;
     place.scale = 1.0f;
@@ -337,8 +358,8 @@ struct SelectScores {
     return (8 * group_tile + 2 * (lane % 4) + e) / kShare;
   }
 
-  // Rows that a token does not see are no part of its blocks.
-  __device__ __forceinline__ void hide(Values& value, int group_tile, int row) const {
+  // Rows that a token does not see are no part of its blocks. rows: the numbers of 8 r + g.
+  __device__ __forceinline__ void hide(Values& value, int group_tile, const int (&rows)[4]) const {
 #pragma unroll
     for (int e = 0; e < kColumns; ++e) {
       const int token = group_of(group_tile, e) / Shape::kGroups;
@@ -346,7 +367,8 @@ struct SelectScores {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         // mutate: scores-of-hidden-rows
-        if (row + 8 * r + lane / 4 >= end) value[e][r] = -ptx::infinity();
+        const bool is_hidden = rows[r] >= end;
+        if (is_hidden || rows[r] < 0) value[e][r] = -ptx::infinity();
       }
     }
   }
@@ -369,7 +391,8 @@ struct SelectScores {
   static constexpr int kSame = kColumns == 2 ? 1 : min_of(kShare, 8) / 2;
 
   // Blocks of at most a step's rows are whole now. Lanes that have the same share the writing.
-  __device__ __forceinline__ void write_small(const Values& value, int group_tile, int row) const {
+  __device__ __forceinline__ void write_small(const Values& value, int group_tile,
+                                              const int (&rows)[4]) const {
     constexpr int kRowsAPart = min_of(kBlockRows, 8), kParts = max_of(kBlockRows / 8, 1);
 #pragma unroll
     for (int e = 0; e < kColumns; ++e) {
@@ -381,9 +404,9 @@ struct SelectScores {
 #pragma unroll
         for (int p = 1; p < kParts; ++p) x = ptx::max_nan(x, value[e][r + p]);
         x = across_rows(x);
-        const int first = row + 8 * r + lane / 4;
         const bool is_mine = lane % kSame == r / kParts % kSame;
-        if (is_here && is_mine && first < tile.end) write(x, group, first / kBlockRows);
+        const bool exists = Config::kCandidates ? rows[r] >= 0 : rows[r] < tile.end;
+        if (is_here && is_mine && exists) write(x, group, rows[r] / kBlockRows);
       }
     }
   }
@@ -400,7 +423,9 @@ struct SelectScores {
     }
   }
 
-  __device__ __forceinline__ void write_large(Best& best, int row, int turn) const {
+  // index: of the block's first row.
+  __device__ __forceinline__ void write_large(Best& best, int index, int turn) const {
+    const int row = Config::kCandidates ? candidate_row(index) : index < tile.end ? index : -1;
 #pragma unroll
     for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
 #pragma unroll
@@ -410,7 +435,7 @@ struct SelectScores {
         if (lane / 4 != 0 || lane % kSame != 0) continue;
         if constexpr (Shape::kSharing > 1) {
           shared.best[turn][warp][group] = x;
-        } else if (group < tile.count * Shape::kGroups && row < tile.end) {
+        } else if (group < tile.count * Shape::kGroups && row >= 0) {
           write(x, group, row / kBlockRows);
         }
       }
@@ -426,7 +451,7 @@ struct SelectScores {
         for (int w = 1; w < Shape::kSharing; ++w) {
           x = ptx::max_nan(x, shared.best[turn][first + w][group]);  // mutate: warps-not-joined
         }
-        if (row < tile.end) write(x, group, row / kBlockRows);
+        if (row >= 0) write(x, group, row / kBlockRows);
       }
     }
   }
@@ -452,9 +477,12 @@ struct SelectScores {
 #pragma unroll 1
     for (int index = 0; index < num_steps; ++index) {
       const int row = row_of(first_unit, index);
+      int rows[4];
       float factor[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
+        rows[r] = Config::kCandidates ? ptx::shuffle(place.row, 8 * r + lane / 4)
+                                      : row + 8 * r + lane / 4;
         factor[r] = Shape::kIsSum ? 1.0f : scale;
         if constexpr (Config::kRowScales) factor[r] *= ptx::shuffle(place.scale, 8 * r + lane / 4);
       }
@@ -463,7 +491,7 @@ struct SelectScores {
 #pragma unroll
       for (int r = 0; r < 4; ++r) to_words(raw[r], words[r]);
       if constexpr (is_fp8<Key>) load(raw, place);
-      const bool hides = row + kStep > tile.common;
+      const bool hides = Config::kCandidates || row + kStep > tile.common;
 #pragma unroll
       for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
         Values value;
@@ -476,7 +504,7 @@ struct SelectScores {
         // Products of the next tile would be begun ahead of these scores, in registers of their own.
         if constexpr (Shape::kGroupsOfTiles > 2) ptx::end_basic_block(tile.end);
         if constexpr (Shape::kIsSum || !kIsLarge) finish_heads(value, factor);
-        if (hides) hide(value, n, row);
+        if (hides) hide(value, n, rows);
         if constexpr (kIsLarge) {
 #pragma unroll
           for (int e = 0; e < kColumns; ++e) {
@@ -484,7 +512,7 @@ struct SelectScores {
             for (int r = 0; r < 4; ++r) best[n][e] = ptx::max_nan(best[n][e], value[e][r]);
           }
         } else if (row < tile.end) {
-          write_small(value, n, row);
+          write_small(value, n, rows);
         }
       }
       if constexpr (!is_fp8<Key>) load(raw, place);
@@ -517,9 +545,9 @@ __device__ __forceinline__ void select_scores(const SelectScoresParams& params) 
   __shared__ SelectShared<Config> shared;
   ptx::launch_dependents();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const SelectTile tile =
-      SelectTile::of<Shape::kTokens>(params, static_cast<int>(blockIdx.x), lane);
-  if (tile.count <= 0) return;
+  SelectTile tile = SelectTile::of<Shape::kTokens>(params, static_cast<int>(blockIdx.x), lane);
+  if (tile.count <= 0 || tile.end == 0) return;
+  if constexpr (Config::kCandidates) tile.end = params.num_candidates * params.candidate_rows;
   const int64_t units = ceil_div(tile.end, Shape::kUnit);
   const int first = static_cast<int>(units * blockIdx.y / gridDim.y);
   const int end = static_cast<int>(units * (blockIdx.y + 1) / gridDim.y);

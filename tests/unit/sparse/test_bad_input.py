@@ -189,7 +189,7 @@ def select_call(make: Callable[..., Any], **changes: Any) -> dict[str, Any]:
     ("words", "changes"),
     [
         ("score: 'softmax' has no GPU kernel", {"score": "softmax"}),
-        ("candidates: have no GPU kernel", {"candidates": lambda make: make(T, 1, dtype="int32")}),
+        ("candidates: 2 lists a", {"candidates": lambda make: make(T, 2, 1, dtype="int32")}),
         (
             "q_index: dtype float32 has no GPU kernel",
             {
