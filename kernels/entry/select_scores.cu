@@ -7,6 +7,7 @@ struct Config {
   using DTypeK = bfloat16_t;
   using DTypeW = float;
   static constexpr bool kSum = false, kRowScales = false, kCandidates = false;
+  static constexpr bool kWarpgroup = false;
   static constexpr int kHeadDim = 128, kHeads = 4, kGroups = 4, kBlockRows = 128;
   static constexpr int kTiles = 1, kWarps = 4, kSharing = 1, kBlocksPerSm = 4;
 };

@@ -56,12 +56,12 @@ PROBLEMS = (
 )
 
 
-def _configs() -> Iterator[jit.Config]:
+def _configs(arch: str) -> Iterator[jit.Config]:
     for problem in PROBLEMS:
         assert select.refusal(problem) is None
         for tokens in (1, 4, 100):
             for shares in (False, True):
-                yield select.choose_tiles(problem, tokens, shares).config
+                yield select.choose_tiles(problem, tokens, shares, arch).config
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def _configs() -> Iterator[jit.Config]:
     ["sm_90a", "sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_86", "sm_120a"))],
 )
 def test_no_spills(arch: str) -> None:
-    for config in dict.fromkeys(_configs()):
+    for config in dict.fromkeys(_configs(arch)):
         report = jit.build("select_scores", config, arch).info.ptxas
         assert not report.stack_bytes and not report.spill_store_bytes, (config, report)
         assert not report.warnings and report.smem_bytes <= 48 << 10

@@ -215,6 +215,24 @@ def scores_of(case: SelectCase, token: int, group: int) -> list[float]:
     return result
 
 
+def magnitude(case: SelectCase, token: int, group: int) -> float:
+    """The largest sum of magnitudes of products that a score has, which bounds its rounding."""
+    arguments = case.arguments
+    request, seen = case.tokens[token]
+    count, share = seen // arguments["ratio"], len(arguments["q_index"][token]) // num_groups(case)
+    heads = slice(group * share, (group + 1) * share)
+    if not count:
+        return 0.0
+    q = np.abs(arguments["q_index"][token, heads].astype(np.float64))
+    sums = q @ np.abs(case.rows[request][:count].T) * case.scales[request][:count]
+    sums *= abs(arguments.get("sm_scale", 1.0) * arguments.get("k_scale", 1.0))
+    if arguments["score"] == "max":
+        return float(sums.max())
+    weights = arguments.get("weights")
+    by_head = np.ones(share) if weights is None else np.abs(weights[token, heads].astype(float))
+    return float((by_head @ sums).max())
+
+
 def competing(case: SelectCase, token: int, group: int, num_blocks: int) -> list[int]:
     """The blocks that may be listed."""
     candidates = case.arguments.get("candidates")
@@ -245,16 +263,15 @@ def check(case: SelectCase, lists: np.ndarray, values: np.ndarray, slack: float)
                 b for b in blocks if b < arguments["first"] or b >= len(scores) - arguments["last"]
             }
             assert forced <= set(own) or len(forced) > topk, what
-            near = slack * max((abs(x) for x in scores), default=0.0)
+            near = slack * magnitude(case, token, group)
             for b in set(blocks) - set(own):
                 for chosen in set(own) - forced:
                     assert scores[chosen] >= scores[b] - near, what
                     if scores[chosen] == scores[b] and not slack:
                         assert chosen < b, what
             found = values[token, group]
-            np.testing.assert_allclose(
-                found[: len(own)], [scores[b] for b in own], rtol=1e-5, atol=1e-6, err_msg=what
-            )
+            atol, want = 1e-6 + near, [scores[b] for b in own]
+            np.testing.assert_allclose(found[: len(own)], want, 1e-5, atol, err_msg=what)
             assert np.isneginf(found[len(own) :]).all(), what
     assert (lists[len(case.tokens) :] == -1).all()
     assert np.isneginf(values[len(case.tokens) :]).all()

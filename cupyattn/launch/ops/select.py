@@ -32,12 +32,17 @@ MAX_INDEX_BYTES = 16 * 2**32
 MAX_KEYS = 2**31 - 4096
 # The keys of a request that has no pages are one: a page of more rows than there are.
 _ONE_PAGE = 1 << 30
-_WARPS, _STEP, _MAX_TILES = 4, 32, 16
+_WARPS, _MAX_TILES = 4, 16
+# Rows of a warp's step, where warps multiply alone and by fours.
+_STEP, _STEP_OF_FOUR = 32, 16
+# So many tiles of eight columns are worth products of four warps.
+_TILES_OF_FOUR = 8
 _MAX_SHARED_BYTES = 40 << 10
 # Scores of so many bytes are chosen from before the next tokens have theirs.
 _MAX_SCORE_BYTES = 256 << 20
-# Parts of a tile's rows for each slot of the GPU, where there are few tiles and many.
-_MANY_TILES = 4
+# Blocks that run at a time have equal parts of the rows, but where there are so few of a tile that
+# some would idle: then there are so many times more blocks, whose ends even out.
+_FEW_PARTS, _WAVES = 4, 4
 
 
 class SelectShape(NamedTuple):
@@ -121,25 +126,17 @@ class _Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
+def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -> _Tiles:
     """For so many tokens of a request. shares: the warps of a block share blocks of keys, so that
     few of those keep all SMs busy."""
     heads, block_rows = problem.num_heads, problem.block_rows
     if problem.candidate_block:
         tokens = 1
-    # Tokens lie in whole tiles of eight columns, or several in one.
-    of_token = -(-heads // 8)
-    tile_bytes = 8 * 2 * problem.head_dim
-    max_tiles = min(_MAX_TILES, _MAX_SHARED_BYTES // tile_bytes)
-    if problem.dtype_k.is_fp8 or problem.head_dim > 128:
-        max_tiles = min(max_tiles, _MAX_TILES // 2)  # registers
-    num_tiles = of_token
-    while 8 * num_tiles < tokens * heads and 2 * num_tiles <= max_tiles:
-        num_tiles *= 2
-    sharing = min(_WARPS, max(1, block_rows // _STEP)) if shares else 1
-    blocks_per_sm = 4 if num_tiles <= 2 else 3 if num_tiles <= 4 else 2
-    if problem.head_dim > 128:
-        blocks_per_sm = min(blocks_per_sm, 2)
+    num_tiles = _num_tiles(problem, tokens, arch)
+    by_four = arch == "sm_90a" and num_tiles >= _TILES_OF_FOUR and problem.head_dim % 64 == 0
+    step = _STEP_OF_FOUR if by_four else _STEP
+    sharing = min(_WARPS, max(1, block_rows // step)) if shares else 1
+    blocks_per_sm = _blocks_per_sm(problem, num_tiles, by_four)
     config = jit.Config(
         {
             "DTypeQ": problem.dtype_q,
@@ -148,6 +145,7 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
             "kSum": problem.score == "relu_sum",
             "kRowScales": problem.row_scales != "",
             "kCandidates": problem.candidate_block > 0,
+            "kWarpgroup": by_four,
             "kHeadDim": problem.head_dim,
             "kHeads": heads,
             "kGroups": problem.num_groups,
@@ -158,12 +156,36 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool) -> _Tiles:
             "kBlocksPerSm": blocks_per_sm,
         }
     )
-    unit = max(block_rows, _STEP * sharing) * (_WARPS // sharing)
+    unit = max(block_rows, step * sharing) * (_WARPS // sharing)
     own_tokens = 1 if problem.candidate_block else 8 * num_tiles // heads
     return _Tiles(config, own_tokens, unit, blocks_per_sm)
 
 
-def configs(kinds: Iterable[tuple[DType, DType]]) -> Iterator[jit.Config]:
+def _num_tiles(problem: SelectProblem, tokens: int, arch: str) -> int:
+    """Tiles of eight columns: whole tokens lie in whole tiles, or several in one."""
+    heads = problem.num_heads
+    max_tiles = min(_MAX_TILES, _MAX_SHARED_BYTES // (8 * 2 * problem.head_dim))
+    # Registers.
+    if problem.head_dim > 128 or (problem.dtype_k.is_fp8 and arch != "sm_90a"):
+        max_tiles = min(max_tiles, _MAX_TILES // 2)
+    num_tiles = -(-heads // 8)
+    while 8 * num_tiles < tokens * heads and 2 * num_tiles <= max_tiles:
+        num_tiles *= 2
+    return num_tiles
+
+
+def _blocks_per_sm(problem: SelectProblem, num_tiles: int, by_four: bool) -> int:
+    """Blocks that run at a time: as many as have registers enough."""
+    if problem.head_dim > 128:
+        return 2
+    if not by_four:
+        return 4 if num_tiles == 1 else 3 if num_tiles <= 4 else 2
+    if num_tiles > _TILES_OF_FOUR:
+        return 2
+    return 4 if problem.score == "relu_sum" and problem.dtype_k.is_fp8 else 3
+
+
+def configs(kinds: Iterable[tuple[DType, DType]], arch: str) -> Iterator[jit.Config]:
     """The Configs of selections of models, of queries and keys of these dtypes: MiniMax-M3's blocks
     of 128 keys by four heads, and sums of four heads for each row of four keys."""
     of_blocks = SelectProblem(
@@ -191,7 +213,8 @@ def configs(kinds: Iterable[tuple[DType, DType]]) -> Iterator[jit.Config]:
             continue
         for problem in (of_blocks, of_rows):
             for tokens, shares in product((1, 4, 32), (False, True)):
-                yield choose_tiles(replace(problem, dtype_q=q, dtype_k=k), tokens, shares).config
+                asked = replace(problem, dtype_q=q, dtype_k=k)
+                yield choose_tiles(asked, tokens, shares, arch).config
 
 
 class SelectLauncher:
@@ -199,7 +222,8 @@ class SelectLauncher:
 
     def __init__(self, problem: SelectProblem, device_index: int) -> None:
         self.problem, self.device_index = problem, device_index
-        self._num_sms = device_props(device_index).num_sms
+        props = device_props(device_index)
+        self._num_sms, self._arch = props.num_sms, props.arch
 
     def launch(
         self,
@@ -293,8 +317,8 @@ class SelectLauncher:
             num_tiles = count // tiles.tokens + shape.num_requests
         slots = tiles.blocks_per_sm * self._num_sms
         parts = slots // num_tiles
-        if parts < _MANY_TILES:
-            parts = -(-_MANY_TILES * slots // num_tiles)
+        if parts < _FEW_PARTS:
+            parts = -(-_WAVES * slots // num_tiles)
         parts = max(1, min(parts, -(-max_rows // tiles.unit)))
         function = load_function("select_scores", tiles.config, self.device_index)
         arguments = params.this_thread.launch_buffer
@@ -334,11 +358,11 @@ class SelectLauncher:
 
     def _tiles(self, tokens: int, num_requests: int, max_rows: int) -> _Tiles:
         """Warps share blocks of keys where these are too few for all warps that run at a time."""
-        alone = choose_tiles(self.problem, tokens, shares=False)
+        alone = choose_tiles(self.problem, tokens, False, self._arch)
         num_tiles = num_requests * -(-tokens // alone.tokens)
         units = num_tiles * -(-max_rows // alone.unit)
         if units < 2 * alone.blocks_per_sm * self._num_sms:
-            return choose_tiles(self.problem, tokens, shares=True)
+            return choose_tiles(self.problem, tokens, True, self._arch)
         return alone
 
 

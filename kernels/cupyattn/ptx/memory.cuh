@@ -72,6 +72,14 @@ __device__ __forceinline__ Vector16 load_no_allocate(const Vector16* pointer) {
                : "l"(pointer));
   return x;
 }
+// The same; L2 gets all 256 bytes around.
+__device__ __forceinline__ Vector16 load_no_allocate_256(const Vector16* pointer) {
+  Vector16 x;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
+               : "l"(pointer));
+  return x;
+}
 // Loads what no thread writes while the kernel runs: the compiler may move such loads anywhere.
 __device__ __forceinline__ uint32_t load_constant(const uint32_t* pointer) {
   return __ldg(pointer);

@@ -3,16 +3,20 @@
 //
 // A warp reads 32 rows straight into registers, and needs no other warp for them: a lane has 16 bytes
 // of a row at a time, wherever the row lies, and which columns of the row these are does not matter
-// as long as the queries' fragments have the same ones.
+// as long as the queries' fragments have the same ones. Products of a warpgroup (kWarpgroup), for many
+// columns, take 16 rows of each of four warps, which need not follow one another either.
 #pragma once
 
+#include "cupyattn/ptx/cp_async.cuh"
 #include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/ptx/mma.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
 #include "cupyattn/select/tokens.cuh"
 #include "cupyattn/shared/work.cuh"
+#include "cupyattn/tile/warpgroup_tile.cuh"
 
 namespace cupyattn {
 
@@ -31,8 +35,11 @@ struct SelectShape {
   static constexpr int kWarps = Config::kWarps, kThreads = kWarps * kWarpSize;
   static constexpr bool kIsSum = Config::kSum;
   static constexpr int kBlockRows = Config::kBlockRows;
-  // Rows of a warp's step; warps that share a block; rows of what they do before they move on.
-  static constexpr int kStep = 32, kSharing = Config::kSharing;
+  // Eights of rows of a warp's step; warps that share a block; rows that those have before they move
+  // on.
+  static constexpr bool kWarpgroup = Config::kWarpgroup;
+  static constexpr int kEights = kWarpgroup ? 2 : 4, kStep = 8 * kEights;
+  static constexpr int kSharing = Config::kSharing;
   static constexpr int kUnit = max_of(kBlockRows, kStep * kSharing);
   static constexpr int kStepsAUnit = kUnit / (kStep * kSharing);
   static constexpr int kLists = kWarps / kSharing;  // warps, or those that share, in their turn
@@ -47,13 +54,15 @@ struct SelectShape {
 
   static_assert(kShare == 1 || kShare == 2 || kShare == 4 || kShare % 8 == 0, "heads of a group");
   static_assert(kTokens > 0, "a tile has whole tokens");
+  static_assert(!kWarpgroup || (kWarps == 4 && Config::kHeadDim % 64 == 0), "whole panels");
   static_assert(kSharing == 1 || kBlockRows % (kStep * kSharing) == 0, "warps share whole steps");
 };
 
 template <typename Config>
 struct SelectShared {
   using Shape = SelectShape<Config>;
-  Vector16 q[Shape::kTiles][Shape::kVectors][kWarpSize];  // fragments, as lanes read them
+  // Fragments, as lanes read them; or, of warpgroups, a tile of panels.
+  alignas(Shape::kWarpgroup ? 1024 : 16) Vector16 q[Shape::kTiles][Shape::kVectors][kWarpSize];
   float weights[Shape::kIsSum ? 8 * Shape::kTiles : 1];
   float best[2][Shape::kWarps][Shape::kSharedColumns];
 };
@@ -130,8 +139,10 @@ struct SelectScores {
   static constexpr int kColumns = Shape::kColumns, kStep = Shape::kStep;
   static constexpr int kBlockRows = Shape::kBlockRows, kShare = Shape::kShare;
 
-  // Rows g, g + 8, g + 16 and g + 24 of a step, as they are in memory.
-  using Raw = Vector16[4][kRaw];
+  static constexpr int kEights = Shape::kEights;
+  // Rows g, g + 8 and so on of a step, as they are in memory.
+  using Raw = Vector16[kEights][kRaw];
+  using QueryTile = PanelTile<T, 8 * kTiles, Config::kHeadDim>;
 
   const SelectScoresParams& params;
   SelectShared<Config>& shared;
@@ -163,8 +174,8 @@ struct SelectScores {
     } else {
       result = source[element / 8];
     }
-    // Sums have weights of a positive scale.
-    if (Shape::kIsSum && scale < 0.0f) {
+    // What is left of the scale is positive, so that the largest stays the largest.
+    if (scale < 0.0f) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) result.word[w] ^= 0x80008000u;
     }
@@ -194,8 +205,20 @@ struct SelectScores {
     for (int i = threadIdx.x; i < kCount; i += Shape::kThreads) {
       const int at = i % kWarpSize, vector = i / kWarpSize % kVectors;
       const int column = i / kWarpSize / kVectors * 8 + at / 4;
-      fragments[i] = query_vector(column, vector, at % 4);
+      const Vector16 loaded = query_vector(column, vector, at % 4);
+      if constexpr (Shape::kWarpgroup) {
+        // Words of a step's columns lie side by side, thread after thread.
+        unsigned char* tile = reinterpret_cast<unsigned char*>(fragments);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const int place = QueryTile::offset(column, 4 * vector + w) + 4 * (at % 4);
+          *reinterpret_cast<uint32_t*>(tile + place) = loaded.word[w];
+        }
+      } else {
+        fragments[i] = loaded;
+      }
     }
+    if constexpr (Shape::kWarpgroup) ptx::fence_proxy_async();
     if constexpr (Shape::kIsSum) {
       for (int i = threadIdx.x; i < 8 * kTiles; i += Shape::kThreads) {
         shared.weights[i] = weight_of(i);
@@ -256,11 +279,11 @@ struct SelectScores {
   __device__ __forceinline__ void load(Raw& raw, const Place& place) const {
     const Vector16* keys = static_cast<const Vector16*>(params.k) + lane % 4;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < kEights; ++r) {
       const uint32_t offset = static_cast<uint32_t>(
           ptx::shuffle(static_cast<int>(place.offset), 8 * r + lane / 4));
 #pragma unroll
-      for (int v = 0; v < kRaw; ++v) raw[r][v] = ptx::load_no_allocate(keys + offset + 4 * v);
+      for (int v = 0; v < kRaw; ++v) raw[r][v] = ptx::load_no_allocate_256(keys + offset + 4 * v);
     }
   }
 
@@ -284,19 +307,29 @@ struct SelectScores {
     }
   }
 
-  // Products of the step's rows with the columns of a tile; rows 16 m + 8 h + g of column 2 t + e are
-  // acc[m][2 h + e].
-  __device__ __forceinline__ void multiply(float (&acc)[2][4],
-                                           const uint32_t (&words)[4][kVectors][4], int n) const {
+  using Words = uint32_t[kEights][kVectors][4];
+  // Row 8 r + g of column 2 t + e of a tile of columns is acc[r / 2][2 (r % 2) + e].
+  using Sums = float[kEights / 2][4];
+
+  // The rows 16 m + g and 16 m + g + 8 of a step of 16 columns.
+  static __device__ __forceinline__ void fragment(uint32_t (&a)[4], const Words& words, int m,
+                                                  int step) {
+    const int v = step / 2, half = step % 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = words[2 * m + i % 2][v][2 * half + i / 2];
+  }
+
+  // Products of the step's rows with the columns of a tile.
+  __device__ __forceinline__ void multiply(Sums& acc, const Words& words, int n) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const Vector16 b = shared.q[n][v][lane];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const uint32_t a[4] = {words[2 * m][v][2 * half], words[2 * m + 1][v][2 * half],
-                                 words[2 * m][v][2 * half + 1], words[2 * m + 1][v][2 * half + 1]};
+        for (int m = 0; m < kEights / 2; ++m) {
+          uint32_t a[4];
+          fragment(a, words, m, 2 * v + half);
           ptx::mma_m16n8k16<T>(acc[m], a, b.word[2 * half], b.word[2 * half + 1],
                                v == 0 && half == 0);
         }
@@ -304,32 +337,53 @@ struct SelectScores {
     }
   }
 
+  // Those with all columns, by a warpgroup.
+  __device__ __forceinline__ void multiply_all(Sums (&acc)[kTiles], const Words& words,
+                                               uint64_t queries) const {
+    float (&d)[4 * kTiles] = reinterpret_cast<float (&)[4 * kTiles]>(acc);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 2 * kVectors; ++step) {
+      uint32_t a[4];
+      fragment(a, words, 0, step);
+      const uint64_t b = operand_behind<QueryTile>(
+          queries, step / 4 * (QueryTile::kPanelBytes / 16) + step % 4 * 2);
+      ptx::Wgmma<8 * kTiles>::template multiply_rs_k_major<T>(d, a, b, step != 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(d);
+  }
+
   // Scores of the step's rows: value[e][r] is that of row 8 r + g.
-  using Values = float[kColumns][4];
+  using Values = float[kColumns][kEights];
 
   // What the columns of tile n add to the scores of their group.
-  __device__ __forceinline__ void add_tile(Values& value, const float (&acc)[2][4],
-                                           const float (&factor)[4], int n, bool is_first) const {
+  __device__ __forceinline__ void add_tile(Values& value, const Sums& acc,
+                                           const float (&factor)[kEights], int n,
+                                           bool is_first) const {
     float weight[2];
     if constexpr (Shape::kIsSum) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) weight[e] = shared.weights[8 * n + 2 * (lane % 4) + e];
     }
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < kEights; ++r) {
       float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         x[e] = acc[r / 2][2 * (r % 2) + e];
         if constexpr (Shape::kIsSum) {
           x[e] = ptx::max_nan(x[e], 0.0f) * weight[e];  // mutate: relu-of-scores-lost
-        } else {
+        } else if constexpr (Config::kRowScales) {
           x[e] *= factor[r];
         }
       }
       if constexpr (kColumns == 2) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) value[e][r] = Shape::kIsSum ? x[e] * factor[r] : x[e];
+        for (int e = 0; e < 2; ++e) {
+          value[e][r] = Shape::kIsSum && Config::kRowScales ? x[e] * factor[r] : x[e];
+        }
       } else {
         const float both = join(x[0], x[1]);
         value[0][r] = is_first ? both : join(value[0][r], both);
@@ -343,12 +397,12 @@ struct SelectScores {
   }
 
   // The heads of a group that other lanes of the quad have; then what no sum may have before.
-  __device__ __forceinline__ void finish_heads(Values& value, const float (&factor)[4]) const {
+  __device__ __forceinline__ void finish_heads(Values& value, const float (&factor)[kEights]) const {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < kEights; ++r) {
       if constexpr (kShare >= 4) value[0][r] = join(value[0][r], ptx::shuffle_xor(value[0][r], 1));
       if constexpr (kShare >= 8) value[0][r] = join(value[0][r], ptx::shuffle_xor(value[0][r], 2));
-      if constexpr (Shape::kIsSum && kColumns == 1) value[0][r] *= factor[r];
+      if constexpr (Shape::kIsSum && Config::kRowScales && kColumns == 1) value[0][r] *= factor[r];
     }
   }
 
@@ -359,13 +413,13 @@ struct SelectScores {
   }
 
   // Rows that a token does not see are no part of its blocks. rows: the numbers of 8 r + g.
-  __device__ __forceinline__ void hide(Values& value, int group_tile, const int (&rows)[4]) const {
+  __device__ __forceinline__ void hide(Values& value, int group_tile, const int (&rows)[kEights]) const {
 #pragma unroll
     for (int e = 0; e < kColumns; ++e) {
       const int token = group_of(group_tile, e) / Shape::kGroups;
       const int end = tile.rows_of(token, params.tokens);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
+      for (int r = 0; r < kEights; ++r) {
         // mutate: scores-of-hidden-rows
         const bool is_hidden = rows[r] >= end;
         if (is_hidden || rows[r] < 0) value[e][r] = -ptx::infinity();
@@ -383,6 +437,7 @@ struct SelectScores {
 
   __device__ __forceinline__ void write(float x, int group, int block) const {
     const int64_t row = static_cast<int64_t>(tile.first) * Shape::kGroups + group;
+    if constexpr (!Shape::kIsSum) x *= fabsf(scale);
     // A NaN counts as no score at all.
     params.scores[row * params.score_stride + block] = x == x ? x : -ptx::infinity();
   }
@@ -392,14 +447,14 @@ struct SelectScores {
 
   // Blocks of at most a step's rows are whole now. Lanes that have the same share the writing.
   __device__ __forceinline__ void write_small(const Values& value, int group_tile,
-                                              const int (&rows)[4]) const {
+                                              const int (&rows)[kEights]) const {
     constexpr int kRowsAPart = min_of(kBlockRows, 8), kParts = max_of(kBlockRows / 8, 1);
 #pragma unroll
     for (int e = 0; e < kColumns; ++e) {
       const int group = group_of(group_tile, e);
       const bool is_here = group < tile.count * Shape::kGroups && lane / 4 % kRowsAPart == 0;
 #pragma unroll
-      for (int r = 0; r < 4; r += kParts) {
+      for (int r = 0; r < kEights; r += kParts) {
         float x = value[e][r];
 #pragma unroll
         for (int p = 1; p < kParts; ++p) x = ptx::max_nan(x, value[e][r + p]);
@@ -467,55 +522,61 @@ struct SelectScores {
 
   __device__ __forceinline__ void run(int first_unit, int end_unit) const {
     constexpr bool kIsLarge = kBlockRows > kStep;
+    // The next rows have registers of their own while these are multiplied.
+    constexpr bool kLoadsAhead = Shape::kWarpgroup || is_fp8<Key>;
     // All warps go the same way round, so that they meet at barriers.
     const int num_steps = ceil_div(end_unit - first_unit, Shape::kLists) * Shape::kStepsAUnit;
     Raw raw;
     Place place = find(row_of(first_unit, 0) + lane);
     load(raw, place);
+    load_queries();
+    ptx::block_sync();
+    const uint64_t queries = operand_at<QueryTile>(ptx::shared_address(&shared.q));
     Best best;
     if constexpr (kIsLarge) clear(best);
 #pragma unroll 1
     for (int index = 0; index < num_steps; ++index) {
       const int row = row_of(first_unit, index);
-      int rows[4];
-      float factor[4];
+      int rows[kEights];
+      float factor[kEights];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
+      for (int r = 0; r < kEights; ++r) {
         rows[r] = Config::kCandidates ? ptx::shuffle(place.row, 8 * r + lane / 4)
                                       : row + 8 * r + lane / 4;
-        factor[r] = Shape::kIsSum ? 1.0f : scale;
-        if constexpr (Config::kRowScales) factor[r] *= ptx::shuffle(place.scale, 8 * r + lane / 4);
+        factor[r] = Config::kRowScales ? ptx::shuffle(place.scale, 8 * r + lane / 4) : 1.0f;
       }
       place = find(row_of(first_unit, index + 1) + lane);
-      uint32_t words[4][kVectors][4];
+      Words words;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) to_words(raw[r], words[r]);
-      if constexpr (is_fp8<Key>) load(raw, place);
+      for (int r = 0; r < kEights; ++r) to_words(raw[r], words[r]);
+      if constexpr (kLoadsAhead) load(raw, place);
+      Sums sums[Shape::kWarpgroup ? kTiles : 1];
+      if constexpr (Shape::kWarpgroup) multiply_all(sums, words, queries);
       const bool hides = Config::kCandidates || row + kStep > tile.common;
 #pragma unroll
       for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
         Values value;
 #pragma unroll
         for (int part = 0; part < Shape::kTilesAGroup; ++part) {
-          float acc[2][4];
-          multiply(acc, words, n * Shape::kTilesAGroup + part);
-          add_tile(value, acc, factor, n * Shape::kTilesAGroup + part, part == 0);
+          const int tile_index = n * Shape::kTilesAGroup + part;
+          if constexpr (!Shape::kWarpgroup) multiply(sums[0], words, tile_index);
+          add_tile(value, sums[Shape::kWarpgroup ? tile_index : 0], factor, tile_index, part == 0);
         }
         // Products of the next tile would be begun ahead of these scores, in registers of their own.
-        if constexpr (Shape::kGroupsOfTiles > 2) ptx::end_basic_block(tile.end);
+        if constexpr (!Shape::kWarpgroup && Shape::kGroupsOfTiles > 2) ptx::end_basic_block(tile.end);
         if constexpr (Shape::kIsSum || !kIsLarge) finish_heads(value, factor);
         if (hides) hide(value, n, rows);
         if constexpr (kIsLarge) {
 #pragma unroll
           for (int e = 0; e < kColumns; ++e) {
 #pragma unroll
-            for (int r = 0; r < 4; ++r) best[n][e] = ptx::max_nan(best[n][e], value[e][r]);
+            for (int r = 0; r < kEights; ++r) best[n][e] = ptx::max_nan(best[n][e], value[e][r]);
           }
         } else if (row < tile.end) {
           write_small(value, n, rows);
         }
       }
-      if constexpr (!is_fp8<Key>) load(raw, place);
+      if constexpr (!kLoadsAhead) load(raw, place);
       if constexpr (kIsLarge) {
         if (index % Shape::kStepsAUnit == Shape::kStepsAUnit - 1) {
           if constexpr (!Shape::kIsSum) finish_best(best);
@@ -556,8 +617,6 @@ __device__ __forceinline__ void select_scores(const SelectScoresParams& params) 
   const SelectScores<Config> scores = {
       params, shared, tile, scale, lane,
       ptx::warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize)};
-  scores.load_queries();
-  ptx::block_sync();
   scores.run(first, end);
 }
 

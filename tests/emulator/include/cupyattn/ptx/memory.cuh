@@ -45,6 +45,8 @@ EMULATOR_INLINE float4 load_l2(const float4* pointer) {
 
 EMULATOR_INLINE Vector16 load_no_allocate(const Vector16* pointer) { return *pointer; }
 
+EMULATOR_INLINE Vector16 load_no_allocate_256(const Vector16* pointer) { return *pointer; }
+
 EMULATOR_INLINE uint32_t load_constant(const uint32_t* pointer) { return *pointer; }
 
 EMULATOR_INLINE uint16_t load_constant(const uint16_t* pointer) { return *pointer; }
