@@ -22,7 +22,7 @@ struct PrefillSm90Softmax {
   // Tiles of many columns have no registers for a second copy. A block of one item is to have few
   // instructions, which it fetches once.
   static constexpr bool kRaisesInLoop =
-      Traits::kMultipliesBytes || !Traits::kPersistent ||
+      Traits::kMultipliesBytes || Traits::kServesOneItem ||
       (kOverlap && Traits::kTileQ == 128 && Traits::kHeadDimQK > 128);
   using DTypeP = typename Traits::DTypeP;
   static constexpr int kSteps = kTileKV / MmaTraits<DTypeP, typename Traits::VTile::T>::kStep;

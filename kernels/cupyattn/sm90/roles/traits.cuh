@@ -54,6 +54,7 @@ struct PrefillSm90Traits : Config {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   // Persistent blocks take items until none is left; others have one each, that of their index.
   static constexpr bool kPersistent = Config::kPersistent;
+  static constexpr bool kServesOneItem = !kPersistent;
   // The present item and the next; in blocks for short items one more, whose keys are copied while
   // the next Q waits for its place. If others took more, the last blocks would end late.
   static constexpr int kItems = Config::kItems;

@@ -63,8 +63,7 @@ struct WideSm90Tiles : Config {
                         kAlignsTiles = false;
   // Tiles of 32 keys leave room between products to take every maximum.
   static constexpr bool kTakesMaxima = !kLatent;
-  static constexpr bool kPersistent = true;  // blocks take one item after another
-  static constexpr bool kMultipliesBytes = false;
+  static constexpr bool kMultipliesBytes = false, kServesOneItem = false;
   static constexpr int kValueStages = kStages;
   using LogitsVariant = PlainLogits;
   using Mask = OfShareIf<HasKeyShare<Config>::kValue, NoMask>;
