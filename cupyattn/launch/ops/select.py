@@ -33,8 +33,10 @@ MAX_KEYS = 2**31 - 4096
 # The keys of a request that has no pages are one: a page of more rows than there are.
 _ONE_PAGE = 1 << 30
 _WARPS, _MAX_TILES = 4, 16
-# Rows of a warp's step, where warps multiply alone and by fours.
-_STEP, _STEP_OF_FOUR = 32, 16
+# Eights of rows of a warp's step, and steps whose rows are on their way at a time: in all as many
+# as have registers.
+_STEPS = 4, 1
+_SHORT_STEPS = 2, 2
 # So many tiles of eight columns are worth products of four warps.
 _TILES_OF_FOUR = 8
 _MAX_SHARED_BYTES = 40 << 10
@@ -134,7 +136,10 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -
         tokens = 1
     num_tiles = _num_tiles(problem, tokens, arch)
     by_four = arch == "sm_90a" and num_tiles >= _TILES_OF_FOUR and problem.head_dim % 64 == 0
-    step = _STEP_OF_FOUR if by_four else _STEP
+    eights, ahead = _SHORT_STEPS if by_four or num_tiles <= 2 else _STEPS
+    if problem.dtype_k.is_fp8 and num_tiles > _TILES_OF_FOUR:
+        ahead = 1
+    step = 8 * eights
     sharing = min(_WARPS, max(1, block_rows // step)) if shares else 1
     blocks_per_sm = _blocks_per_sm(problem, num_tiles, by_four)
     config = jit.Config(
@@ -146,6 +151,8 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -
             "kRowScales": problem.row_scales != "",
             "kCandidates": problem.candidate_block > 0,
             "kWarpgroup": by_four,
+            "kEights": eights,
+            "kAhead": ahead,
             "kHeadDim": problem.head_dim,
             "kHeads": heads,
             "kGroups": problem.num_groups,

@@ -35,10 +35,10 @@ struct SelectShape {
   static constexpr int kWarps = Config::kWarps, kThreads = kWarps * kWarpSize;
   static constexpr bool kIsSum = Config::kSum;
   static constexpr int kBlockRows = Config::kBlockRows;
-  // Eights of rows of a warp's step; warps that share a block; rows that those have before they move
+  // Eights of rows of a warp's step, and steps whose rows are on their way at a time; warps that share a block; rows that those have before they move
   // on.
   static constexpr bool kWarpgroup = Config::kWarpgroup;
-  static constexpr int kEights = kWarpgroup ? 2 : 4, kStep = 8 * kEights;
+  static constexpr int kEights = Config::kEights, kStep = 8 * kEights, kAhead = Config::kAhead;
   static constexpr int kSharing = Config::kSharing;
   static constexpr int kUnit = max_of(kBlockRows, kStep * kSharing);
   static constexpr int kStepsAUnit = kUnit / (kStep * kSharing);
@@ -54,6 +54,7 @@ struct SelectShape {
 
   static_assert(kShare == 1 || kShare == 2 || kShare == 4 || kShare % 8 == 0, "heads of a group");
   static_assert(kTokens > 0, "a tile has whole tokens");
+  static_assert(!kWarpgroup || kEights == 2, "a warp has 16 rows of a product");
   static_assert(!kWarpgroup || (kWarps == 4 && Config::kHeadDim % 64 == 0), "whole panels");
   static_assert(kSharing == 1 || kBlockRows % (kStep * kSharing) == 0, "warps share whole steps");
 };
@@ -139,7 +140,8 @@ struct SelectScores {
   static constexpr int kColumns = Shape::kColumns, kStep = Shape::kStep;
   static constexpr int kBlockRows = Shape::kBlockRows, kShare = Shape::kShare;
 
-  static constexpr int kEights = Shape::kEights;
+  static constexpr int kEights = Shape::kEights, kAhead = Shape::kAhead;
+  static constexpr bool kIsLarge = kBlockRows > kStep;
   // Rows g, g + 8 and so on of a step, as they are in memory.
   using Raw = Vector16[kEights][kRaw];
   using QueryTile = PanelTile<T, 8 * kTiles, Config::kHeadDim>;
@@ -369,24 +371,27 @@ struct SelectScores {
     }
 #pragma unroll
     for (int r = 0; r < kEights; ++r) {
-      float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        x[e] = acc[r / 2][2 * (r % 2) + e];
+        float x = acc[r / 2][2 * (r % 2) + e];
         if constexpr (Shape::kIsSum) {
-          x[e] = ptx::max_nan(x[e], 0.0f) * weight[e];  // mutate: relu-of-scores-lost
+          x = ptx::max_nan(x, 0.0f);  // mutate: relu-of-scores-lost
         } else if constexpr (Config::kRowScales) {
-          x[e] *= factor[r];
+          x *= factor[r];
+        }
+        float& sum = value[kColumns == 2 ? e : 0][r];
+        if (kColumns == 2 || (is_first && e == 0)) {
+          sum = Shape::kIsSum ? x * weight[e] : x;
+        } else {
+          sum = Shape::kIsSum ? sum + x * weight[e] : ptx::max_nan(sum, x);
         }
       }
-      if constexpr (kColumns == 2) {
+    }
+    if constexpr (kColumns == 2 && Shape::kIsSum && Config::kRowScales) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          value[e][r] = Shape::kIsSum && Config::kRowScales ? x[e] * factor[r] : x[e];
-        }
-      } else {
-        const float both = join(x[0], x[1]);
-        value[0][r] = is_first ? both : join(value[0][r], both);
+      for (int r = 0; r < kEights; ++r) {
+        value[0][r] *= factor[r];
+        value[1][r] *= factor[r];
       }
     }
   }
@@ -521,69 +526,83 @@ struct SelectScores {
   }
 
   __device__ __forceinline__ void run(int first_unit, int end_unit) const {
-    constexpr bool kIsLarge = kBlockRows > kStep;
-    // The next rows have registers of their own while these are multiplied.
-    constexpr bool kLoadsAhead = Shape::kWarpgroup || is_fp8<Key>;
     // All warps go the same way round, so that they meet at barriers.
     const int num_steps = ceil_div(end_unit - first_unit, Shape::kLists) * Shape::kStepsAUnit;
-    Raw raw;
-    Place place = find(row_of(first_unit, 0) + lane);
-    load(raw, place);
+    // Rows of this step and of those behind it, and where the rows behind these are.
+    Raw raw[kAhead];
+    Place places[kAhead + 1];
+#pragma unroll
+    for (int i = 0; i <= kAhead; ++i) places[i] = find(row_of(first_unit, i) + lane);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(raw[i], places[i]);
     load_queries();
     ptx::block_sync();
     const uint64_t queries = operand_at<QueryTile>(ptx::shared_address(&shared.q));
     Best best;
     if constexpr (kIsLarge) clear(best);
 #pragma unroll 1
-    for (int index = 0; index < num_steps; ++index) {
-      const int row = row_of(first_unit, index);
-      int rows[kEights];
-      float factor[kEights];
+    for (int start = 0; start < num_steps; start += kAhead) {
 #pragma unroll
-      for (int r = 0; r < kEights; ++r) {
-        rows[r] = Config::kCandidates ? ptx::shuffle(place.row, 8 * r + lane / 4)
-                                      : row + 8 * r + lane / 4;
-        factor[r] = Config::kRowScales ? ptx::shuffle(place.scale, 8 * r + lane / 4) : 1.0f;
+      for (int i = 0; i < kAhead; ++i) {
+        if (i > 0 && start + i == num_steps) break;
+        step(raw[i], places, best, first_unit, start + i, num_steps, queries);
       }
-      place = find(row_of(first_unit, index + 1) + lane);
-      Words words;
+    }
+  }
+
+  // A step, and the load of the one whose rows come where its own have been.
+  __device__ __forceinline__ void step(Raw& raw, Place (&places)[kAhead + 1], Best& best,
+                                       int first_unit, int index, int num_steps,
+                                       uint64_t queries) const {
+    const int row = row_of(first_unit, index);
+    int rows[kEights];
+    float factor[kEights];
 #pragma unroll
-      for (int r = 0; r < kEights; ++r) to_words(raw[r], words[r]);
-      if constexpr (kLoadsAhead) load(raw, place);
-      Sums sums[Shape::kWarpgroup ? kTiles : 1];
-      if constexpr (Shape::kWarpgroup) multiply_all(sums, words, queries);
-      const bool hides = Config::kCandidates || row + kStep > tile.common;
+    for (int r = 0; r < kEights; ++r) {
+      rows[r] = Config::kCandidates ? ptx::shuffle(places[0].row, 8 * r + lane / 4)
+                                    : row + 8 * r + lane / 4;
+      factor[r] = Config::kRowScales ? ptx::shuffle(places[0].scale, 8 * r + lane / 4) : 1.0f;
+    }
+    Words words;
 #pragma unroll
-      for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
-        Values value;
+    for (int r = 0; r < kEights; ++r) to_words(raw[r], words[r]);
+    const bool has_next = index + kAhead < num_steps;
+    if (is_fp8<Key> && has_next) load(raw, places[kAhead]);
+    Sums sums[Shape::kWarpgroup ? kTiles : 1];
+    if constexpr (Shape::kWarpgroup) multiply_all(sums, words, queries);
+    const bool hides = Config::kCandidates || row + kStep > tile.common;
 #pragma unroll
-        for (int part = 0; part < Shape::kTilesAGroup; ++part) {
-          const int tile_index = n * Shape::kTilesAGroup + part;
-          if constexpr (!Shape::kWarpgroup) multiply(sums[0], words, tile_index);
-          add_tile(value, sums[Shape::kWarpgroup ? tile_index : 0], factor, tile_index, part == 0);
-        }
-        // Products of the next tile would be begun ahead of these scores, in registers of their own.
-        if constexpr (!Shape::kWarpgroup && Shape::kGroupsOfTiles > 2) ptx::end_basic_block(tile.end);
-        if constexpr (Shape::kIsSum || !kIsLarge) finish_heads(value, factor);
-        if (hides) hide(value, n, rows);
-        if constexpr (kIsLarge) {
+    for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
+      Values value;
 #pragma unroll
-          for (int e = 0; e < kColumns; ++e) {
-#pragma unroll
-            for (int r = 0; r < kEights; ++r) best[n][e] = ptx::max_nan(best[n][e], value[e][r]);
-          }
-        } else if (row < tile.end) {
-          write_small(value, n, rows);
-        }
+      for (int part = 0; part < Shape::kTilesAGroup; ++part) {
+        const int tile_index = n * Shape::kTilesAGroup + part;
+        if constexpr (!Shape::kWarpgroup) multiply(sums[0], words, tile_index);
+        add_tile(value, sums[Shape::kWarpgroup ? tile_index : 0], factor, tile_index, part == 0);
       }
-      if constexpr (!kLoadsAhead) load(raw, place);
+      // Products of the next tile would be begun ahead of these scores, in registers of their own.
+      if constexpr (!Shape::kWarpgroup && Shape::kGroupsOfTiles > 2) ptx::end_basic_block(tile.end);
+      if constexpr (Shape::kIsSum || !kIsLarge) finish_heads(value, factor);
+      if (hides) hide(value, n, rows);
       if constexpr (kIsLarge) {
-        if (index % Shape::kStepsAUnit == Shape::kStepsAUnit - 1) {
-          if constexpr (!Shape::kIsSum) finish_best(best);
-          const int begin = row / kBlockRows * kBlockRows;
-          write_large(best, begin, index / Shape::kStepsAUnit % 2);
-          clear(best);
+#pragma unroll
+        for (int e = 0; e < kColumns; ++e) {
+#pragma unroll
+          for (int r = 0; r < kEights; ++r) best[n][e] = ptx::max_nan(best[n][e], value[e][r]);
         }
+      } else if (row < tile.end) {
+        write_small(value, n, rows);
+      }
+    }
+    if (!is_fp8<Key> && has_next) load(raw, places[kAhead]);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) places[i] = places[i + 1];
+    places[kAhead] = find(row_of(first_unit, index + kAhead + 1) + lane);
+    if constexpr (kIsLarge) {
+      if (index % Shape::kStepsAUnit == Shape::kStepsAUnit - 1) {
+        if constexpr (!Shape::kIsSum) finish_best(best);
+        write_large(best, row / kBlockRows * kBlockRows, index / Shape::kStepsAUnit % 2);
+        clear(best);
       }
     }
   }
