@@ -146,6 +146,7 @@ def single_prefill_with_kv_cache(
     v_block_scales: Array | None = None,
     k_mean: Array | None = None,
     block_size: int = 64,
+    skip_softmax_threshold_scale_factor: float | None = None,
 ) -> Any:
     """Attention of one request's new tokens, which end its KV cache.
 
@@ -194,6 +195,10 @@ def single_prefill_with_kv_cache(
     k_mean  float32 [1, num_kv_heads, head_dim_qk], what was subtracted from keys before they were
             quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it where
             there are none of these. Default 0.
+    skip_softmax_threshold_scale_factor  tiles of keys may be left out whose probabilities, taken
+            against the largest logit that the row has seen before, are less than it divided by
+            kv_len: a row loses less than this factor of its weight. Hopper leaves them out of plain
+            attention in 16 bits; all else is exact. Default, and 0: none.
     out, lse            arrays to write instead of new ones; lse float32, base 2.
 
     Returns out [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse
@@ -222,6 +227,8 @@ def single_prefill_with_kv_cache(
         sm_scale=sm_scale,
         window_right=window_right,
     )
+    if skip_softmax_threshold_scale_factor is not None:
+        options = options._replace(skip_softmax=skip_softmax_threshold_scale_factor)
     if not (o_dtype is rope_scale is rope_theta is q_scale is k_scale is v_scale is None):
         options = options._replace(
             rope_scale=rope_scale,

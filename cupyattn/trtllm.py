@@ -124,9 +124,9 @@ def trtllm_batch_decode_with_kv_cache(
     sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator.
     q_len_per_req   rows of each request. cum_seq_lens_q: [B + 1], the first row of each and their
             number, in its place; max_q_len (or a q_len_per_req above 1) is then the most of one.
-    o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode,
-    skip_softmax_threshold_scale_factor   accepted for compatibility; they change nothing here. (The
-            last allows small probabilities to be left out; none is.)
+    skip_softmax_threshold_scale_factor   as in `single_prefill_with_kv_cache`. Few rows are exact.
+    o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode
+            accepted for compatibility; they change nothing here.
     mask    over the query tokens of each request, in place of causality: bools [B, q_len_per_req,
             q_len_per_req], or their bits, lowest first, in words of any size with an axis of words
             behind (uint16 [B, q, 2 * ceil(q / 32)], say). Earlier keys are visible. With
@@ -190,7 +190,7 @@ def trtllm_batch_decode_with_kv_cache(
         o_scale=o_scale,
         backend=backend,
         shares_pages=uses_shared_paged_kv_idx,
-        skip_factor=skip_softmax_threshold_scale_factor,
+        skip_softmax=skip_softmax_threshold_scale_factor,
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
         kv_cache_sf=kv_cache_sf,
@@ -336,7 +336,7 @@ def trtllm_batch_context_with_kv_cache(
         causal=causal,
         batch_size=confirmed_count(batch_size, block_tables),
         shares_pages=uses_shared_paged_kv_idx,
-        skip_factor=skip_softmax_threshold_scale_factor,
+        skip_softmax=skip_softmax_threshold_scale_factor,
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
         kv_cache_sf=kv_cache_sf,
@@ -386,11 +386,12 @@ def trtllm_ragged_attention_deepseek(
     max_q_len, max_kv_len, batch_size   as in `trtllm_batch_context_with_kv_cache`.
     bmm1_scale, bmm2_scale, window_left, workspace_buffer, out, lse, and all dtypes   as in
             `trtllm_batch_decode_with_kv_cache`; attention_sinks as sinks there.
+    skip_softmax_threshold_scale_factor   as in `single_prefill_with_kv_cache`.
     is_causal  row i of n sees keys up to i + seq_len - n, else all of its request.
     sage_attn_sfs   must be Nones.
-    o_sf_scale, enable_pdl, skip_softmax_threshold_scale_factor, num_elts_per_sage_attn_blk,
-    backend, q_seq_lens_cpu, kv_seq_lens_cpu, use_fp16_softmax, uses_spcompress   accepted for
-            compatibility: o_sf_scale belongs to 4-bit outputs, the lengths are those on the device.
+    o_sf_scale, enable_pdl, num_elts_per_sage_attn_blk, backend, q_seq_lens_cpu, kv_seq_lens_cpu,
+    use_fp16_softmax, uses_spcompress   accepted for compatibility: o_sf_scale belongs to 4-bit
+            outputs, the lengths are those on the device.
 
     Returns out [rows, num_qo_heads, head_dim_vo], or (out, lse [rows, num_qo_heads], base 2) if
     `return_lse`. Errors as in `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function
@@ -425,7 +426,7 @@ def trtllm_ragged_attention_deepseek(
         window_left=window_left,
         return_lse=return_lse,
         causal=is_causal,
-        skip_factor=skip_softmax_threshold_scale_factor,
+        skip_softmax=skip_softmax_threshold_scale_factor,
     )
     return run(arrays, options)
 
@@ -476,7 +477,7 @@ def trtllm_fmha_v2_prefill(
     save_softmax_stats   return (out, stats [rows, num_qo_heads, 2]): m and s of each row, where
             m + ln(s) is the LSE, natural log. (m is no row's maximum: the LSE itself, with s = 1,
             and under a soft cap 0.)
-    skip_softmax_threshold_scale_factor   accepted for compatibility.
+    skip_softmax_threshold_scale_factor   as in `single_prefill_with_kv_cache`.
     All other arguments, results and errors as there. Semantics: FlashInfer's function of the same
     name.
     """
@@ -522,7 +523,7 @@ def trtllm_fmha_v2_prefill(
         causal=is_causal,
         pos_encoding_mode=encoding,
         logits_soft_cap=logits_soft_cap_scale,
-        skip_factor=skip_softmax_threshold_scale_factor,
+        skip_softmax=skip_softmax_threshold_scale_factor,
         shares_pages=not has_own_pages,
         attention_chunk=chunk,
     )
@@ -681,7 +682,7 @@ class _Rows(NamedTuple):
     window_left: Any
     return_lse: Any
     causal: Any
-    skip_factor: Any
+    skip_softmax: Any
     kv_layout: str = "NHD"
     o_dtype: Any = None
     pos_encoding_mode: Any = "NONE"
@@ -700,7 +701,6 @@ class _Rows(NamedTuple):
             o_sf_vec_size=self.o_sf_vec_size,
             kv_cache_sf=self.kv_cache_sf,
         )
-        parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
         names, have = self.names, "the arrays have {} requests"
         if names is None:
             names = _names_of(arrays).but(max_kv_len="max_kv_len")
@@ -734,7 +734,7 @@ class _Decode(NamedTuple):
     o_dtype: Any = None
     backend: Any = "auto"
     shares_pages: Any = True
-    skip_factor: Any = None
+    skip_softmax: Any = None
     o_sf_scale: Any = None
     o_sf_vec_size: Any = None
     kv_cache_sf: Any = None
@@ -752,7 +752,6 @@ class _Decode(NamedTuple):
             enable_block_sparse_attention=self.enable_block_sparse_attention,
         )
         parse.finite(self.o_scale, "o_scale", 1.0)
-        parse.finite(self.skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
         names, sm_scale = _names_of(arrays), self.sm_scale
         if self.key_share is not None:
             names = names.but(kv_begin="causal_seqlens_kv_global")

@@ -54,9 +54,9 @@ class AttentionProblem:
     latent keys have (KEY_SCALES), `output_gate` what multiplies the output; `key_share` that rows
     see keys by their places in a sequence that ranks share (key_share.py), `int8_keys` that keys
     are int8 though queries are not: these were widened from int8; `block_scales` that blocks of
-    tokens of q, k and v have scales. Causality, windows,
-    sinks, scales and LSE are run-time facts: they cost nothing when off, so they do not multiply
-    the number of kernels.
+    tokens of q, k and v have scales; `skips_tiles` that tiles which weigh next to nothing may be
+    left out. Causality, windows, sinks, scales and LSE are run-time facts: they cost nothing when
+    off, so they do not multiply the number of kernels.
     """
 
     dtype_q: DType
@@ -80,6 +80,7 @@ class AttentionProblem:
     key_share: bool = False
     int8_keys: bool = False
     block_scales: bool = False
+    skips_tiles: bool = False
 
     @property
     def dtype_k(self) -> DType:

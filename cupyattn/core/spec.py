@@ -29,6 +29,8 @@ class AttentionSpec:
     sparse        a list names the rows of the cache that are keys, and negative numbers for none
     logits        expressions of the caller's; a mask of its own has mask_form "expression"
     key_share     the keys of this rank, where ranks share those of every request; else None
+    skip_softmax  tiles of keys may be left out whose probabilities are less than this factor
+                  divided by the request's keys; 0: none are
     """
 
     num_qo_heads: int
@@ -55,6 +57,7 @@ class AttentionSpec:
     sparse: bool = False
     logits: LogitsExpression | None = None
     key_share: KeyShare | None = None
+    skip_softmax: float = 0.0
 
     @property
     def right_limit(self) -> int:
@@ -97,6 +100,7 @@ class AttentionSpec:
             sparse=self.sparse,
             logits=None if self.logits is None else self.logits.compiled,
             key_share=self.key_share is not None and self.sees_by_position,
+            skips_tiles=self.skip_softmax > 0.0,
         )
 
     def with_row_mask(self) -> AttentionSpec:

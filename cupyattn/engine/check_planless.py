@@ -97,6 +97,7 @@ class Options(NamedTuple):
                  kv_lens may be larger than lists
 
     key_lists    what `lists` of the arrays name, of keys with heads of their own; else None
+    skip_softmax  see AttentionSpec
     """
 
     names: Names
@@ -137,6 +138,7 @@ class Options(NamedTuple):
     key_share: KeyShare | None = None
     counts_rows: bool = True
     key_lists: KeyLists | None = None
+    skip_softmax: Any = None
 
     def resolve(self, arrays: Arrays) -> Options:
         """Themselves, in calls that are found by them."""
@@ -618,6 +620,7 @@ def _raw_options(
         sparse=options.is_list,
         logits=expression,
         key_share=options.key_share,
+        skip_softmax=options.skip_softmax,
     )
 
 

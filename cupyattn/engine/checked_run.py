@@ -40,6 +40,7 @@ class CheckedRun:
     logits       what the expressions of the plan read
     second       of latent rows, what a launch is told of their second parts
     blocks       scales of blocks of tokens
+    skip_softmax  see AttentionSpec
     on_cpu       (rows of q, requests) for the reference
     """
 
@@ -56,6 +57,7 @@ class CheckedRun:
     logits: tuple[ArrayView, ...] = ()
     second: Second | None = None
     blocks: CheckedBlocks = NO_BLOCKS
+    skip_softmax: float = 0.0
 
     @property
     def variant(self) -> Variant:
@@ -69,6 +71,7 @@ class CheckedRun:
             output_gate.kind_of(views.output_gate),
             self._scales_requests or self._scales_blocks,
             self._scales_blocks,
+            self.skip_softmax if views.q.device.kind != "cpu" else 0.0,
         )
 
     @property

@@ -51,7 +51,7 @@ class PlanOptions(NamedTuple):
 class Variant(NamedTuple):
     """What a run decides about the kernel; see AttentionProblem. A run may bring a mask, scales of
     keys, gates of the output, or scales of requests or of blocks of them, which then know their
-    place in the batch."""
+    place in the batch; and `skip_softmax`, see AttentionSpec."""
 
     aligned: bool
     prescale_logits: bool
@@ -60,6 +60,7 @@ class Variant(NamedTuple):
     output_gate: OutputGate | None = None
     scales_requests: bool = False
     block_scales: bool = False
+    skip_softmax: float = 0.0
 
     @property
     def needs_places(self) -> bool:
@@ -93,15 +94,17 @@ class Geometry:
     def launcher(self, variant: Variant) -> BatchLauncher:
         launcher = self.launchers.get(variant)
         if launcher is None:
-            aligned, prescale_logits, has_mask, key_scales, output_gate, _, has_blocks = variant
+            aligned, prescale_logits, has_mask, key_scales, output_gate, *_ = variant
             spec, index = self.launched_spec, self.options.device.index
             if self.options.device.kind == "cpu":
                 index = NO_GPU.index
             if has_mask:
                 spec = spec.with_row_mask()
+            if variant.skip_softmax:
+                spec = replace(spec, skip_softmax=variant.skip_softmax)
             problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
             problem = replace(problem, key_scales=key_scales, output_gate=output_gate)
-            problem = replace(problem, block_scales=has_blocks)
+            problem = replace(problem, block_scales=variant.block_scales)
             launcher = BatchLauncher(spec, problem, index)
             self.launchers[variant] = launcher
         return launcher

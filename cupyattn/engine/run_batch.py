@@ -38,6 +38,7 @@ from .latent_rows import Second
 from .requests import Batch
 from .row_mask import MaskBits
 from .run_latent import LATENT
+from .spec import read_skip_softmax
 from .workspace import clear_of, refuse_capture
 from .wrapper import BatchWrapper, Plan, Prepared
 
@@ -52,6 +53,7 @@ class RunOptions(NamedTuple):
     q_scale, k_scale, v_scale  factors of the logits (q, k) and of the output (v): numbers, or
                                arrays with one a head, or for each request and head
     blocks                     scales of blocks of tokens
+    skip_softmax               see AttentionSpec
     """
 
     return_lse: Any = False
@@ -59,6 +61,7 @@ class RunOptions(NamedTuple):
     k_scale: Any = None
     v_scale: Any = None
     blocks: BlockScales | None = None
+    skip_softmax: Any = None
 
 
 make_options, NO_OPTIONS = maker(RunOptions), RunOptions()
@@ -563,6 +566,7 @@ def _check(
         head_scales=scales.by_head,
         logits=logits_arrays,
         blocks=blocks,
+        skip_softmax=read_skip_softmax(options.skip_softmax),
     )
 
 

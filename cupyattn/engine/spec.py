@@ -37,6 +37,7 @@ class RawOptions(NamedTuple):
     sparse: bool = False
     logits: LogitsExpression | None = None
     key_share: KeyShare | None = None
+    skip_softmax: float | None = None
 
     @property
     def is_constant(self) -> bool:
@@ -112,11 +113,21 @@ def make_spec(
         sparse=options.sparse,
         logits=logits,
         key_share=options.key_share,
+        skip_softmax=read_skip_softmax(options.skip_softmax),
     )
     spec.problem().check_dtypes()
     if spec.key_share is not None:
         _require_shareable(spec, spec.key_share.cp_world_size)
     return spec
+
+
+def read_skip_softmax(factor: float | None) -> float:
+    """skip_softmax_threshold_scale_factor as a number; 0, None: nothing is left out."""
+    name = "skip_softmax_threshold_scale_factor"
+    found = parse.finite(factor, name, 0.0)
+    if found < 0.0:
+        raise ArgumentError(f"{name}: got {found:g}; wanted a positive number, or 0 or None (off)")
+    return found
 
 
 def _require_shareable(spec: AttentionSpec, world_size: int) -> None:

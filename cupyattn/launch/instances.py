@@ -87,6 +87,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "output_gate": {"output_gate": OutputGate(dtypes.bfloat16, True)},
         "key_share": {"key_share": True},
         "head_gate": {"output_gate": OutputGate(dtypes.bfloat16, False)},
+        "skip_softmax": {"skips_tiles": True},
     }
 )
 

@@ -262,8 +262,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it
                 where there are none of these. Default 0.
         window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
-                for compatibility, and so is skip_softmax_threshold_scale_factor, which allows less
-                exact outputs.
+                for compatibility.
+        skip_softmax_threshold_scale_factor  as in `single_prefill_with_kv_cache`, of each request's
+                keys. Few rows of a request are exact.
 
         Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
         num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its outputs
@@ -282,15 +283,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
             blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
             options = options._replace(blocks=BlockScales._make(blocks))
-        if not (
-            window_left
-            is q_len_per_req
-            is skip_softmax_threshold_scale_factor
-            is kv_cache_sf
-            is None
-        ):
+        if skip_softmax_threshold_scale_factor is not None:
+            options = options._replace(skip_softmax=skip_softmax_threshold_scale_factor)
+        if not (window_left is q_len_per_req is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
-            check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
+            check_run(window_left, planned, kv_cache_sf)
             if q_len_per_req is not None:
                 q_len_per_req = geometry.count(q_len_per_req, "q_len_per_req")
             if q_len_per_req not in (None, self._q_len):

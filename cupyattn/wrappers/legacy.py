@@ -168,13 +168,11 @@ def read_sink(args: tuple[Any, ...], q_scale: Any, num_heads: int) -> tuple[Any,
     return sink, scale * parse.finite(q_scale, "q_scale", 1.0)
 
 
-def check_run(window_left: Any, planned: int, kv_cache_sf: Any, skip_factor: Any = None) -> None:
-    """Check the uncommon arguments of a run; `skip_factor` is skip_softmax_threshold_scale_factor,
-    which allows tiles of small probabilities to be left out. None is, so it changes nothing."""
+def check_run(window_left: Any, planned: int, kv_cache_sf: Any) -> None:
+    """Check the uncommon arguments of a run."""
     if window_left is not None and parse.window(window_left, "window_left") != planned:
         raise PlanError(
             f"window_left: run() got {window_left} and the plan says {planned}; plan again with "
             "the new window"
         )
     geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
-    parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)

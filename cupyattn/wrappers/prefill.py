@@ -334,8 +334,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         logits_params  arrays in place of those of the plan that have these names.
         output_gate    [rows, num_qo_heads] or [rows, num_qo_heads, head_dim_vo], as there.
         q_block_scales, k_block_scales, v_block_scales, k_mean, block_size  as there.
-        enable_pdl is accepted for compatibility, and so are skip_softmax_threshold_scale_factor,
-        use_fp16_softmax and uses_spcompress, which allow less exact outputs.
+        skip_softmax_threshold_scale_factor  as in `single_prefill_with_kv_cache`, of each
+                request's keys.
+        enable_pdl is accepted for compatibility, and so are use_fp16_softmax and uses_spcompress,
+        which allow less exact outputs.
 
         Returns out [qo_indptr[B], num_qo_heads, head_dim_vo] in q's framework and device, or (out,
         lse [qo_indptr[B], num_qo_heads]) if `return_lse`. It never waits for the device; it
@@ -354,9 +356,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
             blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
             options = options._replace(blocks=BlockScales._make(blocks))
-        if not (window_left is skip_softmax_threshold_scale_factor is kv_cache_sf is None):
+        if skip_softmax_threshold_scale_factor is not None:
+            options = options._replace(skip_softmax=skip_softmax_threshold_scale_factor)
+        if not (window_left is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
-            check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
+            check_run(window_left, planned, kv_cache_sf)
         function: Any = run
         if not (lse_base is _LOG2 and lse_layout is _NH):
             function = functools.partial(run_in_form, lse_base=lse_base, lse_layout=lse_layout)
@@ -565,6 +569,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         v_block_scales: Array | None = None,
         k_mean: Array | None = None,
         block_size: int = 64,
+        skip_softmax_threshold_scale_factor: float | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -575,7 +580,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
                 position: all three scales, or the older return_lse.
         window_left  if given, must be the plan's. enable_pdl is accepted for compatibility; o_scale
                 and kv_cache_sf must be None.
-        lse_base, lse_layout, output_gate  as in BatchPrefillWithPagedKVCacheWrapper.run.
+        lse_base, lse_layout, output_gate, skip_softmax_threshold_scale_factor  as in
+                BatchPrefillWithPagedKVCacheWrapper.run.
         q_block_scales, k_block_scales, v_block_scales, k_mean, block_size  as there, but scales of
                 rows of k and v are [ceil(rows / block_size) + B, num_kv_heads], placed as q's.
 
@@ -591,6 +597,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
             blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
             options = options._replace(blocks=BlockScales._make(blocks))
+        if skip_softmax_threshold_scale_factor is not None:
+            options = options._replace(skip_softmax=skip_softmax_threshold_scale_factor)
         if not (window_left is o_scale is kv_cache_sf is None):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf)

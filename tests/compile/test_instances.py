@@ -45,6 +45,13 @@ GATED = (
     Selection(dtypes=_DTYPES, options=one_option("draft_mask")),
     Selection(dtypes=_DTYPES, options=one_option("multi_item"), head_dims=((128, 128),)),
     Selection(dtypes=_DTYPES[::3], options=one_option("output_gate", "head_gate")),
+    Selection(
+        ("prefill",),
+        _DTYPES[::3],
+        head_dims=((64, 64), (80, 80), (128, 128), (192, 128), (256, 128), (256, 256)),
+        groups=(65,),
+        options=one_option("skip_softmax"),
+    ),
     # Other tiles of many rows, with the most columns that they have, and rows of parts of panels.
     Selection(
         ("prefill",),

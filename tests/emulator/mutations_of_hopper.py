@@ -260,4 +260,15 @@ HOPPER = (
     ),
     Mutation("found-parts-outgrow-their-wave", "<= slots", "<= 2 * slots", "hopper found parts"),
     Mutation("found-tiles-are-merged-whole", "> 1", "> 0", "hopper found parts"),
+    Mutation("rows-of-nobody-keep-tiles", "row + 8 * h < num_rows", "true", "hopper skipped tiles"),
+    Mutation(
+        "tiles-left-out-too-early", "row_max[h] + margin[h]", "row_max[h]", "hopper skipped tiles"
+    ),
+    Mutation("skipped-values-released-early", "ptx::warp_sync();", "", "hopper skipped tiles"),
+    Mutation(
+        "warps-skip-alone",
+        "ptx::named_barrier_any(Traits::kQueriesDone + group, kWarpgroup, matters)",
+        "ptx::warp_any(matters)",
+        "hopper skipping warps",
+    ),
 )

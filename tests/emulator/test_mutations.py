@@ -50,6 +50,7 @@ from . import (
     test_read_tables,
     test_select,
     test_serving,
+    test_skipped_tiles,
     test_topk,
     test_wide,
     test_wide_sm90,
@@ -211,6 +212,16 @@ def _lean(**facts: object) -> None:
         test_prefill_sm90.force_tiles("lean32", patch)
         case = replace(_PREFILL, causal=True, qo_len=60, kv_len=400, **_WIDE, **_BFLOAT16)
         run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
+
+
+def _skipped_tiles(**_: object) -> None:
+    for name in ("dims 64", "few rows of a tile"):
+        test_skipped_tiles.test_light_tiles_are_left_out(name)
+
+
+def _skipping_warps(**_: object) -> None:
+    """Warps of a warpgroup differ in what weighs nothing in their rows."""
+    test_skipped_tiles.check_warps_that_differ()
 
 
 def _small_boxes(**facts: object) -> None:
@@ -602,6 +613,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "hopper bad values": _bad_values_of_large_tiles,
     "hopper lean": _lean,
+    "hopper skipped tiles": _skipped_tiles,
+    "hopper skipping warps": _skipping_warps,
     "hopper small boxes": _small_boxes,
     "hopper lean, capped": _lean_beside,
     "hopper lean, persistent": _persistent_lean,

@@ -200,7 +200,7 @@ def pod_entries() -> list[Entry]:
 
 def row_entries() -> list[Entry]:
     """TensorRT-LLM's calls over rows."""
-    names = "skip_softmax_threshold_scale_factor", "backend", "o_sf_scale"
+    names = "backend", "o_sf_scale"
     rules: dict[str, Any] = dict.fromkeys(names, ignored)
     rules |= dict.fromkeys(("seq_lens", "cum_seq_lens_q"), or_default(lengths))
     rules |= {"pos_encoding_mode": or_default(one_of("NONE", "alibi", "ALIBI"))}

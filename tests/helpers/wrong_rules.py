@@ -192,7 +192,8 @@ RULES = _named(
     (or_default(workspace), "workspace_buffer"),
     (workspace, "float_workspace_buffer"),
     # numbers
-    (number, "sm_scale sm_scale_p sm_scale_d softmax_scale skip_softmax_threshold_scale_factor"),
+    (number, "sm_scale sm_scale_p sm_scale_d softmax_scale"),
+    (above(0.0, is_open=False), "skip_softmax_threshold_scale_factor"),
     (one, "bmm1_scale bmm2_scale kv_scale rcp_out_scale scale"),
     (or_default(number), "bmm1_scale_log2"),
     (scale, "scale_q scale_k scale_v q_scale k_scale v_scale"),

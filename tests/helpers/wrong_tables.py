@@ -164,7 +164,7 @@ def cudnn_prefill(c: Arguments) -> list[np.ndarray]:
 
 
 def table_entries() -> list[Entry]:
-    rules = {"o_scale": one, "skip_softmax_threshold_scale_factor": one}
+    rules: dict[str, Any] = {"o_scale": one}
     rules |= {"q_len_per_req": or_default(whole(1), 1)}
     rules |= {"backend": one_of("auto", "xqa", "trtllm-gen")}
     q, two = values(3, HQ, D), values(6, HQ, D)

@@ -57,6 +57,8 @@ def _options(spec: AttentionSpec, problem: AttentionProblem) -> list[str]:
         result.append("logits of the caller's own")
     if problem.prescale_logits:
         result.append("scales by head")
+    if problem.skips_tiles:
+        result.append("leave to skip tiles that weigh next to nothing")
     if problem.key_scales:
         result.append(f"scales of keys by {problem.key_scales}")
     if not problem.aligned:

@@ -200,6 +200,9 @@ def _pack_numbers(spec: AttentionSpec) -> bytes:
     """The numbers of user-written logits, or those of a share of keys, which takes their place."""
     if spec.key_share is not None:
         return pack_key_share(spec.key_share)
+    if spec.skip_softmax and spec.logits is None:
+        # The last of them, of kernels that leave out tiles (sm90/roles/skipped_tiles.cuh).
+        return struct.pack(f"<{4 * (MAX_NUMBERS - 1)}x f", math.log2(spec.skip_softmax))
     return pack_logits_numbers(spec.logits)
 
 

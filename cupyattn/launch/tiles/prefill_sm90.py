@@ -45,7 +45,8 @@ class _Shape(NamedTuple):
     left; else each has one. lean: a block is a consumer alone, which copies its own keys, or
     beside a warp that copies if it is persistent; each of its stages has K or V. items: that a
     persistent block holds. box_rows: of Q and of ragged keys that one copy brings, so that items
-    read no more than they have; 0: the rows of a warpgroup, the keys of a tile.
+    read no more than they have; 0: the rows of a warpgroup, the keys of a tile. skips: whether
+    tiles of keys that weigh next to nothing are left out.
     """
 
     consumers: int
@@ -62,6 +63,7 @@ class _Shape(NamedTuple):
     lean: bool = False
     items: int = _ITEMS
     box_rows: int = 0
+    skips: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -120,6 +122,16 @@ _TILES = {
     ("8 bits", 96, 96): _8BIT._replace(tile_kv=192, stages=2),
     ("8 bits", 128, 128): _8BIT,
     ("8 bits", 192, 128): _8BIT._replace(tile_kv=128, stages=2),
+}
+
+# Tiles that leave out keys.
+_SKIPPING = _Shape(2, 96, skips=True)
+_SKIPPING_TILES = {
+    (64, 64): _SKIPPING._replace(tile_kv=128),
+    (96, 96): _SKIPPING,
+    (128, 128): _SKIPPING,
+    (192, 128): _SKIPPING._replace(query_slots=1),
+    (256, 128): _SKIPPING._replace(tile_kv=80, query_slots=1),
 }
 
 # The head dims of the tables, the least first.
@@ -316,6 +328,8 @@ def _refusal_of_8_bits(problem: AttentionProblem, name: str) -> str | None:
 
 def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | str:
     """A tile that is not for long launches: those of plain attention, and some under a cap."""
+    if _find_skipping(problem, page_size) is not None:
+        return "another tile leaves out keys that weigh next to nothing"
     dims, keys = tile_dims(problem), _kind(problem).removesuffix(" capped")
     if keys == "ragged" and not problem.soft_cap:
         dims, _ = _plain_shape(problem, dims, None)
@@ -356,6 +370,8 @@ def _is_plain(problem: AttentionProblem) -> bool:
 
 def _find_persistent(problem: AttentionProblem, page_size: int) -> Tile | str:
     """The tile of long launches, which serves all options."""
+    if (tile := _find_skipping(problem, page_size)) is not None:
+        return tile
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     is_wide, is_fp8 = tile_dims(problem)[1] > 192, problem.dtype_kv.is_fp8
     if is_rotated and (is_fp8 or problem.own_value_pages):
@@ -377,6 +393,18 @@ def _find_persistent(problem: AttentionProblem, page_size: int) -> Tile | str:
     if shape is None:
         return f"it has no tile for {keys} keys of such head dims with these options"
     return Tile(PERSISTENT, keys.removesuffix(" capped"), dims, shape)
+
+
+def _find_skipping(problem: AttentionProblem, page_size: int) -> Tile | None:
+    """The tile that leaves out keys which weigh next to nothing, where the call lets it."""
+    is_simple = _is_plain(problem) and not problem.soft_cap and not problem.key_share
+    if not (problem.skips_tiles and is_simple):
+        return None
+    dims = tile_dims(problem)
+    shape = _SKIPPING_TILES.get(dims)
+    if shape is None or (problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv)):
+        return None
+    return Tile(PERSISTENT, "paged" if problem.paged else "ragged", dims, shape)
 
 
 def _plain_shape(
@@ -539,6 +567,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kItems": items,
         "kBoxRows": shape.box_rows or tile_kv,
         "kLean": shape.lean,
+        **({"kSkipsTiles": True} if shape.skips else {}),
         "kSharedBytes": shared,
     }
     # The warps that only copy: a warpgroup, or one warp of a persistent lean block, or none.

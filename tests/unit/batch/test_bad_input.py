@@ -233,6 +233,8 @@ RUN = [
     ran("4-bit", "kv_cache_sf: 4-bit", UnsupportedError, kv_cache_sf=of("uint8", 4)),
     ran("skipping", "skip_softmax_threshold_scale_factor: got inf",
         skip_softmax_threshold_scale_factor=float("inf")),
+    ran("skipping less than nothing", "skip_softmax_threshold_scale_factor: got -1; wanted",
+        skip_softmax_threshold_scale_factor=-1.0),
     ragged_ran("fewer keys", "k: holds 12 rows; the plan has 13", k=of("half", 12, HKV, D),
                v=of("half", 12, HKV, D)),
     ragged_ran("fewer values", "v: dimension 0 | is 12; wanted 13", v=of("half", 12, HKV, D)),

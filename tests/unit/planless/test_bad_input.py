@@ -175,6 +175,8 @@ ROWS = [
     decode("4-bit caches", "kv_cache_sf: is not supported", UnsupportedError, kv_cache_sf=LENS),
     decode("skipping", "skip_softmax_threshold_scale_factor: got inf",
            skip_softmax_threshold_scale_factor=float("inf")),
+    decode("skipping less than nothing", "skip_softmax_threshold_scale_factor: got -1; wanted",
+           skip_softmax_threshold_scale_factor=-1.0),
     decode("no flag", "uses_shared_paged_kv_idx: got 'no'", uses_shared_paged_kv_idx="no"),
     decode("block sparse", "enable_block_sparse_attention", UnsupportedError,
            enable_block_sparse_attention=True),

@@ -291,6 +291,15 @@ struct PrefillSm90Consumer {
 
   __device__ __forceinline__ void settle_next(Place& at, Tile& tile) {
     release_values();
+    if constexpr (Traits::kSkipsTiles && !kOverlap) {
+      if (skip_tiles(at, tile, any_matters(tile))) return;
+    } else if constexpr (Traits::kSkipsTiles) {
+      if (softmax.is_skipped) {
+        if (skip_tiles(at, tile, false)) return;
+        softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, v, false);
+        if (unlikely(tile.probabilities.raised)) rescale_output(tile.probabilities.factors);
+      }
+    }
     if constexpr (!kOverlap) {
       if (!tile.is_fast || !softmax.fast_tile(tile.probabilities, tile.s)) {
         softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, v, false);
@@ -301,6 +310,35 @@ struct PrefillSm90Consumer {
     }
     commit_probabilities(tile.probabilities);
     at.tile = tile.key_tile.tile;
+  }
+
+  // Passes over tiles that weigh next to nothing, from the present one on. Returns whether no tile of
+  // the item is left; O is then complete. No product is under way.
+  __device__ __forceinline__ bool skip_tiles(Place& at, Tile& tile, bool matters) {
+    while (!matters) {
+      at.tile = ptx::warp_uniform(tile.key_tile.tile);
+      await_phase(shared.full_v[v.stage], v.parity);
+      ptx::warp_sync();  // mutate: skipped-values-released-early
+      release_values();
+      if (at.tile == last_tile) {
+        pending = Pending::kStore;
+        return true;
+      }
+      issue_scores(tile.s);
+      pass_turn();
+      tile.key_tile = key_tile_after(at.tile);
+      await_scores<0>(tile.s, tile.key_tile.tile == last_tile);
+      matters = any_matters(tile);
+    }
+    return false;
+  }
+  // Whether a tile weighs something in any row of the warpgroup, all of whose warps issue a product, or
+  // none.
+  __device__ __forceinline__ bool any_matters(const Tile& tile) const {
+    if (tile.key_tile.needs_mask) return true;
+    const bool matters = softmax.matters(tile.s);
+    // mutate: warps-skip-alone
+    return ptx::named_barrier_any(Traits::kQueriesDone + group, kWarpgroup, matters);
   }
 
   // Multiplies an item's first tile, and takes its maxima and probabilities if softmax runs beside
@@ -345,7 +383,13 @@ struct PrefillSm90Consumer {
     tile.is_fast = softmax.takes_fast_path(tile.key_tile, masked_key >= 0);
     await_scores<1>(tile.s, tile.key_tile.tile == last_tile);
     // Warps differ in which way they take, and all of a warpgroup must wait for O at one place.
-    if constexpr (kOverlap) {
+    if constexpr (kOverlap && Traits::kSkipsTiles) {
+      softmax.is_skipped = !any_matters(tile);
+      tile.probabilities.raised = false;
+      if (!softmax.is_skipped) {
+        softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, after(v), false);
+      }
+    } else if constexpr (kOverlap) {
       const bool is_made = tile.is_fast && softmax.fast_tile(tile.probabilities, tile.s);
       if (!is_made) {
         softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, after(v), false,
@@ -372,6 +416,8 @@ struct PrefillSm90Consumer {
       ptx::warp_sync();
       release_keys(tile == last);
       await_phase(shared.full_v[v.stage], v.parity);
+      // The others may have left out this tile, and the next values come at once.
+      if constexpr (Traits::kSkipsTiles) ptx::warp_sync();
       release_values();
     }
   }

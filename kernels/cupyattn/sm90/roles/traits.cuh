@@ -4,6 +4,7 @@
 
 #include "cupyattn/shared/rope.cuh"
 #include "cupyattn/sm90/roles/mask.cuh"
+#include "cupyattn/sm90/roles/skipped_tiles.cuh"
 #include "cupyattn/sm90/roles/soft_cap.cuh"
 #include "cupyattn/tile/warpgroup_tile.cuh"
 
@@ -33,6 +34,8 @@ struct PrefillSm90Traits : Config {
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
+  // An enumerator, as of HasKeyShare.
+  enum : bool { kSkipsTiles = SkipsTiles<Config>::kValue };
   // cp.async KV: pages that no box fits are gathered row by row, by a warpgroup of its own or by
   // warps 0, 2 and 3.
   static constexpr bool kGathers = kGatherers > 0;
@@ -207,6 +210,8 @@ struct PrefillSm90Traits : Config {
   static_assert(kGatherers != 3 || kHasConverterWarpgroup || (!kMasked && !kConverts),
                 "warps 2 and 3 have one role");
   static_assert(!kConverts || is_fp8<DTypeKV>, "what is converted has 8 bits");
+  static_assert(!kSkipsTiles || (is_same<AnyLogits, PlainLogits> && kPersistent && !kMasked && !kRope && !kLandsValues && !Mask::kKeyShare),
+                "tiles are left out of plain attention, between products");
 };
 
 // What all roles of a block of prefill_sm90 know.
