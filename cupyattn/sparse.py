@@ -10,6 +10,7 @@ from .core import parse
 from .core.names import refuse_names
 from .core.parse import require_int
 from .core.tracing import untraced
+from .engine import listed_latent
 from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options
 from .engine.index_arrays import progression
@@ -20,7 +21,7 @@ from .engine.run_planless import run, run_cached
 from .engine.select import SelectArrays, SelectOptions
 from .engine.select import run as run_select
 from .engine.views import Names, number_or_array
-from .errors import ArgumentError
+from .errors import ArgumentError, UnsupportedError
 from .typing import Array, Pages, Scale, returns_lse
 from .wrappers.block_sparse import BlockSparseAttentionWrapper
 from .wrappers.variable_block_sparse import VariableBlockSparseAttentionWrapper
@@ -72,6 +73,7 @@ def attend(
     logits_soft_cap: float | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    head_dim_v: int | None = None,
     kv_layout: str = "NHD",
     o_dtype: Any = None,
     out: Array | None = None,
@@ -90,6 +92,7 @@ def attend(
             Rows, with `kv_indptr`: a pair of [rows, num_kv_heads, head_dim].
             Requests of one size: a pair of [requests, keys, num_kv_heads, head_dim], or [keys,
             num_kv_heads, head_dim] of one request.
+            With `head_dim_v` one array of latent rows, see there.
     lists   int32 [tokens, groups, entries], in which each entry is the number of a block of
             `granularity` keys, counted within the request of the token. groups is 1 (or there is
             no such axis), num_kv_heads or num_qo_heads: the heads that share a list are neighbours.
@@ -115,6 +118,10 @@ def attend(
             c * tanh(logit / c) of them.
     k_scale, v_scale  what fp8 keys and values are multiplied by: numbers, or float32 [num_kv_heads]
             or [requests, num_kv_heads].
+    head_dim_v  the latent columns of a key, 512 or 256, which are its value too: cache is pages of
+            latent rows, [num_pages, page_size, head_dim] with an axis of one head or none, all
+            heads share a list, and a launch first finds the slots of its keys. Scales are numbers
+            then, gates and caps are not served, and rows of q past the last offset become 0.
     o_dtype float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or q.
     out, lse   arrays to write instead of new ones; lse float32 [tokens, num_qo_heads], base 2.
 
@@ -136,7 +143,8 @@ def attend(
     >>> attend(q, cache, lists, table, lengths, granularity=8).shape
     (2, 4, 64)
     """
-    k, v = _keys_and_values(cache, has_table=table is not None)
+    is_latent = head_dim_v is not None
+    k, v = (cache, None) if is_latent else _keys_and_values(cache, has_table=table is not None)
     k_number, scale_k = number_or_array(k_scale)
     v_number, scale_v = number_or_array(v_scale)
     arrays = make_arrays(
@@ -167,6 +175,8 @@ def attend(
         o_dtype=o_dtype,
         return_lse=return_lse,
     )
+    if is_latent:
+        return _attend_latent(arrays, options, head_dim_v)
     if table is not None or kv_indptr is not None:
         return run(arrays, options)
     result = run_cached(arrays, options)
@@ -209,6 +219,33 @@ class _Options(NamedTuple):
                 parse.flag(self.causal, "causal"),
             ),
         )
+
+
+def _attend_latent(arrays: Arrays, options: _Options, head_dim_v: Any) -> Any:
+    """Pages of latent rows, whose first columns are the values."""
+    if is_pair(arrays.k) or arrays.block_tables is None or arrays.kv_offsets is not None:
+        raise ArgumentError(
+            "head_dim_v: given without one array of pages and their table; pass all three, or None"
+        )
+    if arrays.kv_lens is None:
+        raise ArgumentError("lengths: got None beside table; wanted the keys of each request")
+    if parse.soft_cap(options.logits_soft_cap):
+        raise UnsupportedError("logits_soft_cap: is not served beside head_dim_v; pass None")
+    columns = (array.view(arrays.q, "q").shape or (1,))[-1]
+    sm_scale = parse.finite(options.sm_scale, "sm_scale", 1.0 / math.sqrt(max(1, columns)))
+    form = KeyLists(
+        require_granularity(options.granularity),
+        require_int(options.window, "window", 0),
+        parse.flag(options.causal, "causal"),
+    )
+    own = listed_latent.LatentOptions(
+        head_dim_v,
+        sm_scale * parse.finite(options.k_scale, "k_scale", 1.0),
+        options.v_scale,
+        options.o_dtype,
+        options.return_lse,
+    )
+    return listed_latent.attend(arrays, own, form)
 
 
 def _keys_and_values(cache: Any, has_table: bool) -> tuple[Any, Any]:

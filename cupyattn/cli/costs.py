@@ -24,6 +24,7 @@ _COSTS = {
     "gather_keys": Cost(0.06, 8 * _KIB),
     "get_batch_indices_positions": Cost(0.03, 5 * _KIB),
     "get_seq_lens": Cost(0.02, 4 * _KIB),
+    "list_slots": Cost(0.04, 7 * _KIB),
     "merge_levels": Cost(0.11, 19 * _KIB),
     "merge_splits": Cost(0.09, 15 * _KIB),
     "merge_states": Cost(0.06, 10 * _KIB),

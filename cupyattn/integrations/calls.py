@@ -35,7 +35,7 @@ _NAMES_OF_KINDS = {
         max_seqlen_q max_seqlen_k max_seq_len max_q_len max_kv_len q_len_per_req
         qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k
         cp_world_size cp_world cp_rank cp_kv_cache_interleave_size
-        granularity window topk block groups first last ratio candidate_block
+        granularity window head_dim_v topk block groups first last ratio candidate_block
     """,
     "SymInt[]": "window_size local_window_size",
     "float": """
@@ -123,7 +123,7 @@ def _output(arguments: dict[str, Any]) -> Any:
         columns, dtype = arguments["planned"]
     else:
         values = _values(arguments)
-        columns = arguments["kv_lora_rank"] if "kv_lora_rank" in arguments else values.shape[-1]
+        columns = arguments.get("kv_lora_rank") or arguments.get("head_dim_v") or values.shape[-1]
         dtype = _dtype(arguments, query, values)
     return _or_new(arguments, "out", NewArray((*query.shape[:-1], columns), dtype))
 

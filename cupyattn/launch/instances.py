@@ -37,6 +37,7 @@ from .ops import (
     gather_keys,
     get_batch_indices_positions,
     get_seq_lens,
+    list_slots,
     merge_states,
     quantize,
     select,
@@ -386,6 +387,7 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
         yield from (("share_indices", config) for config in share_indices.CONFIGS)
     if "sparse" in chosen.operations:
         yield from (("gather_keys", config) for config in gather_keys.CONFIGS)
+        yield "list_slots", list_slots.CONFIG
     if "packbits" in chosen.operations:
         yield "packbits", PACKBITS_CONFIG
 

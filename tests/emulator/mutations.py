@@ -135,6 +135,7 @@ PORTABLE = (
     Mutation("tokens-of-others-appended", "own < 0", "own < -1", "shares"),
     Mutation("lists-by-the-first-table", "row / params.rows_of_table", "0", "shares"),
     Mutation("lists-with-holes", "count + before", "at", "shares"),
+    Mutation("slots-of-keys-unseen", "key < begin", "true", "latent blocks"),
     Mutation("entries-beyond-the-count", ">= list.lens", "> list.lens", "listed keys"),
     Mutation("scale-of-another-group", "[group]", "[group ^ 1]", "listed keys"),
     Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),

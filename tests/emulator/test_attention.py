@@ -321,6 +321,7 @@ TESTED_ELSEWHERE = {
     "exchange_states": "test_exchange.py",
     "gather_heads": "test_exchange.py",
     "gather_keys": "test_listed_latent.py",
+    "list_slots": "test_latent_blocks.py",
     "share_indices": "test_page.py",
     "wide_sm80": "test_wide.py",
     "wide_decode_sm90": "test_wide_sm90.py",

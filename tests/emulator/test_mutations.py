@@ -36,6 +36,7 @@ from . import (
     test_found_items,
     test_key_lists,
     test_key_share,
+    test_latent_blocks,
     test_listed_latent,
     test_logits,
     test_merge,
@@ -399,6 +400,11 @@ def _shares(**facts: object) -> None:
             share_cases.Case(seed).run()
 
 
+def _latent_blocks(**facts: object) -> None:
+    for seed in range(6):
+        test_latent_blocks.check(seed, **facts)
+
+
 def _listed_keys(**facts: object) -> None:
     for seed in range(4):
         test_listed_latent.check(seed, "656 bytes", **facts)
@@ -517,6 +523,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "stray rows of eight bits": _stray_eight_bits,
     "shares": _shares,
     "listed keys": _listed_keys,
+    "latent blocks": _latent_blocks,
     "descales": lambda **facts: test_flash_attn.run_of_requests(3, **facts),
     "copied rows": lambda **facts: test_flash_attn.check_copies(**facts),
     "wide values": _wide_values,
