@@ -26,7 +26,7 @@ struct TopkForm<false> {
 }  // namespace cupyattn
 
 // Grid: rows × blocks of a cluster; where a warp has a row, rows / warps of a block.
-extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kKeys > 0 ? 4 : 2)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kKeys > 0 ? 4 : 1024 / Config::kThreads)
     cupyattn_select_topk(const __grid_constant__ cupyattn::SelectTopkParams params) {
   using Kernel = typename cupyattn::TopkForm<(Config::kKeys > 0)>::Kernel<Config>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];

@@ -14,9 +14,9 @@ from cupyattn.launch.ops import select_topk
     ["sm_90a", "sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_86", "sm_120a"))],
 )
 def test_no_spills(arch: str) -> None:
-    for keys in (0, 8, 32):
-        for has_candidates in (False, True):
-            config = select_topk.config(dtypes.float32, has_candidates=has_candidates, keys=keys)
+    for keys, threads in ((0, 512), (0, 1024), (8, 512), (32, 512)):
+        for kind in ({}, {"has_candidates": True}, {"is_given": True, "is_aligned": False}):
+            config = select_topk.config(dtypes.float32, keys=keys, threads=threads, **kind)
             report = jit.build("select_topk", config, arch).info.ptxas
             assert not report.stack_bytes and not report.spill_store_bytes, (config, report)
             assert not report.warnings

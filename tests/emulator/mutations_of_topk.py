@@ -6,7 +6,7 @@ from .mutation import Mutation
 
 TOPK = (
     Mutation("selection-sees-the-future", "tokens.is_causal", "false", "topk of clusters"),
-    Mutation("zeros-have-signs", "0x80000000u", "bits ^ 0x80000000u", "topk of clusters"),
+    Mutation("zeros-have-signs", " + 0.0f", "", "topk of clusters"),
     Mutation("last-block-not-forced", "|| block >= last_begin", "", "topk of clusters"),
     Mutation("ties-to-all", "&& is_chosen(threshold, at.equal)", "", "topk of clusters"),
     Mutation(

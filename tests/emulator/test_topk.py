@@ -13,7 +13,8 @@ from cupyattn.launch.ops import select_topk
 
 from . import gpu
 
-_SHAPES = ((1, 128), (1, 0), (2, 0), (4, 128), (8, 128))
+# Blocks of a cluster, entries of a warp's list, threads.
+_SHAPES = ((1, 128, 512), (1, 0, 512), (2, 0, 1024), (4, 128, 512), (8, 128, 512))
 
 
 @pytest.mark.parametrize("first", one_of(4, range(0, 60, 5)))
@@ -24,6 +25,15 @@ def test_rows_of_clusters(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         case = TopkCase(seed).expect()
         with gpu.plugged_in(num_sms=4, seed=seed % 3):
             case.run()
+
+
+@pytest.mark.parametrize("seed", one_of(4, range(0, 12, 2)))
+def test_runs_longer_than_lists(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = select_topk.Shape(1 + seed % 4 // 2, 128)
+    monkeypatch.setattr(select_topk, "choose_shape", lambda *_: shape)
+    case = TopkCase(seed, most=6000).expect()
+    with gpu.plugged_in(num_sms=4):
+        case.run()
 
 
 @pytest.mark.parametrize("first", one_of(4, range(0, 60, 10)))

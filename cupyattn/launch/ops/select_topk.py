@@ -15,20 +15,20 @@ from ...core.selection import SelectProblem
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
 
-_THREADS = 512
-_WARPS = _THREADS // 32
+# Where clusters have rows: threads of a block, of which more pay where blocks have an SM each, and
+# the bytes of kernels/cupyattn/select/topk_cluster.cuh besides lists.
+_SHARED_BYTES = {512: 37_456, 1024: 37_968}
+_MAX_CLUSTER = 8
+# A block of a cluster has this many scores at least: fewer are sooner done than shared out.
+_MIN_SCORES = 4096
+# So many make up for the longer barriers of more threads.
+_MANY_SCORES = 8192
+# Entries of the list of a warp, with which two blocks have room on an SM, by its shared memory.
+_WARP_ROOMS = ((206 << 10, 512), (142 << 10, 256), (0, 128))
 # Where a warp has a row: warps of a block, the longest list, and keys that a lane may have.
 _ROWS = 4
 _LONGEST_LIST = 32
 _KEYS = (8, 32)
-# kernels/cupyattn/select/topk_cluster.cuh: keys that a warp looks at at a time, and the bytes that
-# a block has besides keys; the bytes of topk_warp.cuh.
-_STEP = 128
-_SHARED_BYTES = 37_456
-_LIST_BYTES = _ROWS * 32 * 8
-_MAX_CLUSTER = 8
-# A block of a cluster has this many scores at least: fewer are sooner done than shared out.
-_MIN_SCORES = 4096
 # kernels/cupyattn/params/select.cuh
 TOKENS = struct.Struct("<2Q 8i")
 # kernels/cupyattn/params/select_topk.cuh
@@ -84,24 +84,32 @@ class Shape(NamedTuple):
     """How rows are shared out.
 
     cluster     blocks that have one row together
-    warp_room   keys that each of their warps keeps in shared memory
+    warp_room   entries of the list of each of their warps, a multiple of 128
+    threads     of a block
     keys        of a lane of the one warp that has a row; 0: clusters have rows
     """
 
     cluster: int = 1
-    warp_room: int = 0
+    warp_room: int = 128
+    threads: int = 512
     keys: int = 0
 
     @property
-    def shared_bytes(self) -> int:
-        return _LIST_BYTES if self.keys else _SHARED_BYTES + 4 * _WARPS * self.warp_room
+    def fixed_bytes(self) -> int:
+        """Shared memory besides lists of clusters."""
+        return _ROWS * 32 * 8 if self.keys else _SHARED_BYTES[self.threads]
 
     @property
-    def threads(self) -> int:
-        return 32 * _ROWS if self.keys else _THREADS
+    def shared_bytes(self) -> int:
+        return self.fixed_bytes + (0 if self.keys else self.threads // 32 * self.warp_room * 8)
 
     def num_blocks(self, num_rows: int) -> int:
         return -(-num_rows // _ROWS) if self.keys else num_rows * self.cluster
+
+
+def rows_of_warps(keys: int) -> Shape:
+    """A warp has a row, of which each lane has so many keys."""
+    return Shape(warp_room=0, threads=32 * _ROWS, keys=keys)
 
 
 @lru_cache(maxsize=64)
@@ -112,35 +120,41 @@ def config(
     has_candidates: bool = False,
     is_given: bool = False,
     keys: int = 0,
+    threads: int = 512,
 ) -> jit.Config:
     """The kernel's Config."""
+    shape = rows_of_warps(keys) if keys else Shape(threads=threads)
     values: dict[str, jit.Constant] = {
         "DType": dtype,
         "kAligned": is_aligned,
         "kCandidates": has_candidates,
         "kGiven": is_given,
         "kKeys": keys,
-        "kThreads": Shape(keys=keys).threads,
-        "kSharedBytes": Shape(keys=keys).shared_bytes,
+        "kThreads": shape.threads,
+        "kSharedBytes": shape.fixed_bytes,
     }
     return jit.Config(values)
 
 
 def choose_shape(num_rows: int, max_blocks: int, topk: int, props: DeviceProps) -> Shape:
     """A warp for short rows of which few are chosen; for others as many blocks of a cluster as the
-    GPU has SMs for, or as it takes to keep a row's keys."""
+    GPU has SMs for, or as it takes for L2 to keep the rows that are read at a time."""
     if topk <= _LONGEST_LIST and max_blocks <= 32 * _KEYS[-1]:
-        return Shape(keys=next(keys for keys in _KEYS if max_blocks <= 32 * keys))
+        return rows_of_warps(next(keys for keys in _KEYS if max_blocks <= 32 * keys))
+    warp_room = next(room for size, room in _WARP_ROOMS if props.smem_per_sm >= size)
+    if not overlaps_launches(props.arch):
+        return Shape(1, warp_room)
     cluster = 1
-    max_run = (props.max_smem_per_block - _SHARED_BYTES) // (4 * _WARPS * _STEP) * _STEP
-    while overlaps_launches(props.arch) and cluster < _MAX_CLUSTER:
-        is_kept = max_blocks <= cluster * max_run * _WARPS
-        is_full = 2 * num_rows * cluster > props.num_sms or max_blocks <= cluster * _MIN_SCORES
-        if is_kept and is_full:
+    while cluster < _MAX_CLUSTER and max_blocks > cluster * _MIN_SCORES:
+        running = min(num_rows, 2 * props.num_sms // cluster)
+        is_full = 2 * num_rows * cluster > props.num_sms
+        if is_full and running * max_blocks * 4 < props.l2_bytes:
             break
         cluster *= 2
-    room = -(-max_blocks // (cluster * _WARPS * _STEP)) * _STEP
-    return Shape(cluster, min(room, max_run))
+    has_room = 2 * num_rows * cluster <= props.num_sms
+    if has_room and max_blocks >= cluster * _MANY_SCORES:
+        return Shape(cluster, warp_room, threads=1024)
+    return Shape(cluster, warp_room)
 
 
 def launch(
@@ -226,13 +240,14 @@ def _launch(
     props = device_props(device_index)
     shape = choose_shape(num_rows, rows.max_blocks, choice.topk, props)
     if shape.keys and caller is not None and caller.has_late_ties:
-        shape = Shape(warp_room=rows.max_blocks // _WARPS // _STEP * _STEP)
+        shape = Shape()
     chosen = config(
         rows.dtype,
         is_aligned=rows.is_aligned(caller),
         has_candidates=has_candidates,
         is_given=caller is not None,
         keys=shape.keys,
+        threads=shape.threads,
     )
     function = load_function("select_topk", chosen, device_index, shape.shared_bytes)
     arguments = params.this_thread.launch_buffer

@@ -1,12 +1,12 @@
 // The greatest scores of a row, found by the blocks of a cluster: a threshold, digit by digit from
-// histograms of all scores, and what is above it. Each warp has a run of the row, and keeps as much
-// of it in shared memory as has room, so that long rows are read once.
+// histograms of all scores, and what is above it. Each warp has a run of the row. Once the first
+// digit is known it lists those of its run that may be chosen, in their order: the row is read twice,
+// and short runs once. Where a list has no room for them, the run is read again each time.
 #pragma once
 
 #include "cupyattn/plan/block_scan.cuh"
 #include "cupyattn/ptx/cluster.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
-#include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/select/topk_row.cuh"
 
@@ -17,8 +17,10 @@ struct ClusterTopk {
   static constexpr int kThreads = Config::kThreads, kWarps = kThreads / kWarpSize;
   static constexpr int kStep = 4 * kWarpSize;  // keys that a warp looks at at a time
   static constexpr int kAhead = Config::kAligned ? 4 : 2;  // times it has loads of under way
+  static constexpr int kListed = 8;            // keys of a lane that it looks at to list some
   static constexpr int kDigits = 3, kBinBits = 11, kBins = 1 << kBinBits;
-  static_assert(kBins == 4 * kThreads, "a thread looks at four bins");
+  static_assert(kBins <= 4 * kThreads, "a thread looks at four bins");
+  static constexpr int kNotListed = -1;
 
   struct alignas(16) Shared {
     uint32_t bins[kDigits][kBins];      // how often each digit occurs in this block's runs
@@ -52,46 +54,44 @@ struct ClusterTopk {
   };
 
   Shared& shared;
-  uint32_t* kept;  // this warp's keys, of which warp_room have room
+  uint32_t* list_keys;  // this warp's list, and its blocks; warp_room have room
+  int* list_blocks;
   TopkRow<Config> row;
   int cluster, rank, warp, lane;
   int begin, end;  // this warp's run
   int warp_room;
+  int num_listed = kNotListed;
 
-  // Behind `shared` there is room for the keys that warps keep.
+  // Behind `shared` there is room for the lists of warps.
   static __device__ __forceinline__ void run(const SelectTopkParams& params, Shared& shared) {
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     clear(shared);
-    ptx::grid_dependency_wait();
-    const int cluster = ptx::cluster_size(), rank = ptx::cluster_rank();
-    const auto row = TopkRow<Config>::of(params, ptx::cluster_index(), lane);
-    const int warps = cluster * kWarps;
-    const int run = ceil_div(row.num_blocks, warps * kStep) * kStep;
-    const int begin = min_of((rank * kWarps + warp) * run, row.num_blocks);
-    auto* kept = reinterpret_cast<uint32_t*>(&shared + 1);
-    ClusterTopk(shared, kept + warp * params.warp_room, row, cluster, rank, warp, lane, begin,
-                min_of(begin + run, row.num_blocks), params.warp_room)
-        .choose();
+    const auto row = TopkRow<Config>::after_launch(params, ptx::cluster_index(), lane);
+    ClusterTopk(shared, row, params.warp_room, warp, lane).choose();
   }
 
-  __device__ __forceinline__ ClusterTopk(Shared& shared, uint32_t* kept, const TopkRow<Config>& row,
-                                         int cluster, int rank, int warp, int lane, int begin,
-                                         int end, int warp_room)
+  __device__ __forceinline__ ClusterTopk(Shared& shared, const TopkRow<Config>& row, int warp_room,
+                                         int warp, int lane)
       : shared(shared),
-        kept(kept),
         row(row),
-        cluster(cluster),
-        rank(rank),
+        cluster(ptx::cluster_size()),
+        rank(ptx::cluster_rank()),
         warp(warp),
         lane(lane),
-        begin(begin),
-        end(end),
-        warp_room(warp_room) {}
+        warp_room(warp_room) {
+    const int run = ceil_div(row.num_blocks, cluster * kWarps * kStep) * kStep;
+    begin = min_of((rank * kWarps + warp) * run, row.num_blocks);
+    end = min_of(begin + run, row.num_blocks);
+    list_keys = reinterpret_cast<uint32_t*>(&shared + 1) + 2 * warp * warp_room;
+    list_blocks = reinterpret_cast<int*>(list_keys + warp_room);
+  }
 
   static __device__ __forceinline__ void clear(Shared& shared) {
+    if (threadIdx.x < kBins / 4) {
 #pragma unroll
-    for (int digit = 0; digit < kDigits; ++digit) {
-      *reinterpret_cast<Vector16*>(&shared.bins[digit][4 * threadIdx.x]) = Vector16{};
+      for (int digit = 0; digit < kDigits; ++digit) {
+        *reinterpret_cast<Vector16*>(&shared.bins[digit][4 * threadIdx.x]) = Vector16{};
+      }
     }
     if (threadIdx.x < 3 * kDigits) shared.found[threadIdx.x / 3][threadIdx.x % 3] = 0;
   }
@@ -129,8 +129,9 @@ struct ClusterTopk {
     return Threshold{prefix << 10 | low.digit, low.rank, 0};
   }
 
-  // Reads the row, and counts the first 11 bits of its keys.
+  // Reads the row, and counts the first 11 bits of its keys. Lists a run that has room as it is.
   __device__ __forceinline__ void count_first_digits() {
+    const bool has_room = end - begin <= warp_room;
 #pragma unroll 1
     for (int step = begin; step < end; step += kAhead * kStep) {
       float score[kAhead][4];
@@ -138,10 +139,20 @@ struct ClusterTopk {
       for (int i = 0; i < kAhead; ++i) row.load(step + i * kStep + 4 * lane, end, score[i]);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int block = step + i * kStep + 4 * lane, offset = block - begin;
-        if (step + i * kStep >= end) break;
-        const Vector16 keys = row.keys(block, end, score[i]);
-        if (offset < warp_room) *reinterpret_cast<Vector16*>(kept + offset) = keys;
+        const int first = step + i * kStep, block = first + 4 * lane;
+        if (first >= end) break;
+        Vector16 keys;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) keys.word[e] = sortable<Config::kCandidates>(score[i][e]);
+        if (!row.are_plain(first, first + kStep)) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) keys.word[e] = row.key_of_any(block + e, keys.word[e]);
+        }
+        if (has_room) {
+          *reinterpret_cast<Vector16*>(list_keys + (block - begin)) = keys;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) list_blocks[block - begin + e] = block + e;
+        }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (keys.word[e] != kAbsentKey) {
@@ -150,30 +161,80 @@ struct ClusterTopk {
         }
       }
     }
+    if (has_room) num_listed = end - begin;
+    ptx::warp_sync();
   }
 
-  // The keys of four blocks of this warp's run.
-  __device__ __forceinline__ Vector16 keys_at(int block) const {
-    const int offset = block - begin;
-    if (offset < warp_room) return *reinterpret_cast<const Vector16*>(kept + offset);
-    float score[4];
-    row.load(block, end, score);
-    return row.keys(block, end, score);
+  // Lists what of this run reaches `bound`, unless there is a list.
+  __device__ __forceinline__ void list(uint32_t bound) {
+    if (num_listed != kNotListed) return;
+    int count = 0;
+#pragma unroll 1
+    for (int step = begin; step < end; step += kListed * kWarpSize) {
+      float score[kListed];
+#pragma unroll
+      for (int i = 0; i < kListed; ++i) {
+        const int block = step + i * kWarpSize + lane;
+        score[i] = block < end ? row.score(block) : 0.0f;
+      }
+      const bool are_plain = row.are_plain(step, step + kListed * kWarpSize);
+#pragma unroll
+      for (int i = 0; i < kListed; ++i) {
+        const int block = step + i * kWarpSize + lane;
+        uint32_t key = sortable<Config::kCandidates>(score[i]);
+        if (!are_plain) key = row.key_of_any(block, key);
+        const bool reaches = key >= bound && block < end;
+        const uint32_t lanes = ptx::warp_ballot(reaches);
+        if (lanes == 0u) continue;
+        const int place = count + before(lanes);
+        if (reaches && place < warp_room) {
+          list_keys[place] = key;
+          list_blocks[place] = block;
+        }
+        count += __popc(lanes);
+      }
+    }
+    if (count <= warp_room) num_listed = count;
+    ptx::warp_sync();
+  }
+
+  // Calls visit(key, place) for all of the list, or of the run, with as many lanes at a time.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each(const Visit& visit) const {
+    if (num_listed != kNotListed) {
+#pragma unroll 4
+      for (int first = 0; first < num_listed; first += kWarpSize) {
+        const int place = first + lane;
+        visit(place < num_listed ? list_keys[place] : kAbsentKey, place);
+      }
+    } else {
+#pragma unroll 2
+      for (int first = begin; first < end; first += kWarpSize) {
+        const int block = first + lane;
+        visit(block < end ? row.key(block, row.score(block)) : kAbsentKey, block);
+      }
+    }
+  }
+
+  // The block at such a place.
+  __device__ __forceinline__ int block_at(int place) const {
+    return num_listed != kNotListed ? list_blocks[place] : place;
+  }
+
+  // How many lanes of these come before this one.
+  __device__ __forceinline__ int before(uint32_t lanes) const {
+    return __popc(lanes & ((1u << lane) - 1u));
   }
 
   // Counts a digit of the keys whose bits from `above` on are `prefix`.
   __device__ __forceinline__ void count_digits(int digit, int above, int shift, uint32_t prefix) {
     const uint32_t mask = (1u << (above - shift)) - 1u;
-#pragma unroll 4
-    for (int step = begin; step < end; step += kStep) {
-      const Vector16 keys = keys_at(step + 4 * lane);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (keys.word[e] >> above == prefix) {
-          ptx::atomic_add_shared(&shared.bins[digit][keys.word[e] >> shift & mask], 1u);
-        }
+    list(prefix << above);
+    for_each([&](uint32_t key, int) {
+      if (key >> above == prefix) {
+        ptx::atomic_add_shared(&shared.bins[digit][key >> shift & mask], 1u);
       }
-    }
+    });
   }
 
   // The digit of the key that has this rank, from the greatest on, among those that were counted.
@@ -273,26 +334,14 @@ struct ClusterTopk {
     if (cluster > 1) ptx::cluster_wait();
   }
 
-  static __device__ __forceinline__ Count count_of(const Vector16& keys,
-                                                   const Threshold& threshold) {
-    Count count{0, 0};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      count.above += keys.word[e] > threshold.key;
-      count.equal += threshold.wanted > 0 && keys.word[e] == threshold.key;
-    }
-    return count;
-  }
-
   // Of this warp's run.
-  __device__ __forceinline__ Count count_chosen(const Threshold& threshold) const {
+  __device__ __forceinline__ Count count_chosen(const Threshold& threshold) {
     Count sum{0, 0};
-#pragma unroll 4
-    for (int step = begin; step < end; step += kStep) {
-      const Count count = count_of(keys_at(step + 4 * lane), threshold);
-      sum.above += count.above;
-      sum.equal += count.equal;
-    }
+    list(threshold.key + (threshold.wanted == 0));
+    for_each([&](uint32_t key, int) {
+      sum.above += key > threshold.key;
+      sum.equal += threshold.wanted > 0 && key == threshold.key;
+    });
     return Count{static_cast<int>(ptx::warp_sum(sum.above)),
                  static_cast<int>(ptx::warp_sum(sum.equal))};
   }
@@ -326,37 +375,20 @@ struct ClusterTopk {
     return place >= threshold.skipped && place < threshold.skipped + threshold.wanted;
   }
 
-  // before: what is chosen, or equals the threshold, in the runs before this one.
-  __device__ __forceinline__ void write_run(const Threshold& threshold, Count before) const {
-#pragma unroll 1
-    for (int step = begin; step < end; step += kStep) {
-      const int block = step + 4 * lane;
-      const Vector16 keys = keys_at(block);
-      const Count own = count_of(keys, threshold);
-      const int both = own.above | own.equal << 16;
-      if (!ptx::warp_any(both != 0)) continue;
-      int inclusive = both;
-#pragma unroll
-      for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int below = ptx::shuffle(inclusive, lane - distance);
-        if (lane >= distance) inclusive += below;
+  // from: what is chosen, or equals the threshold, in the runs before this one.
+  __device__ __forceinline__ void write_run(const Threshold& threshold, Count from) const {
+    for_each([&](uint32_t key, int place) {
+      const bool is_equal = threshold.wanted > 0 && key == threshold.key;
+      const uint32_t above = ptx::warp_ballot(key > threshold.key);
+      const uint32_t equal = ptx::warp_ballot(is_equal);
+      const Count at{from.above + before(above), from.equal + before(equal)};
+      // mutate: ties-to-all
+      if (key > threshold.key || (is_equal && is_chosen(threshold, at.equal))) {
+        row.put(at.above + threshold.chosen_of(at.equal), block_at(place));
       }
-      const int earlier = inclusive - both, all = ptx::shuffle(inclusive, kWarpSize - 1);
-      Count at{before.above + (earlier & 0xffff), before.equal + (earlier >> 16)};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool is_equal = threshold.wanted > 0 && keys.word[e] == threshold.key;
-        const bool is_above = keys.word[e] > threshold.key;
-        // mutate: ties-to-all
-        if (is_above || (is_equal && is_chosen(threshold, at.equal))) {
-          row.put(at.above + threshold.chosen_of(at.equal), block + e);
-        }
-        at.above += is_above;
-        at.equal += is_equal;
-      }
-      before.above += all & 0xffff;
-      before.equal += all >> 16;
-    }
+      from.above += __popc(above);
+      from.equal += __popc(equal);
+    });
   }
 
   // --- the cluster ---

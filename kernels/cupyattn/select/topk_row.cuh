@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cupyattn/params/select_topk.cuh"
+#include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/select/tokens.cuh"
 #include "cupyattn/tile/elements.cuh"
@@ -10,16 +11,16 @@
 namespace cupyattn {
 
 // What stands for a score. Blocks that do not compete have the least one, forced ones the greatest.
-constexpr uint32_t kAbsentKey = 0u, kForcedKey = 0xffffffffu, kLeastKey = 0x007fffffu;  // of -inf
+constexpr uint32_t kAbsentKey = 0u, kForcedKey = 0xffffffffu;
 
 // +0 and -0 are equal. kHasAbsent: NaN is the score of what does not compete, else it is -inf.
 template <bool kHasAbsent>
 __device__ __forceinline__ uint32_t sortable(float score) {
-  const uint32_t bits = __float_as_uint(score);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return kHasAbsent ? kAbsentKey : kLeastKey;
-  if (magnitude == 0u) return 0x80000000u;  // mutate: zeros-have-signs
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  if (kHasAbsent && score != score) return kAbsentKey;
+  // The greater one of NaN and a number is the number; the sum of zeros is +0.
+  const float number = fmaxf(score, -ptx::infinity()) + 0.0f;  // mutate: zeros-have-signs
+  const uint32_t bits = __float_as_uint(number);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
 template <typename Config>
@@ -38,7 +39,17 @@ struct TopkRow {
   const int32_t* pages = nullptr;
   int offset = 0, num_pages = 0;
 
-  // A whole warp calls this.
+  // Behind the wait for the launch ahead. A whole warp calls this; rows beyond the last have nothing.
+  static __device__ __forceinline__ TopkRow after_launch(const SelectTopkParams& params, int row,
+                                                         int lane) {
+    // That launch is of scores, and has begun when what tokens see was there; a caller's rows may
+    // come from any launch.
+    if constexpr (Config::kGiven) ptx::grid_dependency_wait();
+    const TopkRow at = of(params, min_of(row, params.num_rows - 1), lane);
+    if constexpr (!Config::kGiven) ptx::grid_dependency_wait();
+    return at;
+  }
+
   static __device__ __forceinline__ TopkRow of(const SelectTopkParams& params, int row, int lane) {
     const int token = row / params.num_groups, group = row - token * params.num_groups;
     const int64_t values = token * params.values_stride_n + group * params.values_stride_group;
@@ -114,20 +125,21 @@ struct TopkRow {
     }
   }
 
-  // What stands for the score of a block, which lies before `end`.
-  __device__ __forceinline__ uint32_t key(int block, int end, float score) const {
-    const uint32_t key = sortable<Config::kCandidates>(score);
-    if (block >= end) return kAbsentKey;
+  // Whether blocks from `block` to `end` are all there, and none of them is forced.
+  __device__ __forceinline__ bool are_plain(int block, int end) const {
+    return block >= params.first && end <= min_of(last_begin, num_blocks);
+  }
+
+  // What stands for a block that may be forced or beyond the row, where `key` would if it were not.
+  __device__ __forceinline__ uint32_t key_of_any(int block, uint32_t key) const {
+    if (block >= num_blocks) return kAbsentKey;
     if (Config::kCandidates && key == kAbsentKey) return key;
     // mutate: last-block-not-forced
     return block < params.first || block >= last_begin ? kForcedKey : key;
   }
 
-  __device__ __forceinline__ Vector16 keys(int block, int end, const float (&score)[4]) const {
-    Vector16 keys;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) keys.word[i] = key(block + i, end, score[i]);
-    return keys;
+  __device__ __forceinline__ uint32_t key(int block, float score) const {
+    return key_of_any(block, sortable<Config::kCandidates>(score));
   }
 
   __device__ __forceinline__ void put(int place, int block) const {

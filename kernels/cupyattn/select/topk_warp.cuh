@@ -3,7 +3,6 @@
 // those the warp makes a list, and chooses from it.
 #pragma once
 
-#include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/select/topk_row.cuh"
 
 namespace cupyattn {
@@ -27,11 +26,10 @@ struct WarpTopk {
 
   static __device__ __forceinline__ void run(const SelectTopkParams& params, Shared& shared) {
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    ptx::grid_dependency_wait();
     const int row = static_cast<int>(blockIdx.x) * kWarps + warp;
-    if (row >= params.num_rows) return;
-    const WarpTopk choice = {TopkRow<Config>::of(params, row, lane), shared.keys[warp],
+    const WarpTopk choice = {TopkRow<Config>::after_launch(params, row, lane), shared.keys[warp],
                              shared.blocks[warp], lane};
+    if (row >= params.num_rows) return;
     choice.choose();
   }
 
@@ -63,7 +61,10 @@ struct WarpTopk {
     }
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      key[i] = row.key(i * kWarpSize + lane, row.num_blocks, score[i]);
+      key[i] = sortable<Config::kCandidates>(score[i]);
+      if (!row.are_plain(i * kWarpSize, (i + 1) * kWarpSize)) {
+        key[i] = row.key_of_any(i * kWarpSize + lane, key[i]);
+      }
     }
   }
 
@@ -83,6 +84,7 @@ struct WarpTopk {
     for (int i = 0; i < kKeys; ++i) {
       const bool reaches = key[i] >= bound;
       const uint32_t lanes = ptx::warp_ballot(reaches);
+      if (lanes == 0u) continue;
       const int place = count + before(lanes);
       if (reaches && place < kWarpSize) {
         list_keys[place] = key[i];
