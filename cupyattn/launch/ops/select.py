@@ -186,7 +186,9 @@ def _blocks_per_sm(problem: SelectProblem, num_tiles: int, by_four: bool) -> int
     if problem.head_dim > 128:
         return 2
     if not by_four:
-        return 4 if num_tiles == 1 else 3 if num_tiles <= 4 else 2
+        if num_tiles == 1 and not problem.dtype_k.is_fp8:
+            return 4
+        return 3 if num_tiles <= 4 else 2
     if num_tiles > _TILES_OF_FOUR:
         return 2
     return 4 if problem.score == "relu_sum" and problem.dtype_k.is_fp8 else 3
