@@ -6,7 +6,7 @@ from .mutation import Mutation
 
 SELECT = (
     Mutation("relu-of-scores-lost", "ptx::max_nan(x, 0.0f)", "x", "scores of sums"),
-    Mutation("candidates-not-cut", "&& row < tile.common", "", "scores of candidates"),
+    Mutation("scores-of-other-candidates", "candidate_row(index)", "index", "scores of candidates"),
     Mutation("scores-of-hidden-rows", ">= end", "> end", "scores of blocks"),
     Mutation("warps-not-joined", "shared.best[turn][first + w][group]", "x", "scores by warps"),
 )

@@ -247,7 +247,7 @@ struct SelectScores {
     const int block = params.candidates[token * params.candidate_stride + entry];
     if (block < 0 || block > tile.common / params.candidate_rows) return -1;
     const int row = block * params.candidate_rows + index - entry * params.candidate_rows;
-    return index < tile.end && row < tile.common ? row : -1;  // mutate: candidates-not-cut
+    return index < tile.end && row < tile.common ? row : -1;
   }
 
   __device__ __forceinline__ Place find(int index) const {
@@ -485,6 +485,7 @@ struct SelectScores {
 
   // index: of the block's first row.
   __device__ __forceinline__ void write_large(Best& best, int index, int turn) const {
+    // mutate: scores-of-other-candidates
     const int row = Config::kCandidates ? candidate_row(index) : index < tile.end ? index : -1;
 #pragma unroll
     for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
