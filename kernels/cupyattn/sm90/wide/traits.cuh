@@ -178,6 +178,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   static constexpr int kProducers = Tiles::kConverts && !Tiles::kLands ? 2 : 1;
   static constexpr int kWarpgroups = kProducers + 2;
   static constexpr int kThreads = kWarpgroups * Tiles::kWarpgroup;
+  enum : bool { kSkipsTiles = false };
 
   struct ValueTiles {
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
