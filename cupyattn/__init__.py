@@ -104,6 +104,7 @@ _EXPORTS = {
     "quantize_qkv": "quantize",
     "rope_and_cache": "quantize_pages",
     "top_k_page_table_transform": "topk",
+    "top_k_ragged_transform": "topk",
     "packbits": "quantization",
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",
@@ -221,6 +222,7 @@ if TYPE_CHECKING:
     from .sparse import BlockSparseAttentionWrapper as BlockSparseAttentionWrapper
     from .sparse import VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper
     from .topk import top_k_page_table_transform as top_k_page_table_transform
+    from .topk import top_k_ragged_transform as top_k_ragged_transform
     from .trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache
     from .trtllm import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
     from .trtllm import trtllm_fmha_v2_prefill as trtllm_fmha_v2_prefill

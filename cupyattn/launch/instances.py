@@ -344,8 +344,7 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
             name = key_lists.row_class_of(group, problem, SHARED_BYTES[arch])
             yield from _of_rows(problem, name, True, arch, 1)
     yield from (("select_scores", config) for config in select.configs(chosen.dtypes, arch))
-    topk = select_topk.config(dtypes.float32, is_aligned=True, has_candidates=False)
-    yield "select_topk", topk
+    yield from (("select_topk", config) for config in select_topk.configs(arch))
 
 
 def _cascade(chosen: Selection) -> Iterator[Instance]:

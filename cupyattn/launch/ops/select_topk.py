@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -134,6 +135,15 @@ def config(
         "kSharedBytes": shape.fixed_bytes,
     }
     return jit.Config(values)
+
+
+def configs(arch: str) -> Iterator[jit.Config]:
+    """Those of lists of tokens, but for candidates."""
+    yield config(dtypes.float32)
+    if overlaps_launches(arch):
+        yield config(dtypes.float32, threads=1024)
+    for keys in _KEYS:
+        yield config(dtypes.float32, keys=keys)
 
 
 def choose_shape(num_rows: int, max_blocks: int, topk: int, props: DeviceProps) -> Shape:
