@@ -306,10 +306,15 @@ def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared
     size, num_rows = _requests_of_a_part(call, launcher), vq.shape[0]
     plan, schedule = None, _schedule_lists(call, launcher, max_bytes)
     shape, lse_strides, pads_lse = _lse_form(call)
-    # Only the planner repeats a scale for each head, and tells what pads an LSE where rows are.
     has_scales = is_scaled or scales.views[2] is not None
+    # Only the planner repeats a scale for each head, and tells what pads an LSE where rows are.
+    # Blocks that find their items know whose scales are theirs in products of 8 bits.
+    views = zip(scales.views, scales.by_head, strict=True)
+    needs_plan = has_scales and not (
+        launcher.problem.is_8bit and all(v is None or is_by_head for v, is_by_head in views)
+    )
     is_padded = pads_lse and lse_strides is not None
-    may_find = not has_scales and not is_padded and call.queries is None
+    may_find = not needs_plan and not is_padded and call.queries is None
     if schedule is None:
         _give_lens(call)
         lengths = call.lengths._replace(list_gap=call.gaps[2])

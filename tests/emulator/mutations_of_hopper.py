@@ -271,4 +271,10 @@ HOPPER = (
         "ptx::warp_any(matters)",
         "hopper skipping warps",
     ),
+    Mutation(
+        "found-scales-of-first-request",
+        "ptx::shuffle(found.index, source)",
+        "0",
+        "hopper found 8-bit",
+    ),
 )

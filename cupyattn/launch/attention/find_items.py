@@ -202,7 +202,7 @@ def may_find(problem: AttentionProblem) -> bool:
         not problem.custom_mask
         and not problem.transforms_logits
         and not problem.soft_cap
-        and not problem.dtype_kv.is_fp8
+        and (problem.is_8bit or not problem.dtype_kv.is_fp8)
         and not problem.key_share
         and not problem.is_wide
         and not problem.sparse

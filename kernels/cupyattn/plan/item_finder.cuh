@@ -40,14 +40,16 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
   return value;
 }
 
+// kTellsRequest: items say their request's place in the batch too, where scales have effect.
+template <bool kTellsRequest>
 struct ItemFinder {
   const DeviceLengths& lengths;
   const int group_size, tile_rows, lane;
 
-  // A request, its tiles of rows, and the level of the last, which is the highest: each tile is one
-  // above that of the rows before it.
+  // A request, its place in the batch, its tiles of rows, and the level of the last, which is the
+  // highest: each tile is one above that of the rows before it.
   struct Found {
-    int q_start, qo_len, kv_start, kv_len, num_tiles, level;
+    int q_start, qo_len, kv_start, kv_len, num_tiles, level, index;
   };
 
   // The requests of a lane, one behind the other. A lane of one request has no tiles in `first`.
@@ -84,6 +86,7 @@ struct ItemFinder {
   __device__ __forceinline__ Found load(int index) const {
     Found found{};
     if (index >= lengths.num_requests) return found;
+    if constexpr (kTellsRequest) found.index = index;
     found.q_start = q_start_of(index);
     found.qo_len = lengths.qo_len;
     if (lengths.qo_lens != nullptr) {
@@ -120,6 +123,8 @@ struct ItemFinder {
     item.kv_len = ptx::shuffle(found.kv_len, source);
     item.first_row = (ptx::shuffle(found.num_tiles, source) - 1 - from_end) * tile_rows;
     item.num_splits = 1;
+    // mutate: found-scales-of-first-request
+    if constexpr (kTellsRequest) item.mask_start = ptx::shuffle(found.index, source);
     return item;
   }
 

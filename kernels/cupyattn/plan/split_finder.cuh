@@ -9,9 +9,12 @@
 
 namespace cupyattn {
 
+template <bool kTellsRequest>
 struct SplitFinder {
+  using Items = ItemFinder<kTellsRequest>;
+
   const FoundSplits& splits;
-  const ItemFinder items;
+  const Items items;
 
   // The tiles of a request, and the key tiles that one of them visits at most.
   struct Tiles {
@@ -21,7 +24,7 @@ struct SplitFinder {
 
   // The item at a place, for all lanes; zeros past the last.
   __device__ __forceinline__ WorkItem find(const AttentionParams& params, int place) const {
-    ItemFinder::Pair own = items.load_own();
+    typename Items::Pair own = items.load_own();
     const Tiles first = tiles_of(params, own.first), second = tiles_of(params, own.second);
     const float inverse_size = inverse_of(choose_size(first, second));
     int parts = parts_of(second, inverse_size);
@@ -63,7 +66,7 @@ struct SplitFinder {
 
  private:
   __device__ __forceinline__ Tiles tiles_of(const AttentionParams& params,
-                                            const ItemFinder::Found& found) const {
+                                            const typename Items::Found& found) const {
     int keys = found.kv_len;
     if (params.window_left >= 0) keys = min_of(keys, found.qo_len + params.window_left);
     keys = divide(keys + splits.tile_kv - 1, splits.tile_kv_magic, splits.tile_kv_shift);

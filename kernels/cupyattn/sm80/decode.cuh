@@ -118,9 +118,9 @@ struct DecodeSm80 {
     if constexpr (kLists) {
       return listed_work(all_params, kv_head, kTileQ);
     } else if constexpr (FindsItems<Config>::kValue) {
-      const ItemFinder items{all_params.found.lengths, params.group_size, kTileQ,
-                             static_cast<int>(threadIdx.x % kWarpSize)};
-      const SplitFinder finder{all_params.found.splits, items};
+      const ItemFinder<false> items{all_params.found.lengths, params.group_size, kTileQ,
+                                    static_cast<int>(threadIdx.x % kWarpSize)};
+      const SplitFinder<false> finder{all_params.found.splits, items};
       const int place = params.first_q_tile + static_cast<int>(blockIdx.y);
       const WorkItem item = finder.find(params, place);
       const bool is_first = kv_head == 0 && ptx::cluster_rank() == 0 && threadIdx.x < kWarpSize;
