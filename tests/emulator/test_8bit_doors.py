@@ -172,6 +172,8 @@ def test_planned_batches_with_scales_of_requests(emulated: Any) -> None:
     batch.check(wrapper.run(*batch.rows, q_scale=of_q, k_scale=of_k, v_scale=of_v))
 
 
-def test_needles_are_found(emulated: Any) -> None:
+def test_needles_are_found() -> None:
+    """By whichever kernels are soonest: few rows are widened."""
     stack = needles.haystack(rows=4, keys=700)
-    assert needles.shares_found(stack) == {"prompt": 1.0, "append": 1.0, "decode": 1.0}
+    with gpu.plugged_in(num_sms=8):
+        assert needles.shares_found(stack) == {"prompt": 1.0, "append": 1.0, "decode": 1.0}

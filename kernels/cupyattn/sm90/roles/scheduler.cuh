@@ -19,7 +19,7 @@ struct PrefillSm90Scheduler {
   using Mask = typename Traits::Mask;
   static constexpr bool kFindsItems = FindsItems<Traits>::kValue;
   // Of the kernels that find their items, those of bytes alone have scales of requests.
-  static constexpr bool kTellsRequest = Traits::kMultipliesBytes;
+  using Finder = ItemFinder<Traits::kMultipliesBytes>;
   static constexpr bool kStagesOutput = Traits::kStagesOutput;
   static constexpr int kOutputPanels = ceil_div(Traits::kHeadDimVO, QTile::kPanelColumns);
 
@@ -162,11 +162,11 @@ struct PrefillSm90Scheduler {
   __device__ __forceinline__ WorkItem load(int place, int kv_head) const {
     if constexpr (kFindsItems) {
       const FoundItems& found = all_params.found;
-      const ItemFinder<kTellsRequest> finder{found.lengths, params.group_size,
-                                             whole_token_rows(params, Traits::kTileQ),
-                                             static_cast<int>(threadIdx.x % kWarpSize)};
+      const Finder finder{found.lengths, params.group_size,
+                          whole_token_rows(params, Traits::kTileQ),
+                          static_cast<int>(threadIdx.x % kWarpSize)};
       if constexpr (Traits::kFindsParts) {
-        const SplitFinder<kTellsRequest> split_finder{found.splits, finder};
+        const SplitFinder<Traits::kMultipliesBytes> split_finder{found.splits, finder};
         const WorkItem item = split_finder.find(params, place);
         if (kv_head == 0) split_finder.list(params, place, item);
         return item;
