@@ -1,4 +1,5 @@
-"""flash_mla over lists of two caches, and of rows of 584 bytes, on the GPU."""
+"""flash_mla over lists of two caches, and of rows of 584 bytes, and sparse.attend over blocks of
+latent rows, on the GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import listed_latent
+from helpers import latent_blocks, listed_latent
 from helpers.on_gpu import capture, kernels
 from helpers.poison import download, upload
 from helpers.share import some
 
-from cupyattn import flash_mla
+from cupyattn import flash_mla, sparse
 
 pytestmark = pytest.mark.gpu
 
@@ -65,3 +66,20 @@ def test_a_graph_follows_its_counts() -> None:
         want, _ = flash_mla.flash_mla_with_kvcache(**arguments)
         replay()
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("is_portable", [False, True])
+def test_blocks_of_latent_rows(part: int, is_portable: bool) -> None:
+    with kernels(is_portable=is_portable):
+        for seed in range(part * SEEDS_A_PART, part * SEEDS_A_PART + some(SEEDS_A_PART)):
+            case = latent_blocks.Case(seed)
+            given = case.arguments
+            put = {n: upload(x, torch) for n, x in given.items() if isinstance(x, np.ndarray)}
+            first = sparse.attend(**given | put)
+            want, want_lse = case.expected()
+            found = download(first[0]).astype(np.float64)
+            np.testing.assert_allclose(found, want, rtol=1.6e-2, atol=1.6e-2)
+            np.testing.assert_allclose(download(first[1]), want_lse, rtol=1e-3, atol=1e-3)
+            again = sparse.attend(**given | put)  # as the cache has it
+            assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
