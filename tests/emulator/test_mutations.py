@@ -649,6 +649,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper 8-bit sums": test_prefill_sm90_8bit.check_sums_are_emptied,
     "hopper 8-bit rising": test_prefill_sm90_8bit.check_rising_logits,
     "hopper 8-bit far": test_prefill_sm90_8bit.check_far_logits,
+    "hopper 8-bit signed scales": test_prefill_sm90_8bit.check_signed_scales,
+    "hopper 8-bit new rows": test_prefill_sm90_8bit.check_new_rows,
+    "hopper 8-bit boxes": test_prefill_sm90_8bit.check_boxes,
     "hopper 8-bit peak": test_prefill_sm90_8bit.check_small_probabilities,
     "hopper 8-bit rows alone": test_prefill_sm90_8bit.check_rows_alone,
     "hopper 8-bit hidden values": lambda **facts: [

@@ -228,6 +228,49 @@ def test_far_logits() -> None:
     check_far_logits()
 
 
+def check_signed_scales(**facts: Any) -> None:
+    """Scales below zero, and of zero, of heads whose logits leave the range of float32."""
+    case = replace(CAUSAL, kv_len=900, qo_len=64, scale_q="per_head", scale_k="per_head")
+    spoil = {
+        "q": [((slice(None, None, 3), slice(None), 0), 200.0)],
+        "k": [
+            ((slice(200, 203), slice(None), 0), 100.0),
+            ((slice(500, 540), slice(None), 0), -60.0),
+        ],
+        "scale_q": [((1,), -0.7), ((2,), 0.0)],
+    }
+    check(case, spoil=spoil, **facts)
+
+
+@only_form(AS_THEY_ARE)
+def test_signed_scales() -> None:
+    check_signed_scales()
+
+
+def check_new_rows(**facts: Any) -> None:
+    """Rows that see no key of an item's first tile, and in the next small logits alone."""
+    case = replace(CAUSAL, num_kv_heads=1, group=1, qo_len=100, kv_len=140)
+    spoil = {k: [((slice(None), 0, 0), x)] for k, x in (("q", 8.0), ("k", -32.0))}
+    check(case, spoil=spoil, **facts)
+
+
+@only_form(AS_THEY_ARE)
+def test_new_rows() -> None:
+    check_new_rows()
+
+
+def check_boxes(**facts: Any) -> None:
+    """Rows of O that leave in boxes of a warp's, the rows past the last box, and those of a request
+    behind; sums take the place of a box that may still be read."""
+    check(replace(CAUSAL, num_kv_heads=2, group=4, qo_len=21, kv_len=1400), **facts)
+    check(replace(CAUSAL, num_kv_heads=1, group=2, qo_len=41, kv_len=100), **facts)
+
+
+@only_form(AS_THEY_ARE)
+def test_boxes() -> None:
+    check_boxes()
+
+
 @only_form(AS_THEY_ARE)
 def test_a_nan_that_is_seen_is_answered() -> None:
     answer = run.single(CAUSAL, spoil={"v": [((450, 1, 3), np.nan)], "k": [((470, 0, 5), np.nan)]})

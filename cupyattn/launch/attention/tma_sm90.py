@@ -20,6 +20,7 @@ _MAX_CACHED = 256
 _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
 _WARPGROUP_ROWS = 64
+_WARP_ROWS = 16
 _MAX_UNIT = 1 << 24
 # Lean blocks of one item that are no more than so many on each SM have memory to themselves: each
 # warp then copies a tile. Of more, one warp copies in the order in which tiles are multiplied.
@@ -104,8 +105,9 @@ class Maps:
             q, problem.head_dim_qk, self._queries, self._num_rows, problem.dtype_q.itemsize, small
         )
         # Rows of other sizes are not stored in boxes.
+        of_warps = _WARP_ROWS if problem.is_8bit else 0
         output_boxes, output_map = self._row_boxes(
-            o, problem.head_dim_vo, self._outputs, _NO_BOUND, itemsize=2
+            o, problem.head_dim_vo, self._outputs, _NO_BOUND, 2, of_warps
         )
         maps, tails = [query_map], []
         gathers = self._tiles.config["kGatherers"]

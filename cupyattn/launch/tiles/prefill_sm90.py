@@ -25,6 +25,7 @@ _ITEM_BYTES = 112
 # With what fills it up to a multiple of 8.
 _MASK_MAP_BYTES = 8 + 2 * 2048 // 8
 _ROW_BYTES = 20
+_BYTES_OF_SCALED_ROW = 8
 _ITEMS = 2
 # The other tiles are slower under a cap than one of these wherever they were timed.
 _CAPPED_TILES = ("q128_oneshot", "q64_oneshot", "lean_persistent", "lean80", "lean32", "lean64")
@@ -46,7 +47,8 @@ class _Shape(NamedTuple):
     beside a warp that copies if it is persistent; each of its stages has K or V. items: that a
     persistent block holds. box_rows: of Q and of ragged keys that one copy brings, so that items
     read no more than they have; 0: the rows of a warpgroup, the keys of a tile. skips: whether
-    tiles of keys that weigh next to nothing are left out.
+    tiles of keys that weigh next to nothing are left out. follows: of 8 bits, whether an item's
+    first product runs beside the last one of the item before, as registers allow.
     """
 
     consumers: int
@@ -64,6 +66,7 @@ class _Shape(NamedTuple):
     items: int = _ITEMS
     box_rows: int = 0
     skips: bool = False
+    follows: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -78,7 +81,7 @@ _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, convert
 _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
 
 # Queries of 8 bits, which registers keep. fp8_stages: of V, which converters transpose.
-_8BIT = _Shape(2, 160, stages=3, query_slots=1, fp8_stages=4, converters=2)
+_8BIT = _Shape(2, 128, stages=3, query_slots=1, fp8_stages=4, converters=2, follows=True)
 
 # By the kind of keys and the head dims of q, k and of v, o; ragged keys that are not there have the
 # tiles of pages. Registers hold O, the logits of a tile
@@ -119,7 +122,7 @@ _TILES = {
     ("fp8 gathered", 192, 192): _FP8_GATHERED._replace(tile_kv=64),
     ("fp8 gathered", 256, 128): _FP8_GATHERED._replace(tile_kv=64),
     ("8 bits", 64, 64): _8BIT._replace(tile_kv=192, stages=2),
-    ("8 bits", 96, 96): _8BIT._replace(tile_kv=192, stages=2),
+    ("8 bits", 96, 96): _8BIT._replace(tile_kv=160),
     ("8 bits", 128, 128): _8BIT,
     ("8 bits", 192, 128): _8BIT._replace(tile_kv=128, stages=2),
 }
@@ -496,8 +499,8 @@ def _keys_of_8_bits(problem: AttentionProblem) -> int:
     registers."""
     dims = problem.head_dim_qk, problem.head_dim_vo
     if problem.soft_cap or problem.pos_encoding == "ALIBI":
-        return {64: 192, 96: 160, 128: 96, 192: 96}[dims[0]]
-    if problem.reads_rows and dims[0] == 192:
+        return {64: 192, 96: 128, 128: 96, 192: 96}[dims[0]]
+    if problem.reads_rows and dims[0] == 192 and not _folds_row_scales(problem):
         return 96  # facts of rows take shared memory
     return 256 if problem.dtype_o.is_float16 or dims != (128, 128) else 128
 
@@ -546,7 +549,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         *fp8_tiles,
         panels(tile_q, problem.head_dim_qk, slots, itemsize),
         *keys,
-        Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
+        Field(_row_bytes(problem, items) * (tile_q if problem.reads_rows else 1), 16),
         Field(64 if has_fast_cap else 32, 16),
         Field(items * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         *rest,
@@ -570,12 +573,26 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         **({"kSkipsTiles": True} if shape.skips else {}),
         "kSharedBytes": shared,
     }
+    if shape.follows:
+        config["kFollows"] = True
     # The warps that only copy: a warpgroup, or one warp of a persistent lean block, or none.
     copying = 32 * shape.persistent if shape.lean else 128
     threads = copying + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )
+
+
+def _row_bytes(problem: AttentionProblem, items: int) -> int:
+    """What shared memory has of a row (RowInfo, or RowScaledLogits::Row of each item)."""
+    return _BYTES_OF_SCALED_ROW * items if _folds_row_scales(problem) else _ROW_BYTES
+
+
+def _folds_row_scales(problem: AttentionProblem) -> bool:
+    """Whether nothing but a scale changes the logits of a row of 8 bits."""
+    if not problem.is_8bit or problem.soft_cap or problem.biases_logits:
+        return False
+    return problem.prescale_logits
 
 
 def _fp8_tiles(problem: AttentionProblem, shape: _Shape, dims: tuple[int, int]) -> list[Field]:

@@ -114,19 +114,24 @@ __device__ __forceinline__ void zero_nonfinite_values(unsigned char* tile, NonFi
   }
 }
 
-// Sets non-finite values of a chunk of key `key` to zero, and marks the key if it is one of the
-// first `num_keys`.
+// Sets non-finite values of a chunk to zero; returns whether there were any.
 template <typename T>
-__device__ __forceinline__ void zero_nonfinite_chunk(Vector16& chunk, uint32_t* bad_keys, int key,
-                                                     int num_keys) {
+__device__ __forceinline__ bool zero_nonfinite_chunk(Vector16& chunk) {
   const Vector16 values = chunk;
   Vector16 holes;
 #pragma unroll
   for (int w = 0; w < 4; ++w) holes.word[w] = not_finite<T>(values.word[w]);
-  if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) == 0) return;
+  if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) == 0) return false;
 #pragma unroll
   // mutate: hopper-bad-values-stay
   for (int w = 0; w < 4; ++w) chunk.word[w] = values.word[w] & ~holes.word[w];
+  return true;
+}
+// The same of a chunk of key `key`, which is marked if it is one of the first `num_keys`.
+template <typename T>
+__device__ __forceinline__ void zero_nonfinite_chunk(Vector16& chunk, uint32_t* bad_keys, int key,
+                                                     int num_keys) {
+  if (!zero_nonfinite_chunk<T>(chunk)) return;
   // mutate: bad-keys-not-marked
   if (key < num_keys) ptx::atomic_or_shared(&bad_keys[key / 32], 1u << (key % 32));
 }

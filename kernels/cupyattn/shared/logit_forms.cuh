@@ -63,9 +63,11 @@ struct Nothing {};
 struct LogitsDefaults {
   using Constants = LogitConstants;
   using Kept = Nothing;  // what a thread keeps in registers
+  using Row = RowInfo;   // what apply() reads of a row
   static constexpr int kTileSumBits = 8;
-  static constexpr bool kReadsRows = false;      // apply() reads each row's RowInfo
+  static constexpr bool kReadsRows = false;      // apply() reads each Row
   static constexpr bool kHasRowScales = false;   // heads and requests may have scales of their own
+  static constexpr bool kFoldsScales = false;    // these go into the exponent
   static constexpr bool kFoldsBias = false;      // a bias can be folded into the exponent
   static constexpr bool kHasFastPath = false;    // most tiles take a fast path
   static constexpr bool kScalesQueries = false;  // Q is multiplied by a power of two

@@ -29,6 +29,7 @@ struct PrefillSm90 {
     if constexpr (!Traits::kPersistent) return run_only_item(block);
     if (threadIdx.x == 0) init_barriers(params, shared);
     if constexpr (Traits::kRope) shared.rope.fill(params.attention, threadIdx.x, Traits::kThreads);
+    if constexpr (Traits::kMultipliesBytes && Traits::kItemsFollow) clear_keys(shared);
     ptx::block_sync();
     // warp_uniform tells the compiler that the role is the same for a whole warp.
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
@@ -58,6 +59,17 @@ struct PrefillSm90 {
         run_converter(block);
       }
     }
+  }
+
+  // The first product of values in a block takes keys for them, also where rows have fewer columns
+  // than a line: what is not copied there is never written again.
+  static __device__ __forceinline__ void clear_keys(SharedMemory& shared) {
+    if constexpr (Traits::KTile::kChunks % 8 == 0) return;
+    Vector16* const keys = reinterpret_cast<Vector16*>(shared.k[0]);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.k) / 16); i += Traits::kThreads) {
+      keys[i] = Vector16{};
+    }
+    ptx::fence_proxy_async();
   }
 
   // The warps that turn what has landed into what is multiplied.

@@ -57,10 +57,7 @@ struct PrefillSm90Consumer {
   static constexpr int kHeadDimQK = Traits::kHeadDimQK, kHeadDimVO = Traits::kHeadDimVO;
   static constexpr int kTileKV = Traits::kTileKV, kWarpgroup = Traits::kWarpgroup;
   static constexpr bool kOverlap = Softmax::kOverlap;
-  // Whether an item's first product runs beside the last one of the item before. Where Q has one
-  // place the next rows land later, so the item is completed first.
-  static constexpr bool kItemsFollow =
-      Traits::kPersistent && Traits::kSlots > 1 && !Traits::kMultipliesBytes;
+  static constexpr bool kItemsFollow = Traits::kItemsFollow;
   // Whether a tile that needs O corrected leaves the loop of tiles for it. Without overlap the softmax
   // is still to come, and would have to stand twice.
   static constexpr bool kLeavesLoop = kOverlap;
@@ -95,8 +92,7 @@ struct PrefillSm90Consumer {
   static constexpr int kHasSums = 1 << 16;
   float factors_of_total[1][2] = {{1.0f, 1.0f}};
   uint32_t p[Softmax::kSteps][1][4];
-  // Rows of Q of 8 bits are kept in registers, so that their place has those of the next item early.
-  static constexpr bool kKeepsQueries = Traits::kMultipliesBytes;
+  static constexpr bool kKeepsQueries = Traits::kKeepsQueries;
   uint32_t q[kKeepsQueries ? ceil_div(kHeadDimQK, 32) : 1][4];
   Softmax softmax;
 
@@ -170,6 +166,7 @@ struct PrefillSm90Consumer {
         if (pending == Pending::kStore || (pending == Pending::kLastPV && !follows)) {
           step = Step::kEnd;
         } else if (!item_of(at).exists) {
+          if constexpr (Traits::kHasWarpBoxes) softmax.rows.await_box();
           return;
         } else if (!has_keys || !has_rows) {
           pass_over(at);
@@ -202,7 +199,7 @@ struct PrefillSm90Consumer {
         // mutate: output-in-the-slot-of-the-next-item
         output.slot = before<Traits::kSlots>(q_slot(), is_behind);
         complete_output();
-        softmax.rows.write(output, o);
+        write(output);
         clear_total();
       }
       if (step == Step::kEnd) pending = Pending::kNone;
@@ -283,7 +280,7 @@ struct PrefillSm90Consumer {
     }
     pending = Pending::kLastPV;
     adds_output = false;  // mutate: first-values-added
-    tiles_of_part = 0;
+    if (!kItemsFollow || !tile.has_values) tiles_of_part = 0;  // else when the total is complete
     at.next.advance();
     commit_probabilities(tile.probabilities);
     at.tile = tile.key_tile.tile;
@@ -354,6 +351,7 @@ struct PrefillSm90Consumer {
     if constexpr (Traits::kHalvesQueries) halve_queries();
     if constexpr (Traits::LogitsVariant::kScalesQueries) scale_queries();
     if constexpr (kKeepsQueries) take_queries();
+    if constexpr (Traits::LogitsVariant::kFoldsScales) turn_negative_rows(at.next.stage);
     issue_scores(tile.s);
     if constexpr (kItemsFollow) issue_output(tile.has_values);
     pass_turn();
@@ -461,6 +459,36 @@ struct PrefillSm90Consumer {
     ptx::warp_sync();
     release(shared.empty_q[q_slot()]);
   }
+  // Rows of Q of negative scales change their sign. Fragments have a thread's two rows by turns.
+  __device__ __forceinline__ void turn_negative_rows(int place) {
+    if constexpr (kKeepsQueries) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const auto& row = softmax.rows.rows_of(place)[8 * h + (lane >> 2)];
+        // mutate: sign-of-a-scale-lost
+        const uint32_t signs = Traits::LogitsVariant::is_negative(row) ? 0x80808080u : 0;
+#pragma unroll
+        for (int i = 0; i < ceil_div(kHeadDimQK, 32); ++i) {
+          q[i][h] ^= signs;
+          q[i][2 + h] ^= signs;
+        }
+      }
+    } else {
+      turn_landed_rows(place);
+      publish_queries();
+    }
+  }
+  // The same where they have landed. A lane has half of a row.
+  __device__ __forceinline__ void turn_landed_rows(int place) const {
+    const int row = softmax.rows.warp_row() + lane / 2;
+    if (!Traits::LogitsVariant::is_negative(softmax.rows.rows_of(place)[lane / 2])) return;
+#pragma unroll 1
+    for (int chunk = lane & 1; chunk < QTile::kChunks; chunk += 2) {
+      uint32_t* const words = reinterpret_cast<uint32_t*>(shared.q[q_slot()] + QTile::offset(row, chunk));
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] ^= 0x80808080u;
+    }
+  }
   __device__ __forceinline__ void halve_queries() {
     // mutate: queries-not-converted
     powers = convert_rows_to_half<QTile>(shared.q[q_slot()], softmax.rows.warp_row(), lane);
@@ -552,25 +580,26 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void flush() {
     if constexpr (kHasTotal) {
       if (tiles_of_part >= kHasSums) add_total();
-      const int thread = threadIdx.x - kWarpgroup;
+      if constexpr (Traits::kHasWarpBoxes) softmax.rows.await_box();
 #pragma unroll
       for (int n = 0; n < kHeadDimVO / 8; ++n) {
         Vector16 sums;
 #pragma unroll
         for (int e = 0; e < 4; ++e) sums.word[e] = __float_as_uint(o[0][n][e]);
-        shared.totals[n][thread] = sums;
+        shared.totals[warp_of_all()][n][lane] = sums;
       }
       clear_total();
       tiles_of_part = kHasSums;
     }
   }
+  // The warp among those of all consumers.
+  __device__ __forceinline__ int warp_of_all() const { return 4 * group + softmax.rows.warp; }
   __device__ __forceinline__ void add_total() {
-    const int thread = threadIdx.x - kWarpgroup;
 #pragma unroll
     for (int n = 0; n < kHeadDimVO / 8; ++n) {
       // Loads of all columns at once would take as many registers again.
-      if (n % 4 == 0) ptx::end_basic_block(static_cast<uint32_t>(thread));
-      const Vector16 sums = shared.totals[n][thread];
+      if (n % 4 == 0) ptx::end_basic_block(static_cast<uint32_t>(lane));
+      const Vector16 sums = shared.totals[warp_of_all()][n][lane];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         o[0][n][e] = fmaf(__uint_as_float(sums.word[e]), factors_of_total[0][e / 2], o[0][n][e]);
@@ -591,6 +620,14 @@ struct PrefillSm90Consumer {
       if (tiles_of_part >= kHasSums) add_total();
       order_columns(o);
     }
+  }
+  __device__ __forceinline__ void write(const Output& output) {
+    if constexpr (Traits::kHasWarpBoxes) {
+      if (softmax.rows.fills_box(block.all_params, output)) {
+        return softmax.rows.write_box(block.all_params, output, o, warp_of_all());
+      }
+    }
+    softmax.rows.write(output, o);
   }
   __device__ __forceinline__ void clear_total() {
     tiles_of_part = 0;

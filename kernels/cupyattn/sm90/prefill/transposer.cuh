@@ -101,18 +101,45 @@ struct PrefillSm90Transposer {
   }
 
   // Sets non-finite values of a masked tile to zero, and marks those of the first `num_keys` keys
-  // that had them.
+  // that had them. A warp sweeps the keys that it transposes, so no warp waits for the other.
   __device__ __forceinline__ void zero_nonfinite(unsigned char* landing, KeyMarks& nonfinite_keys,
                                                  int num_keys) const {
-    if (thread == 0) nonfinite_keys = KeyMarks{};
-    ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);
-#pragma unroll 2
-    for (int index = thread; index < Landing::kBytes / 16; index += kThreads) {
-      if (Landing::kHasTail && !Landing::is_copied(index)) continue;
-      zero_nonfinite_chunk<DTypeV>(reinterpret_cast<Vector16*>(landing)[index],
-                                   nonfinite_keys.word, Landing::row_at(16 * index), num_keys);
+    constexpr int kEach = Landing::kChunks / 2;  // of a lane, of 16 keys
+    constexpr int kWords = sizeof(KeyMarks) / 4;
+    uint16_t* const marks = reinterpret_cast<uint16_t*>(nonfinite_keys.word);
+    // Those of no keys are read with the others.
+    if (VTile::kPanels + thread < kWords) nonfinite_keys.word[VTile::kPanels + thread] = 0;
+#pragma unroll 1
+    for (int panel = 0; panel < VTile::kPanels; ++panel) {
+      const int first_key = 32 * panel + 16 * warp;
+      const auto chunk_at = [&](int i) {
+        const int index = kWarpSize * i + lane;
+        return reinterpret_cast<Vector16*>(
+            landing + Landing::offset(first_key + index / Landing::kChunks, index % Landing::kChunks));
+      };
+      uint32_t holes = 0, marked = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const Vector16 values = *chunk_at(i);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) holes |= not_finite<DTypeV>(values.word[w]);
+      }
+      if (unlikely(ptx::warp_any(holes != 0))) {
+        uint32_t own = 0;
+#pragma unroll 1
+        for (int i = 0; i < kEach; ++i) {
+          if (zero_nonfinite_chunk<DTypeV>(*chunk_at(i))) {
+            own |= 1u << ((kWarpSize * i + lane) / Landing::kChunks);
+          }
+        }
+#pragma unroll 1
+        for (int key = 0; key < 16; ++key) {
+          const bool is_key = first_key + key < num_keys;
+          if (ptx::warp_any((own >> key & 1) != 0) && is_key) marked |= 1u << key;
+        }
+      }
+      if (lane == 0) marks[2 * panel + warp] = static_cast<uint16_t>(marked);
     }
-    ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);
   }
 };
 

@@ -10,6 +10,7 @@
 
 #include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/shared/softmax.cuh"
+#include "cupyattn/sm90/roles/row_scales.cuh"
 
 namespace cupyattn {
 
@@ -18,41 +19,42 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
   using Base = OnlineSoftmax<1, kTileSumBits>;
   using Base::row_max, Base::row_sum;
   static constexpr int kMostHeadroom = 7;
+  static constexpr float kHeadroomOfNewRows = 4.0f;
   static constexpr float kLargest = 448.0f;
   static constexpr float kFar = 0x1p+100f;  // of sums whose exponentials are in the range of float32
   static constexpr int kTilesOfGroup = 4;   // n-tiles, of which a thread has eight keys
 
   using Base::Base;
 
-  // Turns the logits of a tile into probabilities, and raises maxima: in an item's first tile and in
-  // a tile that takes them, of all rows that ask for it; else of rows whose probabilities are too large. Returns whether it
-  // did; O is then to be multiplied by `factors`. again(s, h): makes the logits of row h again.
+  // Turns the logits of a tile into probabilities, and raises maxima: in an item's first tile of all
+  // rows, elsewhere of rows whose probabilities are too large. Returns whether it did; O is then to
+  // be multiplied by `factors`. has_new_rows: whether rows may not have seen a key yet. again(s, h):
+  // makes the logits of row h again.
   template <int kSteps, int kTilesS, typename Form, typename Again>
   __device__ __forceinline__ bool exponentiate_or_raise(uint32_t (&p)[kSteps][1][4],
                                                         float (&s)[1][kTilesS][4],
                                                         float (&factors)[1][2], const Form& form,
                                                         float scale, bool is_first,
-                                                        bool takes_maxima, Again&& again) {
+                                                        bool has_new_rows, Again&& again) {
     // Logits that are all 0 have no maximum.
-    takes_maxima = (is_first || takes_maxima) && scale != 0.0f;
+    const bool takes_maxima = is_first && scale != 0.0f;
     float tile_sum[2], largest[2];
     if (is_first) factors[0][0] = factors[0][1] = 1.0f;
     if (takes_maxima) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) factors[0][h] = take_maximum(s, h, form, scale, true);
     }
+    if (!is_first && has_new_rows && scale != 0.0f) begin_new_rows(s, form, scale);
     exponentiate<0, 2>(s, form, scale, tile_sum, largest);
-    bool raises = takes_maxima;
-    const bool asks = takes_maxima || largest[0] > kLargest || largest[1] > kLargest;
+    bool raises = false;
+    const bool asks = largest[0] > kLargest || largest[1] > kLargest;
     if (is_first || unlikely(ptx::warp_any(asks))) {
       raises = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         // mutate: rows-beside-raised
         const bool row_moves = takes_maxima || quad_any(largest[h] > kLargest);
-        if (!is_first && !takes_maxima) {
-          factors[0][h] = make_far(s, h, tile_sum[h], row_moves, form, scale, again);
-        }
+        if (!is_first) factors[0][h] = make_far(s, h, tile_sum[h], row_moves, form, scale, again);
         settle(s, h, factors[0][h], tile_sum[h], row_moves, scale);
       }
     }
@@ -68,11 +70,25 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
   template <int kTilesS, typename Form>
   __device__ __forceinline__ float take_maximum(const float (&s)[1][kTilesS][4], int h,
                                                 const Form& form, float scale, bool row_moves) {
-    const float largest = quad_max(form.value(largest_of(s[0], h)));
+    const float largest = quad_max(value_of(form, largest_of(s[0], h), h));
     const float before = row_max[0][h];
     const float next = row_moves ? fmaxf(before, largest) : before;
     row_max[0][h] = next;
     return next == before ? 1.0f : ptx::ex2_approx((before - next) * scale);
+  }
+  // Rows that causality or a window has hidden all keys from take a maximum: their largest
+  // probability becomes 2^kHeadroomOfNewRows, whatever the others are. Nothing has been summed yet.
+  template <int kTilesS, typename Form>
+  __device__ __forceinline__ void begin_new_rows(const float (&s)[1][kTilesS][4], const Form& form,
+                                                 float scale) {
+    const bool is_new = row_max[0][0] == -ptx::infinity() || row_max[0][1] == -ptx::infinity();
+    if (!unlikely(ptx::warp_any(is_new))) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float first = quad_max(value_of(form, largest_of(s[0], h), h)) -
+                          kHeadroomOfNewRows * ptx::rcp_approx(scale);
+      row_max[0][h] = row_max[0][h] == -ptx::infinity() ? first : row_max[0][h];
+    }
   }
   // The power of two that the largest probability becomes. sum: of a thread if the largest were 1.
   static __device__ __forceinline__ float headroom(float sum) {
@@ -96,7 +112,7 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
       for (int h = kBegin; h < kEnd; ++h) {
         if (step < kGroups) {
           const float shift = this->shift_of(0, h, form, scale);
-          each_of_group(s, step, h, [&](float x) { return form.exponent(x, shift); });
+          each_of_group(s, step, h, [&](float x) { return exponent_of(form, x, shift, h); });
         }
         if (step >= 1 && step <= kGroups) each_of_group(s, step - 1, h, ptx::ex2_approx);
         if (step >= 2) {
@@ -105,7 +121,8 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
           sum[h] = step == 2 ? group : sum[h] + group;
         }
       }
-      if (step < kGroups + 1) ptx::end_basic_block(__float_as_uint(scale));
+      // The scale of some logits is a constant, by which ptxas would see that no event happens.
+      if (step < kGroups + 1) ptx::end_basic_block(__float_as_uint(row_max[0][0]));
     }
   }
   template <int kTilesS, typename Function>
@@ -149,7 +166,7 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& x = s[0][n][2 * h + e];
-        x = is_far ? ptx::ex2_approx(form.exponent(x, shift)) : x;
+        x = is_far ? ptx::ex2_approx(exponent_of(form, x, shift, h)) : x;
         sum += x;
       }
     }

@@ -42,6 +42,10 @@ struct PrefillSm90Rows {
     return PackGqaRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
   }
 
+  // What the logits of this warp's rows depend on. Folded scales are there with their item.
+  __device__ __forceinline__ const typename LogitsVariant::Row* rows_of(int item_place) const {
+    return shared.rows + (LogitsVariant::kFoldsScales ? item_place * kTileQ : 0) + warp_row();
+  }
   // Writes what the logits of this warp's rows depend on to `shared.rows`.
   __device__ __forceinline__ void describe(const Item& item) const {
     const int r = warp_row() + (lane & 15), kv_head = item.work.tile.kv_head;
@@ -188,6 +192,69 @@ struct PrefillSm90Rows {
     } else if (row.exists) {
       store_output_row<DTypeO, kHeadDimVO, false, true>([&](int column) { return out + column; },
                                                         o, 0, factor, lane);
+    }
+  }
+
+  // Whether this warp's rows of an item leave as one box.
+  __device__ __forceinline__ bool fills_box(const PrefillSm90Params& all_params,
+                                            const Output& output) const {
+    const TileWork& work = shared.items[output.place].work.tile;
+    return all_params.output_box_rows == Traits::kBoxOfWarp && !work.leaves_state() &&
+           warp_row() + Traits::kBoxOfWarp <= work.num_rows;  // mutate: box-of-missing-rows
+  }
+  // As write() of such rows, which leave from the place of the warp's sums.
+  __device__ __forceinline__ void write_box(const PrefillSm90Params& all_params,
+                                            const Output& output, Accumulators& o,
+                                            int warp_of_all) const {
+    using Tile = typename Traits::BoxTile;
+    const Item& item = shared.items[output.place];
+    gate<kHeadDimVO>(item, o, 0);
+    static_assert(sizeof(shared.totals[0]) >= Tile::kBytes && sizeof(shared.totals[0]) % 1024 == 0,
+                  "the place of a warp's sums is that of a box");
+    const uint32_t place = ptx::shared_address(shared.totals[warp_of_all]);
+    await_box();  // and all lanes have read their sums
+    stage_rows<Tile>(place + Tile::offset(lane & 15, lane >> 4), output, o);
+    ptx::fence_proxy_async();
+    ptx::warp_sync();
+    if (lane == 0) {
+      const int head = item.work.tile.kv_head * params.group_size;
+      const int row = item.work.tile.first_row + warp_row(), token = item.work.request.q_start;
+      // mutate: warp-boxes-of-rows-at-tokens
+      const int first = all_params.output_box_step == Traits::kBoxOfWarp
+                            ? token * params.group_size + row
+                            : token + PackGqaRow::of(params, row).token;
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::tensor_store_4d(all_params.o, Tile::kPanelColumns * panel, head, first, 0,
+                             place + panel * Tile::kPanelBytes);
+      }
+      ptx::bulk_commit();
+      arrive(shared.empty_item[output.place]);
+    }
+    ptx::warp_sync();
+  }
+  // Waits until the rows that have left last are read.
+  __device__ __forceinline__ void await_box() const {
+    if (lane == 0) ptx::bulk_wait_read();
+    ptx::warp_sync();
+  }
+
+  // Writes a thread's rows, normalised, to a tile of panels. first: the address of its row and chunk
+  // of the first matrices.
+  template <typename Tile>
+  __device__ __forceinline__ void stage_rows(uint32_t first, const Output& output,
+                                             const Accumulators& o) const {
+#pragma unroll
+    for (int n = 0; n < 8 * Tile::kPanels; n += 2) {
+      uint32_t words[4] = {};  // columns past the head dim leave no box
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n >= kHeadDimVO / 8) continue;
+        const float* pair = o[0][n + i / 2] + i % 2 * 2;
+        const float factor = output.factors[i % 2];
+        words[i] = ptx::pack_pair<DTypeO>(pair[0] * factor, pair[1] * factor);
+      }
+      ptx::stmatrix_x4((first ^ (n % 8 * 16)) + n / 8 * Tile::kPanelBytes, words);
     }
   }
 

@@ -74,6 +74,10 @@ struct PrefillSm90Scheduler {
           ptx::warp_sync();
           if (exists) skip_masked_tiles(next, lane);
         }
+        if constexpr (Traits::LogitsVariant::kFoldsScales) {
+          ptx::warp_sync();
+          if (next.has_keys()) describe_rows(next, place.stage, lane);
+        }
         if (lane == 0) arrive(shared.full_item[place.stage]);
         ptx::warp_sync();
         if (!exists) break;
@@ -104,6 +108,20 @@ struct PrefillSm90Scheduler {
         if (lane == 0) ptx::bulk_wait_read();
       }
     }
+  }
+
+  // Writes the scales of an item's rows, for which consumers would wait.
+  __device__ __forceinline__ void describe_rows(const Item& item, int place, int lane) const {
+    const TileWork& work = item.work.tile;
+    const Request& request = item.work.request;
+#pragma unroll 1
+    for (int r = lane; r < Traits::kTileQ; r += kWarpSize) {
+      const PackGqaRow row = PackGqaRow::of(params, work.first_row + min_of(r, work.num_rows - 1));
+      shared.rows[place * Traits::kTileQ + r] = Traits::LogitsVariant::make_row(
+          params, request, row.token, request.position<Mask::kKeyShare>(params, row.token),
+          work.kv_head * params.group_size + row.group_head, work.kv_head);
+    }
+    ptx::warp_sync();
   }
 
   // Stores O of a finished item from its slot of Q, `stored`.

@@ -87,7 +87,7 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
 #pragma unroll
       for (int h = 0; h < 2; ++h) position[h] = position_of(item, h);
     }
-    if constexpr (LogitsVariant::kReadsRows) rows.describe(item);
+    if constexpr (LogitsVariant::kReadsRows && !LogitsVariant::kFoldsScales) rows.describe(item);
   }
   // Begins the sums of an item's rows. Those of the item before are needed until it is finished.
   __device__ __forceinline__ void begin_rows(const Item& item) {
@@ -153,7 +153,7 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
       // Without the copy ptxas keeps the condition's operands, and spills.
       if (ptx::opaque_copy(static_cast<uint32_t>(is_first || tile.needs_mask)) == 0) {
         const auto path =
-            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, item.work.request,
+            LogitsVariant::fast_path(rows.rows_of(place), params, item.work.request,
                                      first_key, rows.lane);
         to.masked_key = -1;
         if (exponentiate_fast(to, s, path, room_of(first_key))) return;
@@ -162,7 +162,7 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
     const bool needs_mask = tile.needs_mask != 0;
     to.masked_key = needs_mask ? first_key : -1;
     const float scale = LogitsVariant::softmax_scale(params);
-    const auto form = LogitsVariant::apply(s, online.row_max, shared.rows + rows.warp_row(),
+    const auto form = LogitsVariant::apply(s, online.row_max, rows.rows_of(place),
                                            shared.logits, params, item.work.request, first_key,
                                            rows.lane, needs_mask);
     // Rows that begin with a maximum take another only if they must.
@@ -176,8 +176,8 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
       }
     }
     if constexpr (Traits::kMultipliesBytes) {
-      // Rows that have seen no key take the maximum of the next tile. Others could be raised
-      // once their exponentials are there.
+      // Rows that have seen no key take the maximum of the next tile. Others may be raised once
+      // their exponentials are there.
       takes_maxima = needs_mask || after_masked;  // mutate: rows-behind-cuts-without-maximum
       to.raised = online.exponentiate_or_raise(
           to.p, s, to.factors, form, scale, is_first, takes_maxima,
@@ -212,10 +212,10 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
   __device__ __forceinline__ void make_again(Logits& s, int h, const Item& item,
                                              int first_key) const {
     using T = typename Traits::DTypeQ;
-    const auto place = rows.row_place(item, h);
-    if (!place.exists) return;
+    const auto own = rows.row_place(item, h);
+    if (!own.exists) return;
     const T* query =
-        static_cast<const T*>(params.q) + place.token * params.q_stride_n + place.head * params.q_stride_h;
+        static_cast<const T*>(params.q) + own.token * params.q_stride_n + own.head * params.q_stride_h;
     const T* keys = keys_of<T>(params, item.work.tile.kv_head);
 #pragma unroll 1
     for (int n = 0; n < kTileKV / 8; ++n) {
@@ -229,12 +229,16 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
         for (int column = 0; column < Traits::kHeadDimQK; ++column) {
           sum = fmaf(element_to_float(query[column]), element_to_float(row[column]), sum);
         }
+        if constexpr (LogitsVariant::kFoldsScales) {
+          // mutate: far-logits-without-sign
+          if (LogitsVariant::is_negative(rows.rows_of(place)[8 * h + (rows.lane >> 2)])) sum = -sum;
+        }
         pair[0][0][0] = e == 0 ? sum : pair[0][0][0];
         pair[0][0][1] = sum;
       }
       pair[0][0][2] = pair[0][0][0];
       pair[0][0][3] = pair[0][0][1];
-      LogitsVariant::apply(pair, online.row_max, shared.rows + rows.warp_row(), shared.logits,
+      LogitsVariant::apply(pair, online.row_max, rows.rows_of(place), shared.logits,
                            params, item.work.request, first_key + 8 * n, rows.lane, false);
 #pragma unroll
       for (int i = 0; i < kTileKV / 8; ++i) {
@@ -276,7 +280,7 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
       for (int h = 0; h < 2; ++h) {
         int row_position = position[h];
         if constexpr (LogitsVariant::kReadsRows) {
-          row_position = shared.rows[rows.own_row(h)].position;
+          row_position = rows.rows_of(place)[8 * h + (rows.lane >> 2)].position;
         } else if constexpr (!kKeepsPositions) {
           row_position = position_of(item, h);
         }

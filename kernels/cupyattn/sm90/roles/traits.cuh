@@ -2,13 +2,26 @@
 // only template argument, so that another kernel can bring its own.
 #pragma once
 
+#include "cupyattn/shared/block_scales.cuh"
 #include "cupyattn/shared/rope.cuh"
 #include "cupyattn/sm90/roles/mask.cuh"
+#include "cupyattn/sm90/roles/row_scales.cuh"
 #include "cupyattn/sm90/roles/skipped_tiles.cuh"
 #include "cupyattn/sm90/roles/soft_cap.cuh"
 #include "cupyattn/tile/warpgroup_tile.cuh"
 
 namespace cupyattn {
+
+// Whether the first product of an item runs beside the last one of the item before, where products
+// have 8 bits; a Config that does not say so has no such items.
+template <typename Config, typename = void>
+struct LetsItemsFollow {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct LetsItemsFollow<Config, typename AnyFlag<Config::kFollows>::type> {
+  enum : bool { kValue = Config::kFollows };
+};
 
 template <typename Config>
 struct PrefillSm90Traits : Config {
@@ -31,6 +44,9 @@ struct PrefillSm90Traits : Config {
   // Accumulators of 8-bit products keep some 14 bits. After so many key tiles a part of O is added
   // to a float32 sum, which lies in shared memory.
   static constexpr int kFlushTiles = 640 / kTileKV;
+  // Rows of Q of 8 bits are kept in registers, where these are enough, so that their place has those
+  // of the next item early.
+  static constexpr bool kKeepsQueries = kMultipliesBytes && kConsumers < 3;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
@@ -76,6 +92,16 @@ struct PrefillSm90Traits : Config {
   static constexpr bool kStagesOutput =
       kSlots > 1 && sizeof(DTypeQ) == 2 && sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
 
+  // Whether finished rows of O leave in boxes of a warp's.
+  static constexpr bool kHasWarpBoxes = kMultipliesBytes && sizeof(DTypeO) == 2;
+  static constexpr int kBoxOfWarp = 16;
+  using BoxTile = PanelTile<DTypeO, kBoxOfWarp, kHeadDimVO>;
+
+  // Whether an item's first product runs beside the last one of the item before. Where Q has one
+  // place the next rows land later, so the item is completed first, unless registers keep Q.
+  static constexpr bool kItemsFollow =
+      kPersistent && (kMultipliesBytes ? LetsItemsFollow<Config>::kValue : kSlots > 1);
+
   using QTile = PanelTile<DTypeKTile, kTileQ, kHeadDimQK>;
   template <typename Element, int kHeadDim>
   using KeyTileOf = PanelTile<Element, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
@@ -93,10 +119,13 @@ struct PrefillSm90Traits : Config {
   static constexpr int kValueStages = kMultipliesBytes ? kFp8Stages : kStages;
   using AnyLogits = Logits<Config>;
   using LogitsVariant =
-      conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeP>, AnyLogits>;
+      conditional<kMultipliesBytes && is_same<AnyLogits, TransformedLogits<false, false, true>>,
+                  RowScaledLogits,
+                  conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeP>, AnyLogits>>;
   // Whether the other rows of a warp decide nothing of a row. A tile may then have rows of other
   // requests where it lacks its own.
-  static constexpr bool kRowsAreAlone = is_same<AnyLogits, PlainLogits>;
+  static constexpr bool kRowsAreAlone =
+      LogitsVariant::kFoldsScales || is_same<AnyLogits, PlainLogits>;
   using Mask = MaskOf<Config>;
   using KeyTiles = conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>;
 
@@ -155,8 +184,9 @@ struct PrefillSm90Traits : Config {
     alignas(VLoadTile::kAlign) unsigned char fp8_v[kFp8Stages][VLoadTile::kBytes];
   };
   struct Totals {
-    // Each consumer thread keeps its four sums of every eight columns of O here.
-    Vector16 totals[kHeadDimVO / 8][kConsumers * 4 * kWarpSize];
+    // Each consumer thread keeps its four sums of every eight columns of O here. A warp's finished
+    // rows take the same place, as one box.
+    alignas(1024) Vector16 totals[kConsumers * 4][kHeadDimVO / 8][kWarpSize];
   };
   struct NoFp8Tiles {};
 
@@ -165,7 +195,8 @@ struct PrefillSm90Traits : Config {
     alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(VLoadTile::kAlign) unsigned char v[kValueStages][VTile::kBytes];
-    alignas(16) RowInfo rows[LogitsVariant::kReadsRows ? kTileQ : 1];
+    alignas(16) typename LogitsVariant::Row
+        rows[(LogitsVariant::kFoldsScales ? kItems : 1) * (LogitsVariant::kReadsRows ? kTileQ : 1)];
     typename LogitsVariant::Constants logits;
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
