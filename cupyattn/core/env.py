@@ -81,6 +81,12 @@ SPARSE_MODELS = Variable(
     "1 puts sparse.select and sparse.attend in place of vLLM's and SGLang's functions of "
     "MiniMax-M3 and QSA, where the engine loads cupyattn as a plug-in",
 )
+EIGHT_BIT_QUERIES = Variable(
+    "CUPYATTN_8BIT_QUERIES",
+    "0",
+    "1 lets vLLM quantise queries to e4m3 beside caches of e4m3; ours then multiply 8 bits where "
+    "that is sooner (read as a layer is made)",
+)
 
 ALL = (
     CACHE_DIR,
@@ -90,6 +96,7 @@ ALL = (
     DEBUG,
     PORTABLE,
     SPARSE_MODELS,
+    EIGHT_BIT_QUERIES,
     XLA_GRAPHS,
     LOG,
     TUNED,

@@ -251,6 +251,8 @@ class Impl:
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.share = _share_of(self)
         self.combine: Any = _combine() if self.share else None
+        has_e4m3 = kv_cache_dtype in ("fp8", "fp8_e4m3") and not self.share
+        self.supports_quant_query_input = has_e4m3 and env.EIGHT_BIT_QUERIES.flag()
 
     def do_kv_cache_update(
         self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any

@@ -12,6 +12,7 @@ import pytest
 from helpers import engine_interfaces
 
 from cupyattn import reference
+from cupyattn.core import env
 from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.integrations import minisgl, sglang, vllm
 from cupyattn.integrations.engines import joined
@@ -413,6 +414,24 @@ def test_vllm_queries_of_fp8_have_their_scale(engine: Any) -> None:
         q.float().numpy() * scales[0], k * scales[1], v * scales[2], sm_scale=0.2, causal=True
     )
     np.testing.assert_allclose(out.float(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kv_dtype", "wanted"),
+    [
+        ("0", "fp8", False),
+        ("1", "fp8", True),
+        ("1", "fp8_e4m3", True),
+        ("1", "fp8_e5m2", False),
+        ("1", "auto", False),
+    ],
+)
+def test_vllm_quantises_queries_where_it_is_asked_to(
+    asked: str, kv_dtype: str, wanted: bool, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.EIGHT_BIT_QUERIES.name, asked)
+    impl = vllm.CupyAttnImpl(HEADS, 16, 0.2, KV_HEADS, kv_cache_dtype=kv_dtype)
+    assert impl.supports_quant_query_input is wanted
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
