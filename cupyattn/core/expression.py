@@ -35,6 +35,7 @@ VARIABLES = {
     "logit": FLOAT,
     "q_idx": INT,
     "q_row": INT,
+    "q_token": INT,
     "kv_idx": INT,
     "head": INT,
     "kv_head": INT,

@@ -56,6 +56,8 @@ def attend(
         all_options = {**spec.reference_options(), **extra_options, **options}
         if gate is not None:
             all_options["output_gate"] = gate[rows]
+        if spec.logits is not None:
+            all_options["first_row"] = rows.start or 0
         results = reference.attention(q[rows], k, v, mask=mask, **all_options)
         o[rows][answered], lse[rows][answered] = (x[answered] for x in results)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -27,7 +27,10 @@ _ELEMENT_TYPES = {
 }
 # Indices that are a variable alone, and the extent that an axis must have for each.
 _EXTENTS = {"head": "num_qo_heads", "kv_head": "num_kv_heads", "batch": "batch size"}
-_LENGTHS = {"q_row": "query tokens", "q_idx": "keys", "kv_idx": "keys"}
+_LENGTHS = {
+    name: f"the {what} of the longest request"
+    for name, what in (("q_row", "query tokens"), ("q_idx", "keys"), ("kv_idx", "keys"))
+} | {"q_token": "the rows of q"}
 
 
 def read(
@@ -154,17 +157,20 @@ def check_arrays(
     num_requests: int,
     qo_len: int,
     kv_len: int,
+    num_rows: int,
 ) -> dict[str, ArrayView]:
     """The arrays by what messages call them; ArgumentError unless each covers what a variable alone
     indexes.
 
-    qo_len, kv_len: the most of one request. Other indices are cut to the array when they are read.
+    qo_len, kv_len: the most of one request. num_rows: of q, of all requests. Other indices are cut
+    to the array when they are read.
     """
     extents = {
         "head": spec.num_qo_heads,
         "kv_head": spec.num_kv_heads,
         "batch": num_requests,
         "q_row": qo_len,
+        "q_token": num_rows,
         "q_idx": kv_len,
         "kv_idx": kv_len,
     }
@@ -189,7 +195,7 @@ def check_arrays(
                     f"{wanted}, the {_EXTENTS[name]}"
                 )
             if extent < wanted:
-                of = f", the {_LENGTHS[name]} of the longest request" if name in _LENGTHS else ""
+                of = f", {_LENGTHS[name]}" if name in _LENGTHS else ""
                 raise ArgumentError(
                     f"{label}: axis {axis} has {extent} elements; wanted at least {wanted}{of}"
                 )
@@ -201,8 +207,15 @@ def of_request(
 ) -> LogitsExpression:
     """The expressions of one request of a batch that is computed request by request.
 
-    Raises ArgumentError unless arrays that `batch` indexes have an element for each request.
+    Raises ArgumentError unless arrays that `batch` indexes have an element for each request, and
+    UnsupportedError for `q_token`, which counts rows of all requests.
     """
+    if num_requests > 1 and expression.reads("q_token"):
+        name = "mask_fn" if expression.transform is None else "logits_transform"
+        raise UnsupportedError(
+            f"{name}: reads q_token, which is not supported where requests are computed one by "
+            "one; index arrays by batch and q_row"
+        )
     for node in (node for part in expression.parts for node in part.walk()):
         if node.op != "element":
             continue

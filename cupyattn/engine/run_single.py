@@ -571,7 +571,7 @@ def _view_optional(
     qo_len, kv_len, spec = call.qo_len, call.kv_len, call.entry.spec
     expressed = {}
     if spec.logits is not None:
-        expressed = logits.check_arrays(spec.logits, read, spec, 1, qo_len, kv_len)
+        expressed = logits.check_arrays(spec.logits, read, spec, 1, qo_len, kv_len, qo_len)
     array.same_device(q=call.q, **views, **expressed)
     dims = {
         "qo_len": qo_len,

@@ -185,6 +185,7 @@ def attention(
     logits: LogitsExpression | None = None,
     logits_arrays: Sequence[np.ndarray] = (),
     batch: int = 0,
+    first_row: int = 0,
     output_gate: np.ndarray | None = None,
     key_positions: np.ndarray | None = None,
     whole_len: int = -1,
@@ -215,7 +216,8 @@ def attention(
                  with no value; not multiplied by sm_scale. -inf: none; +inf: o = 0 and lse = +inf.
     logits       expressions of the caller's (core.logits.make), their array parameters in
                  `logits_arrays`: the transform takes the place of each logit after all of the
-                 above, the mask hides keys besides. `batch` is what they read by that name.
+                 above, the mask hides keys besides. `batch` is what they read by that name, and
+                 `first_row` the row of all requests' at which `q_token` begins.
     output_gate  [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo]: the output is
                  multiplied by its sigmoid; the LSE stays.
     key_positions, whole_len   k and v are some keys of a sequence of whole_len, those at these
@@ -271,6 +273,7 @@ def attention(
         logits=logits,
         logits_arrays=logits_arrays,
         batch=batch,
+        first_row=first_row,
     )
     o = np.empty((qo_len, num_qo_heads, v.shape[2]))
     lse = np.empty((qo_len, num_qo_heads))
@@ -323,6 +326,7 @@ class _Variant:
     logits: LogitsExpression | None
     logits_arrays: Sequence[np.ndarray]
     batch: int
+    first_row: int
 
 
 def _attend_kv_head(
@@ -382,6 +386,7 @@ def _express(
     variables = {
         "logit": logits,
         "q_row": token,
+        "q_token": token + variant.first_row,
         "q_idx": token + sees.first_position,
         "kv_idx": sees.positions(keys),
         "head": np.arange(heads.start, heads.stop)[:, None, None],

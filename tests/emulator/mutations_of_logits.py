@@ -8,6 +8,7 @@ LOGITS = (
     Mutation("expression-of-another-key", "8 * n + e", "8 * n", "expression"),
     Mutation("array-axes-swapped", "index * array.extent[++axis] + rest",
              "index + rest * array.extent[++axis]", "expression"),
+    Mutation("tokens-counted-by-request", "request.q_start + token", "token", "expression tokens"),
     Mutation("quotient-toward-zero", "- static_cast<int>(a % b < 0)", "", "expression"),
     Mutation("index-past-array", "min_of(index, params.logits_arrays[slot].extent[axis] - 1)",
              "index", "expression mask"),

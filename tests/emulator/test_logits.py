@@ -66,6 +66,11 @@ def test_a_batch() -> None:
     check_batch(Batch("requests", "paged", *LENGTHS["paged"]), seed=2)
 
 
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_arrays_with_a_row_for_each_row_of_q(kind: str) -> None:
+    check_batch(Batch("near keys", kind, *LENGTHS[kind]), seed=3)
+
+
 # Mutations have catchers for few of these; here are all kernels.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["transform", "mask", "mask by head", "both", "cap"])
@@ -76,7 +81,7 @@ def test_every_kind_of_expression(kernel: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize("name", ["requests", "mask by head"])
+@pytest.mark.parametrize("name", ["requests", "near keys", "mask by head"])
 def test_every_kind_of_batch(name: str, kind: str) -> None:
     check_batch(Batch(name, kind, *LENGTHS[kind]))
 

@@ -502,6 +502,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "packbits": _packbits,
     "expression": _expression("transform", 5, 300),
     "expression mask": _expression("mask", 5, 300),
+    "expression tokens": lambda **facts: test_logits.check_batch(
+        test_logits.Batch("near keys", "ragged", *test_logits.LENGTHS["ragged"]), **facts
+    ),
     "far biases": lambda **facts: test_logits.check_far_biases(5, **facts),
     "expression by head": _expression("mask by head", 18, 300),
     "paged prefill": _batch((40, 70), (150, 90)),

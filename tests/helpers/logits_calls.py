@@ -38,6 +38,10 @@ EXPRESSIONS: dict[str, tuple[str | None, str | None]] = {
     "mask by head": (None, "kv_idx <= q_idx && kv_idx > q_idx - 50 * (head + 1)"),
     "both": (ALIBI, "seen[q_row, kv_idx] || kv_idx == 0"),
     "mask by parity": (None, "kv_idx // 3 % 2 == 0"),
+    "near keys": (
+        "logit + (kv_idx <= q_idx && kv_idx > q_idx - 23 ? near[q_token, head, q_idx-kv_idx] : 0)",
+        None,
+    ),
     "requests": ("logit * t[batch] - q_len + exp2(-abs(logit))", "kv_idx // 3 % 2 == batch % 2"),
 }
 # Of the two answers, of 16 bits and of 32.
@@ -55,6 +59,7 @@ def params(
         "doc": (documents // 2).astype(np.int32),
         "slopes": alibi_slopes(HEADS[0]).astype(np.float32),
         "seen": rng.random((qo_len, kv_len)) < 0.7,
+        "near": rng.standard_normal((num_requests * qo_len, HEADS[0], 23)).astype(np.float16),
         "t": np.linspace(0.5, 1.5, num_requests).astype(dtypes.bfloat16.numpy),
         "c": 3.0,
         "w": 60,

@@ -428,3 +428,28 @@ def test_dot_product_attention_says_where_they_are_not():
         cupyattn.dot_product_attention(
             q, q, q, logits_transform="logit + s[batch]", logits_params={"s": SLOPES}
         )
+
+
+def test_rows_of_all_requests_are_counted() -> None:
+    """As a bias of its own for each request and row gives it, and not where requests are apart."""
+    rng = np.random.default_rng(8)
+    q, k, v = (rng.standard_normal((2, 5, 4, 16)).astype(np.float16) for _ in range(3))
+    near = rng.standard_normal((10, 4, 3)).astype(np.float32)
+    text = "logit + (kv_idx <= q_idx ? near[{}head, q_idx - kv_idx] : 0)"
+    indptr = np.array([0, 5, 10], np.int32)
+    flat = [x.reshape(10, 4, 16) for x in (q, k, v)]
+    answers = []
+    for index, bias in (("q_token, ", near), ("batch, q_row, ", near.reshape(2, 5, 4, 3))):
+        w = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(None)
+        transform = {"logits_transform": text.format(index), "logits_params": {"near": bias}}
+        w.plan(indptr, indptr, 4, 4, 16, causal=True, **transform)
+        answers.append(w.run(*flat))
+    np.testing.assert_array_equal(*answers)
+    transform = {"logits_transform": text.format("q_token, "), "logits_params": {"near": near}}
+    with pytest.raises(UnsupportedError, match="logits_transform: reads q_token"):
+        cupyattn.dot_product_attention(q, k, v, **transform)
+    one = cupyattn.dot_product_attention(*(x[:1] for x in (q, k, v)), is_causal=True, **transform)
+    np.testing.assert_allclose(one[0], answers[0][:5], atol=2e-3)
+    with pytest.raises(ArgumentError, match="axis 0 has 9 elements; wanted at least 10, the rows"):
+        w.plan(indptr, indptr, 4, 4, 16, **(transform | {"logits_params": {"near": near[:9]}}))
+        w.run(*flat)

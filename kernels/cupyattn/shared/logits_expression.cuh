@@ -18,7 +18,7 @@ namespace cupyattn {
 // over a thread's logits.
 struct LogitAt {
   const AttentionParams& params;
-  int q_idx, q_row, head, kv_head, batch, q_len, kv_len;
+  int q_idx, q_row, q_token, head, kv_head, batch, q_len, kv_len;
   int kv_first, kv_step;
   float product, scale;  // the logit is the one times the other
   float base2_scale;     // the scale to base 2
@@ -31,6 +31,7 @@ struct LogitAt {
     return LogitAt{params,
                    position,
                    token,
+                   request.q_start + token,  // mutate: tokens-counted-by-request
                    head,
                    divide(head, params.group_magic, params.group_shift),
                    static_cast<int>(request.mask_start),

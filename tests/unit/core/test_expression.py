@@ -45,6 +45,7 @@ def variables():
     return {
         "logit": RNG.standard_normal((4, 5, 9)) * 3,
         "q_row": row,
+        "q_token": row + 7,
         "q_idx": row + 4,
         "kv_idx": np.arange(9),
         "head": np.arange(4)[:, None, None],
