@@ -11,6 +11,10 @@ A document says in a comment which cases of which result folder it shows, and un
     ... the table, written by this command ...
     <!-- end of table -->
 
+A comment `<!-- errors FOLDER KEYS` of the same form, with a line for each way (`ours head: e4m3, by
+head`), becomes a table of errors in percent over inputs, up to `<!-- end of errors -->`, from that
+folder's errors.jsonl.
+
 Each row comes from one process. `rate` is tflops or gbps. A name in `peers` stands for every
 implementation that begins with it; the fastest correct one is shown. `against=CASE` adds our time
 of that case over our time of this one. All three may be left out. A comment `<!-- chart FILE
@@ -41,9 +45,12 @@ _TITLES = {
     "sdpa": "SDPA",
     "ours_apart": "cupyattn, one launch each",
     "ours_trtllm": "cupyattn, planned on the GPU",
+    "ours_16bit": "cupyattn, 16 bits",
+    "cudnn_fp8": "cuDNN",
 }
 _RATES = {"tflops": "TFLOP/s", "gbps": "GB/s"}
 _TABLE = re.compile(r"(<!-- table(.*?)\n(.*?)-->\n).*?(<!-- end of table -->)", re.S)
+_ERRORS = re.compile(r"(<!-- errors (\S+) (\d+)\n(.*?)-->\n).*?(<!-- end of errors -->)", re.S)
 _CHART = re.compile(r"<!-- chart (\S+)(.*?)\n(.*?)-->", re.S)
 
 
@@ -74,9 +81,10 @@ def rendered() -> Iterator[tuple[Path, str]]:
     """Every document with its tables, every chart and the page of names, as they should be."""
     for path in documents():
         text = path.read_text("utf-8")
+        made = _TABLE.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
         yield (
             path,
-            _TABLE.sub(lambda result: result[1] + table(result[2], result[3]) + result[4], text),
+            _ERRORS.sub(lambda found: found[1] + errors(*found.group(2, 3, 4)) + found[5], made),
         )
         for name, options, body in _CHART.findall(text):
             yield path.parent / name, chart(options, body)
@@ -102,6 +110,19 @@ def table(options: str, body: str) -> str:
             cells.append(f"{row.against_us / row.ours['us']:.2f}")
         lines.append(cells)
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def errors(folder: str, keys: str, body: str) -> str:
+    """A Markdown table of errors in percent: a row for each way in `body`, a column for each kind
+    of inputs that the folder has for so many keys."""
+    lines = (RESULTS / folder / "errors.jsonl").read_text("utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["what"] == "errors"]
+    columns = [row for row in rows if row["n"] == int(keys)]
+    table = [["stored as", *(row["inputs"] for row in columns)], ["---"] * (1 + len(columns))]
+    for line in body.strip().splitlines():
+        way, _, name = line.partition(":")
+        table.append([name.strip(), *(f"{row[way]:.2f}" for row in columns)])
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in table)
 
 
 def chart(options: str, body: str) -> str:

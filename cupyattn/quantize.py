@@ -44,7 +44,9 @@ class QuantizedQKV(NamedTuple):
 
     q, k, v    in eight bits, of the shapes given
     scale_q, scale_k, scale_v   numbers or arrays as they were given, or as they were found: float32
-               [heads] of scales="head", [1] of scales="tensor"
+               [heads] of scales="head", [1] of scales="tensor", which calls without a plan take as
+               it is. single_prefill_with_kv_cache and run() want one for each head: in torch,
+               scale.expand(heads).contiguous()
     q_block_scales, k_block_scales, v_block_scales   float32: the scale of each block of tokens and
                head. Ragged [ceil(n / block_size) + requests, heads]: block b of a request whose
                rows begin at `start` is row start // block_size + request + b, and rows of no block

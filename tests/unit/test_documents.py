@@ -178,6 +178,26 @@ def test_a_case_that_is_not_in_the_results_is_named() -> None:
         documents.table(" peers=fa3", "2026-11-24-h200-fa3\nno_such_case: nothing\n")
 
 
+def test_errors_of_ways_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"what": "errors", "inputs": kind, "n": n, "ours head": 1.234 * n, "peer": 2.0}
+        for kind in ("normal", "sink")
+        for n in (1, 2)
+    ]
+    rows.insert(1, {"what": "needle", "keys": 1})
+    (tmp_path / "run").mkdir()
+    text = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "run" / "errors.jsonl").write_text(text)
+    monkeypatch.setattr(documents, "RESULTS", tmp_path)
+    table = documents.errors("run", "2", "ours head: e4m3\npeer: theirs\n")
+    assert table.splitlines() == [
+        "| stored as | normal | sink |",
+        "| --- | --- | --- |",
+        "| e4m3 | 2.47 | 2.47 |",
+        "| theirs | 2.00 | 2.00 |",
+    ]
+
+
 def test_a_document_names_every_result_file() -> None:
     notes = sorted(RESULTS.glob("*/README.md"))
     text = "\n".join(path.read_text("utf-8") for path in (*DOCUMENTS, *notes))
