@@ -23,8 +23,9 @@ Keys that requests share, and states over parts of the keys:
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     batch_decode_with_shared_prefix_padded_kv_cache, merge_state, merge_state_in_place,
     merge_states, variable_length_merge_states
-Blocks of keys:
-    BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
+Blocks of keys, and keys chosen by scores:
+    BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper, top_k_page_table_transform,
+    top_k_ragged_transform
 Latent attention (MLA), planned and with lengths on the GPU; flash_mla has FlashMLA's functions:
     BatchMLAPagedAttentionWrapper, BatchDecodeMlaWithPagedKVCacheWrapper,
     trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla, xqa_mla

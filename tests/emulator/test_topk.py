@@ -8,7 +8,7 @@ from helpers.given_scores import GivenScores
 from helpers.share import one_of
 from helpers.topk_cases import TopkCase
 
-from cupyattn import topk
+from cupyattn import sparse, topk
 from cupyattn.launch.ops import select_topk
 
 from . import gpu
@@ -94,7 +94,14 @@ def test_zeros() -> None:
 
 
 def test_begins_before_scores_are_there() -> None:
-    """A launch that begins early reads nothing before it has waited."""
-    case = TopkCase(3, most=200, topk=16).expect()
-    with gpu.plugged_in(num_sms=4, begins_early=True):
-        case.run()
+    """A choice that begins beside its scores reads none before it has waited."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 128)).astype(np.float16)
+    cache = rng.standard_normal((2, 40, 128)).astype(np.float16)
+    for size in (5, 36):  # of warps, of clusters
+        call = {"topk": size, "block": 1, "lengths": np.array([37, 40], np.int32), "groups": 1}
+        want = sparse.select(q, cache[:, :40], **call)
+        with gpu.plugged_in(num_sms=4, begins_early=True) as emulated:
+            got = sparse.select(q, cache, **call)
+        assert [x.name for x in emulated.launches] == ["select_scores", "select_topk"]
+        assert [set(x) for x in got[:, 0].tolist()] == [set(x) for x in want[:, 0].tolist()]

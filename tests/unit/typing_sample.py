@@ -166,7 +166,7 @@ def caches(k: Half, pages: Pages, offsets: Int, mask: Bool) -> None:
     cupyattn.append_paged_kv_cache(k, k, rows, positions, pages, offsets, offsets, offsets)
     eight: cupyattn.QuantizedQKV = cupyattn.quantize_qkv(k, k, k, dtype="int8", hadamard=True)
     cupyattn.rope_and_cache(eight.q, k, k, k, k, rows, positions, rope_theta=1e4)
-    cupyattn.top_k_page_table_transform(k, pages, offsets, 8)
+    cupyattn.top_k_page_table_transform(k, rows, offsets, 8)
     cupyattn.top_k_ragged_transform(k, offsets, offsets, 8)
     assert_type(cupyattn.packbits(mask, "little"), Bool)
     assert_type(cupyattn.segment_packbits(mask, offsets), tuple[Bool, Bool])
