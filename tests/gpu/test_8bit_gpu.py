@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from helpers.poison import download, upload
 from helpers.token_blocks import Blocks
 
 import cupyattn
+from cupyattn import flash_attn, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +101,46 @@ def test_a_graph_widens_the_rows_of_its_plan(torch: Any, kind: str) -> None:
         wanted = eager.run(q[:count], cache)
         torch.testing.assert_close(out[:count], wanted, rtol=0.02, atol=0.02)
         assert not out[count:].any()
+
+
+def found_error(xp: ModuleType, seed: int) -> float:
+    """The largest error of a request of ragged prompts whose blocks find their items, with
+    descales of requests and heads."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 80 if seed % 4 == 0 else 9))
+    lengths = rng.integers(0, 700, count) * (rng.random(count) < 0.9)
+    lengths[0] = max(lengths[0], 200)
+    kv_heads, group, dim = int(rng.integers(1, 4)), int(rng.integers(1, 5)), (64, 128)[seed % 2]
+    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    q, k, v = (
+        rng.standard_normal((offsets[-1], heads, dim), np.float32).astype(needles.E4M3)
+        for heads in (kv_heads * group, kv_heads, kv_heads)
+    )
+    names = ("q_descale", "k_descale", "v_descale")
+    descales = {n: rng.uniform(0.5, 2, (count, kv_heads)).astype(np.float32) for n in names}
+    bounds, rows = (int(lengths.max()),) * 2, upload(offsets, xp)
+    given = {n: upload(x, xp) for n, x in descales.items()}
+    out = download(
+        flash_attn.flash_attn_varlen_func(
+            *(upload(x, xp) for x in (q, k, v)), rows, rows, *bounds, causal=True, **given
+        )
+    )
+    errors = [0.0]
+    for i, (first, end) in enumerate(pairwise(offsets)):
+        scaled = [
+            x[first:end].astype(np.float64) * np.repeat(s[i], x.shape[1] // kv_heads)[:, None]
+            for x, s in zip((q, k, v), descales.values(), strict=True)
+        ]
+        exact, _ = reference.attention(*scaled, causal=True)
+        lost = np.square(out[first:end].astype(np.float64) - exact).sum()
+        errors.append(float(np.sqrt(lost / max(np.square(exact).sum(), 1e-30))))
+    return max(errors)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_prompts_with_descales_find_their_items(torch: Any, seed: int) -> None:
+    # A request of few keys may lose what rounding takes from each probability, 1 / 16 at most.
+    assert found_error(torch, seed) < 1 / 16 + 2**-7
 
 
 def test_needles_are_found_in_128k_keys() -> None:
