@@ -55,8 +55,9 @@ class AttentionProblem:
     see keys by their places in a sequence that ranks share (key_share.py), `int8_keys` that keys
     are int8 though queries are not: these were widened from int8; `block_scales` that blocks of
     tokens of q, k and v have scales; `skips_tiles` that tiles which weigh next to nothing may be
-    left out. Causality, windows, sinks, scales and LSE are run-time facts: they cost nothing when
-    off, so they do not multiply the number of kernels.
+    left out; `dtype_rows` what rows of q are in memory if kernels widen them on the way, else None.
+    Causality, windows, sinks, scales and LSE are run-time facts: they cost nothing when off, so
+    they do not multiply the number of kernels.
     """
 
     dtype_q: DType
@@ -81,6 +82,7 @@ class AttentionProblem:
     int8_keys: bool = False
     block_scales: bool = False
     skips_tiles: bool = False
+    dtype_rows: DType | None = None
 
     @property
     def dtype_k(self) -> DType:

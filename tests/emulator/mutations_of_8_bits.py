@@ -57,6 +57,12 @@ EIGHT_BITS = (
         "all_params.output_box_step != Traits::kBoxOfWarp",
         "hopper 8-bit boxes",
     ),
+    Mutation(
+        "widened-row-of-another-half",
+        "offset(row, chunk)",
+        "offset(row, chunk ^ 1)",
+        "widened on arrival",
+    ),
     Mutation("widened-into-another-vector", "(index) * kCount", "(index ^ 1) * kCount", "widened"),
     Mutation(
         "block-scales-of-first-request", "request.mask_start", "0", "hopper block scales of rows"

@@ -648,6 +648,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper block scales of rows": test_block_scales.check,
     "hopper block scales of pages": lambda **facts: test_block_scales.check(page_size=128, **facts),
     "widened": lambda **facts: test_widened_queries.check_small("float8_e4m3fn", **facts),
+    "widened on arrival": lambda **facts: test_widened_queries.check_small_arrival(
+        "float8_e4m3fn", **facts
+    ),
     "widened int8": lambda **facts: test_widened_queries.check_small("int8", **facts),
     "hopper 8-bit sums": test_prefill_sm90_8bit.check_sums_are_emptied,
     "hopper 8-bit rising": test_prefill_sm90_8bit.check_rising_logits,

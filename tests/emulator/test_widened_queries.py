@@ -12,7 +12,7 @@ from helpers.eight_bit_cases import E4M3, INT8
 from helpers.share import one_of
 
 from cupyattn.choose.candidates import only_form
-from cupyattn.launch.tiles.forms import ALL, QUERIES
+from cupyattn.launch.tiles.forms import ALL, ON_ARRIVAL, QUERIES
 
 from . import run, test_prefill_sm90_8bit
 
@@ -21,10 +21,22 @@ CAUSAL = replace(test_prefill_sm90_8bit.CAUSAL, kv_len=200)
 PAGED = test_prefill_sm90_8bit.PAGED
 
 
-def check(answer: run.Answer) -> run.Answer:
+def check(answer: run.Answer, is_ahead: bool = True) -> run.Answer:
+    """is_ahead: a launch ahead of attention widens rows."""
     answer.check()
-    assert "widen_rows" in {launch.name for launch in answer.launches}
+    assert ("widen_rows" in {launch.name for launch in answer.launches}) == is_ahead
     return answer
+
+
+@only_form(QUERIES)
+def check_queries(case: Case, is_decode: bool = False) -> None:
+    check(run.single(case, is_decode=is_decode))
+
+
+@only_form(ON_ARRIVAL)
+def check_arrival(case: Case, is_decode: bool = False, **facts: Any) -> None:
+    """Portable kernels widen rows of q as they read them."""
+    check(run.single(case, is_decode=is_decode, **facts), is_ahead=False)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +56,24 @@ def check(answer: run.Answer) -> run.Answer:
     ),
 )
 def test_options(options: dict[str, Any]) -> None:
-    check(run.single(replace(CAUSAL, **options)))
+    case = replace(CAUSAL, **options)
+    check_queries(case)
+    if case.head_dim_qk <= 256:
+        check_arrival(case)
+        step = replace(case, qo_len=1, mask_kind="none", scale_k="none")
+        check_arrival(step, is_decode=True)
 
 
 @pytest.mark.parametrize("is_portable", [False, True])
 @pytest.mark.parametrize("changes", [{"pos_encoding_mode": "ROPE_LLAMA"}, {"head_dim_qk": 40}])
 def test_int8(changes: dict[str, Any], is_portable: bool) -> None:
     case = test_prefill_sm90_8bit.typed(replace(CAUSAL, **changes), INT8)
-    check(run.single(case, is_portable=is_portable))
     step = replace(case, qo_len=1, scale_q="float", scale_k="float")
-    check(run.single(step, is_decode=True, is_portable=is_portable))
+    check_arrival(case, is_portable=is_portable)
+    check_arrival(step, is_decode=True, is_portable=is_portable)
+    if not is_portable:
+        check_queries(case)
+        check_queries(step, is_decode=True)
 
 
 KEYS_TOO = replace(CAUSAL, qo_len=70, kv_len=90)
@@ -111,25 +131,45 @@ def test_random_batches_of_widened_queries(seed: int) -> None:
     run.batch(eight_bit_cases.batch(seed, SERVED)).check()
 
 
-def check_small(kind: str, **facts: Any) -> None:
+def small(kind: str) -> Case:
     case = replace(CAUSAL, qo_len=3, kv_len=40, logits_soft_cap=30.0, o_dtype="float32")
-    check(run.single(test_prefill_sm90_8bit.typed(case, kind), **facts))
+    return test_prefill_sm90_8bit.typed(case, kind)
+
+
+@only_form(QUERIES)
+def check_small(kind: str, **facts: Any) -> None:
+    check(run.single(small(kind), **facts))
+
+
+def check_small_arrival(kind: str, **facts: Any) -> None:
+    check_arrival(small(kind), **facts)
 
 
 @pytest.mark.parametrize("kind", [E4M3, INT8])
 def test_kinds(kind: str) -> None:
     check_small(kind)
+    check_small_arrival(kind)
 
 
 @pytest.mark.parametrize("facts", [{"is_portable": True}, {"arch": 800, "is_portable": True}])
 def test_other_cards(facts: dict[str, Any]) -> None:
-    check(run.single(CAUSAL, **facts))
-    check(run.single(replace(CAUSAL, qo_len=1), is_decode=True, **facts))
-    check(run.batch(replace(PAGED, qo_len=(1, 20, 1), kv_len=(90, 60, 200)), **facts))
+    check_arrival(CAUSAL, **facts)
+    check_arrival(replace(CAUSAL, qo_len=1), is_decode=True, **facts)
+    batch = replace(PAGED, qo_len=(1, 20, 1), kv_len=(90, 60, 200))
+    with only_form(ON_ARRIVAL):
+        check(run.batch(batch, **facts), is_ahead=False)
 
 
 def test_rows_off_16_bytes() -> None:
-    check(run.single(replace(CAUSAL, strides=("unaligned",) * 4)))
+    case = replace(CAUSAL, strides=("unaligned",) * 4)
+    check_queries(case)
+    check_arrival(case)
+
+
+@pytest.mark.parametrize("seed", one_of(12, range(36)))
+@only_form(ON_ARRIVAL)
+def test_random_batches_of_rows_that_arrive(seed: int) -> None:
+    run.batch(eight_bit_cases.batch(seed, SERVED)).check()
 
 
 @pytest.mark.parametrize("seed", one_of(12, range(36)))

@@ -8,6 +8,7 @@ launch merges.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -57,7 +58,7 @@ from ...schedule.validate import validate_plan
 from ..driver import params
 from ..driver.enqueue import MAX_GRID_YZ, cuda
 from ..tiles.config import FOUND_PARTS, Target, TileConfig
-from ..tiles.forms import ALL, AS_THEY_ARE, QUERIES, forms_of
+from ..tiles.forms import ON_ARRIVAL, form_name, forms_of
 from ..tiles.row_classes import DECODE, LARGE, MAX_ROWS, SMALL, VERIFY, row_class_of
 from . import log_choices, rotate_batch, widen_rows
 from .bind_batch import Binder
@@ -130,7 +131,7 @@ class BatchLauncher(Binder):
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
         super().__init__(spec, problem, device_index)
         self.launchers: tuple[BatchLauncher, ...] = (self,)
-        self.form = ALL if self.widens_keys else QUERIES if self.widens_queries else AS_THEY_ARE
+        self.form = form_name(spec, self.problem)
         props = device_props(device_index)
         forms = forms_of(problem, Target(props.arch, props.max_smem_per_block, spec.page_size))
         self._join([BatchLauncher(spec, form.problem, device_index) for form in forms[1:]])
@@ -184,6 +185,8 @@ class BatchLauncher(Binder):
         batch = self.batch_of(requests)
         if not batch.parts:
             return 0.0
+        if self.form == ON_ARRIVAL and batch.max_rows > MAX_ROWS[SMALL]:
+            return math.inf  # Hopper's own tiles read no such rows
         return candidates.best(self._kernels, batch).time + self.ahead_time(requests)
 
     def ahead_time(self, requests: BatchRequests) -> float:

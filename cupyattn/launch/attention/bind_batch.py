@@ -28,7 +28,8 @@ class Binder:
         # The problem of one form of the queries' (launch/tiles/forms.py).
         self.spec, self.problem = spec, (problem := forms_of(problem, target)[0].problem)
         self.device_index = device_index
-        self.widens_queries = problem.dtype_q is not spec.dtype_q
+        reads_bytes = problem.dtype_rows is not None
+        self.widens_queries = problem.dtype_q is not spec.dtype_q and not reads_bytes
         self.widens_keys = problem.dtype_kv is not spec.dtype_kv
         self.group_size = spec.group_size
         self._keys = rotate_keys.Keys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,8 +22,8 @@ from ..driver import params, scratch
 from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
 from ..tiles.config import Target, TileConfig
-from ..tiles.forms import ALL, AS_THEY_ARE, QUERIES, forms_of
-from ..tiles.row_classes import row_class_of
+from ..tiles.forms import ON_ARRIVAL, form_name, forms_of
+from ..tiles.row_classes import MAX_ROWS, SMALL, row_class_of
 from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90, widen_rows
 from .kernels import Kernels
 from .swizzle import ONE_HEAD, L2Swizzle, swizzle_of
@@ -82,8 +83,9 @@ class AttentionLauncher:
         self._others = [AttentionLauncher(spec, form.problem, device_index) for form in forms[1:]]
         self._serving: dict[tuple[int, int], AttentionLauncher] = {}
         self._widens_keys = problem.dtype_kv is not spec.dtype_kv
-        self._widens_queries = problem.dtype_q is not spec.dtype_q
-        self.form = ALL if self._widens_keys else QUERIES if self._widens_queries else AS_THEY_ARE
+        reads_bytes = problem.dtype_rows is not None
+        self._widens_queries = problem.dtype_q is not spec.dtype_q and not reads_bytes
+        self.form = form_name(spec, problem)
         self.num_kv_heads = spec.num_kv_heads
         self.group_size = spec.group_size
         self.device_index = device_index
@@ -127,7 +129,10 @@ class AttentionLauncher:
 
     def _time_of(self, qo_len: int, kv_len: int) -> float:
         """When such a request is served, with what is launched ahead."""
-        time = candidates.best(self._kernels, self._batch_of(qo_len, kv_len)).time
+        batch = self._batch_of(qo_len, kv_len)
+        if self.form == ON_ARRIVAL and batch.max_rows > MAX_ROWS[SMALL]:
+            return math.inf  # Hopper's own tiles read no such rows
+        time = candidates.best(self._kernels, batch).time
         if not self._widens_queries:
             return time
         widening = card_of(device_props(self.device_index)).widening

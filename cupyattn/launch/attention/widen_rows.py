@@ -21,7 +21,7 @@ from ..driver.enqueue import Launch, enqueue, load_function
 
 _THREADS = 256
 _MAX_BLOCKS = 132 * 8  # kernels walk on
-_VECTOR = 16
+_VECTOR = 8
 # kernels/cupyattn/params/widen_rows.cuh, behind the sources
 _BEHIND = struct.Struct("<3Q Q 6q 10i")
 _PARAMS = struct.Struct(f"<3Q {_BEHIND.size}s")

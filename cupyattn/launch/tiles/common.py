@@ -55,9 +55,11 @@ def problem_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
 
 
 def key_constants(problem: AttentionProblem) -> dict[str, jit.Constant]:
-    """The dtype of keys where it is not that of values, and whether blocks of keys have scales; of
-    which other kernels are not told."""
+    """The dtype of keys where it is not that of values, whether blocks of keys have scales, and the
+    dtype of rows of q that become another; of which other kernels are not told."""
     constants: dict[str, jit.Constant] = {}
+    if problem.dtype_rows is not None:
+        constants["DTypeRows"] = problem.dtype_rows
     if problem.int8_keys:
         constants["DTypeK"] = problem.dtype_k
     if problem.block_scales:

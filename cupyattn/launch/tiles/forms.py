@@ -7,17 +7,21 @@ from typing import NamedTuple
 
 from ...core import dtypes
 from ...core.problem import AttentionProblem
+from ...core.spec import AttentionSpec
 from . import prefill_sm90
-from .config import Target
+from .config import Target, refusal_of_hopper
 from .row_classes import LARGE
 
-AS_THEY_ARE, QUERIES, ALL = FORMS = "", "q widened", "q, k, v widened"
+AS_THEY_ARE, ON_ARRIVAL, QUERIES, ALL = FORMS = (
+    *("", "q widened on arrival", "q widened", "q, k, v widened"),
+)
 
 
 class Form(NamedTuple):
     """One way to serve a problem.
 
-    name     which arrays a launch ahead of attention widens to float16, one of FORMS
+    name     which arrays become float16, by a launch ahead of attention or in its kernels as they
+             are read; one of FORMS
     problem  what kernels of attention then serve
     """
 
@@ -30,12 +34,26 @@ def forms_of(problem: AttentionProblem, target: Target) -> tuple[Form, ...]:
     order of sums where kernels multiply 8 bits, and so all whose order the caller fixes."""
     if not problem.is_8bit:
         return (Form(AS_THEY_ARE, problem),)
-    result = [Form(QUERIES, problem.widened())]
+    result, wide = [], problem.widened()
     if prefill_sm90.refusal(problem, LARGE, target) is None:
-        result.insert(0, Form(AS_THEY_ARE, problem))
+        result.append(Form(AS_THEY_ARE, problem))
+    has_hopper, is_portable = refusal_of_hopper(target) is None, not problem.is_wide
+    if has_hopper or not is_portable:
+        result.append(Form(QUERIES, wide))
+    if is_portable and not problem.block_scales:
+        result.append(Form(ON_ARRIVAL, replace(wide, dtype_rows=problem.dtype_q)))
     if _may_widen_keys(problem):
         result.append(Form(ALL, all_widened(problem)))
     return tuple(result)
+
+
+def form_name(spec: AttentionSpec, problem: AttentionProblem) -> str:
+    """The name of the form in which kernels of a problem serve what a caller asks for."""
+    if problem.dtype_kv is not spec.dtype_kv:
+        return ALL
+    if problem.dtype_rows is not None:
+        return ON_ARRIVAL
+    return AS_THEY_ARE if problem.dtype_q is spec.dtype_q else QUERIES
 
 
 def all_widened(problem: AttentionProblem) -> AttentionProblem:

@@ -298,6 +298,8 @@ def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> T
     """The tile of this name for a problem, or a sentence that says why there is none."""
     if not problem.aligned:
         return "tensor maps need rows that begin on 16-byte boundaries"
+    if problem.dtype_rows is not None:
+        return "it copies rows of q as they are multiplied"
     if problem.block_scales and problem.logits is not None:
         return "scales of blocks are read where expressions read their arrays"
     if problem.is_8bit and (reason := _refusal_of_8_bits(problem, name)) is not None:

@@ -8,7 +8,8 @@ namespace cupyattn {
 
 // 16 bytes of fp8 as two vectors of 16-bit elements, or any vector as it is.
 template <typename From, typename To>
-__device__ __forceinline__ void store_vector(To* target, const Vector16& loaded) {
+__device__ __forceinline__ void copy_vector(To* target, const From* source) {
+  const Vector16 loaded = *reinterpret_cast<const Vector16*>(source);
   Vector16* stored = reinterpret_cast<Vector16*>(target);
   if constexpr (is_same<From, To>) {
     *stored = loaded;
@@ -25,12 +26,6 @@ __device__ __forceinline__ void store_vector(To* target, const Vector16& loaded)
       stored[half] = wide;  // mutate: upper-half-of-a-vector
     }
   }
-}
-
-template <typename From, typename To>
-__device__ __forceinline__ void copy_vector(To* target, const From* source) {
-  const Vector16 loaded = *reinterpret_cast<const Vector16*>(source);
-  store_vector<From>(target, loaded);
 }
 
 template <typename From, typename To>

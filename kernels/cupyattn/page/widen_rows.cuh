@@ -1,5 +1,5 @@
-// Widens rows of 8 bits to float16: a thread takes vectors of 16 elements, or elements of rows that
-// are not aligned.
+// Widens rows of 8 bits to float16: a thread takes vectors of 8 elements, whose neighbours' stores
+// fill whole lines, or elements of rows that are not aligned.
 #pragma once
 
 #include "cupyattn/page/copy_rows.cuh"
@@ -9,8 +9,8 @@ namespace cupyattn {
 
 template <typename Config, typename From>
 struct RowWidener {
-  static constexpr int kCount = Config::kAligned ? 16 : 1;
-  static constexpr int kTogether = 2;  // loads of a thread under way
+  static constexpr int kCount = Config::kAligned ? 8 : 1;
+  static constexpr int kTogether = 4;  // loads of a thread under way
   // Memory has fewer vectors than 32 bits count.
   using Index = conditional<Config::kAligned, uint32_t, int64_t>;
 
@@ -46,16 +46,17 @@ struct RowWidener {
       for (; index < count; index += step) copy_element(target_of(index), source_of(index));
     } else {
       for (; index < count; index += kTogether * step) {
-        Vector16 loaded[kTogether];
+        uint64_t loaded[kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const Index at = index + i * step;
-          if (at < count) loaded[i] = *reinterpret_cast<const Vector16*>(source_of(at));
+          if (at < count) loaded[i] = *reinterpret_cast<const uint64_t*>(source_of(at));
         }
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const Index at = index + i * step;
-          if (at < count) store_vector<From>(target_of(at), loaded[i]);
+          if (at >= count) continue;
+          *reinterpret_cast<Vector16*>(target_of(at)) = ptx::fp8_to_vector<half_t, From>(loaded[i]);
         }
       }
     }

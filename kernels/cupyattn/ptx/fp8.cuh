@@ -59,6 +59,14 @@ __device__ __forceinline__ uint32_t fp8_to_pair(uint32_t bytes) {
   }
 }
 
+// Eight of them as a vector of T.
+template <typename T, typename Fp8>
+__device__ __forceinline__ Vector16 fp8_to_vector(uint64_t bytes) {
+  const uint32_t low = static_cast<uint32_t>(bytes), high = static_cast<uint32_t>(bytes >> 32);
+  return Vector16{{fp8_to_pair<T, Fp8, 0, 1>(low), fp8_to_pair<T, Fp8, 2, 3>(low),
+                   fp8_to_pair<T, Fp8, 0, 1>(high), fp8_to_pair<T, Fp8, 2, 3>(high)}};
+}
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(half_t x) { return half_to_float(x.bits); }
 __device__ __forceinline__ float to_float(bfloat16_t x) {

@@ -1,4 +1,5 @@
-// The type of keys where it is not that of values: int8 keys are read beside fp8 values.
+// The type of keys where it is not that of values: int8 keys are read beside fp8 values. And that of
+// rows of Q in memory where it is not the one that is multiplied.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -6,7 +7,7 @@
 namespace cupyattn {
 
 template <typename>
-struct AnyTypeOfKeys {
+struct AnyTypeOfRows {
   using type = void;
 };
 // A Config that has DTypeK names it; those of other kernels have keys and values of DTypeKV.
@@ -15,8 +16,18 @@ struct KeyType {
   using type = typename Config::DTypeKV;
 };
 template <typename Config>
-struct KeyType<Config, typename AnyTypeOfKeys<typename Config::DTypeK>::type> {
+struct KeyType<Config, typename AnyTypeOfRows<typename Config::DTypeK>::type> {
   using type = typename Config::DTypeK;
+};
+
+// Kernels that have DTypeRows read rows of Q of 8 bits, which become DTypeQ on the way.
+template <typename Config, typename = void>
+struct RowType {
+  using type = typename Config::DTypeQ;
+};
+template <typename Config>
+struct RowType<Config, typename AnyTypeOfRows<typename Config::DTypeRows>::type> {
+  using type = typename Config::DTypeRows;
 };
 
 }  // namespace cupyattn

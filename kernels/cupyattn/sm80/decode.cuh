@@ -131,7 +131,8 @@ struct DecodeSm80 {
     }
   }
 
-  // Describes the rows, then starts the copy of Q.
+  // Describes the rows, then starts the copy of Q. Rows that are widened come behind what is copied
+  // meanwhile.
   __device__ __forceinline__ void load_q() {
     fill_rows<LogitsVariant, Traits::Mask::kKeyShare>(shared.rows, shared.q_offset, kTileQ, params,
                                                       request, work, thread, kThreads);
@@ -139,8 +140,7 @@ struct DecodeSm80 {
     if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     ptx::block_sync();
-    copy_query_rows<QTile, Config::kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.q), params, shared.q_offset, work.num_rows, thread);
+    if constexpr (!Traits::kWidenRows) Traits::copy_q(shared, params, work.num_rows, thread);
   }
 
   // What copies a head's keys, or values, from `first_row` on to the ring of this warp.
@@ -186,6 +186,7 @@ struct DecodeSm80 {
       }
       ptx::cp_async_commit();
     }
+    if constexpr (Traits::kWidenRows) Traits::copy_q(shared, params, work.num_rows, thread);
     return places[kPaged ? kStages - 1 : 0];
   }
 

@@ -1,7 +1,8 @@
 // Prepares Q in shared memory for keys of fp8: bf16 rows become f16, times a power of two that the
-// row's logit scale undoes (tile/half_rows.cuh).
+// row's logit scale undoes (tile/half_rows.cuh), and rows of 8 bits as they are.
 #pragma once
 
+#include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/shared/logits.cuh"
 #include "cupyattn/tile/half_rows.cuh"
 #include "cupyattn/tile/shared_tile.cuh"
@@ -26,6 +27,37 @@ __device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo*
     for (int w = lane; w < kWords; w += kWarpSize) words[w] = half_pair_of(words[w], factor);
     // mutate: row-power-not-undone
     if (lane == 0) rows[row].scale *= power_of_two(-power);
+  }
+}
+
+// Copies the rows of Q, which lie at q_offset, from 8 bits; rows past the last become zeros.
+template <typename From, typename Tile, int kHeadDim, bool kAligned, int kThreads>
+__device__ __forceinline__ void widen_query_rows(unsigned char* tile, const AttentionParams& params,
+                                                 const int64_t* q_offset, int num_rows,
+                                                 int thread) {
+  using T = typename Tile::T;
+  const From* q = static_cast<const From*>(params.q);
+#pragma unroll 2
+  for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
+    const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
+    const int column = chunk * Tile::kElementsPerChunk;
+    const From* source = q + q_offset[row] + column;
+    uint64_t bytes = 0;
+    if constexpr (kAligned) {
+      const bool exists = row < num_rows && (Tile::kColumns == kHeadDim || column < kHeadDim);
+      if (exists) bytes = *reinterpret_cast<const uint64_t*>(source);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Tile::kElementsPerChunk; ++i) {
+        if (row < num_rows && column + i < kHeadDim) {
+          const uint8_t byte = *reinterpret_cast<const uint8_t*>(source + i);
+          bytes |= static_cast<uint64_t>(byte) << (8 * i);
+        }
+      }
+    }
+    // mutate: widened-row-of-another-half
+    *reinterpret_cast<Vector16*>(tile + Tile::offset(row, chunk)) =
+        ptx::fp8_to_vector<T, From>(bytes);
   }
 }
 

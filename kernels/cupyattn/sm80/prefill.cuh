@@ -80,8 +80,7 @@ struct PrefillSm80 {
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
     ptx::block_sync();  // mutate: row-table-read-before-barrier
-    copy_query_rows<QTile, Config::kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.q), params, shared.q_offset, work.tile.num_rows, thread);
+    Traits::copy_q(shared, params, work.tile.num_rows, thread);
     if constexpr (Config::kCustomMask) {
       shared.mask_map.template scan<Mask>(params, work, range.first_token, range.last_token, tiles,
                                           thread, kThreads);

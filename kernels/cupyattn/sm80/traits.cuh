@@ -20,6 +20,8 @@ struct TraitsSm80 : Config {
   using typename Config::DTypeKV;
   using typename Config::DTypeQ;
   using DTypeK = typename KeyType<Config>::type;
+  using DTypeRows = typename RowType<Config>::type;
+  static constexpr bool kWidenRows = !is_same<DTypeRows, DTypeQ>;
   static constexpr int kThreads = Config::kWarps * kWarpSize;
   static constexpr bool kFp8 = is_fp8<DTypeKV>;
   // Keys of fp8 that must be rotated are widened first; others stay fp8 up to the fragment.
@@ -40,6 +42,19 @@ struct TraitsSm80 : Config {
   using LogitsVariant = Logits<Config>;
   using Rope = conditional<Config::kRope, RopeSteps<kHeadDimQK>, uint32_t>;
   using Accumulators = float[kMmaQ][2 * kColumnGroups][4];
+
+  // Copies the rows of Q to shared memory: those of the products' type are awaited as copies.
+  template <typename SharedMemory>
+  static __device__ __forceinline__ void copy_q(SharedMemory& shared, const AttentionParams& params,
+                                                int num_rows, int thread) {
+    if constexpr (kWidenRows) {
+      widen_query_rows<DTypeRows, QTile, kHeadDimQK, Config::kAligned, kThreads>(
+          shared.q, params, shared.q_offset, num_rows, thread);
+    } else {
+      copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+          ptx::shared_address(shared.q), params, shared.q_offset, num_rows, thread);
+    }
+  }
 
   // Rotates the rows of Q, converts them to the type of S and permutes their columns, as far as the
   // options ask for it. The whole block takes part once Q is in shared memory.
