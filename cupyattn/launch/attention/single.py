@@ -278,24 +278,11 @@ class AttentionLauncher:
         `optional` and `strides` are params.OPTIONAL and params.STRIDES, packed. Scratch memory
         comes from `allocate`.
         """
-        self.serving(qo_len, kv_len)._launch(
-            q, k, v, o, optional, strides, mask_bytes, qo_len, kv_len, stream, allocate
-        )
-
-    def _launch(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        o: int,
-        optional: bytes,
-        strides: bytes,
-        mask_bytes: int,
-        qo_len: int,
-        kv_len: int,
-        stream: int,
-        allocate: Allocate,
-    ) -> None:
+        if self._others and (serving := self.serving(qo_len, kv_len)) is not self:
+            serving.launch(
+                q, k, v, o, optional, strides, mask_bytes, qo_len, kv_len, stream, allocate
+            )
+            return
         plan = self.plan(qo_len, kv_len)
         partial_o = partial_lse = counters = mask_maps = 0
         # Owners of scratch memory (names that start with _) may go once everything is enqueued.
