@@ -13,6 +13,7 @@ from helpers import needles
 
 import cupyattn
 from cupyattn import flash_attn, reference
+from cupyattn.choose.candidates import only_form
 from cupyattn.core import dtypes
 from cupyattn.core.device import NO_GPU
 from cupyattn.core.problem import AttentionProblem
@@ -36,6 +37,13 @@ def is_served() -> bool:
 
 
 pytestmark = pytest.mark.skipif(not is_served(), reason="no kernel multiplies e4m3 queries")
+
+
+@pytest.fixture(autouse=True)
+def as_they_are() -> Iterator[None]:
+    """Also where another form is served sooner."""
+    with only_form(AS_THEY_ARE):
+        yield
 
 
 class Batch:
