@@ -49,6 +49,14 @@ def test_every_shape(
         TopkCase(seed, xp, most=most, topk=(0, 700)[seed % 2]).expect().run()
 
 
+@pytest.mark.parametrize("keys", [8, 32])
+def test_rows_of_warps(keys: int, xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select_topk, "choose_shape", lambda *_: select_topk.rows_of_warps(keys))
+    for seed in range(30):
+        case = TopkCase(seed, xp, most=32 * keys - 100, topk=(1, 7, 16, 32)[seed % 4])
+        case.expect().run()
+
+
 @pytest.mark.parametrize("kind", topk_cases.KINDS)
 def test_a_million_blocks(kind: str) -> None:
     cupy = pytest.importorskip("cupy")

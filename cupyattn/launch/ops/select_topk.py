@@ -20,10 +20,12 @@ from ..driver.enqueue import Launch, enqueue, load_function
 # the bytes of kernels/cupyattn/select/topk_cluster.cuh besides lists.
 _SHARED_BYTES = {512: 37_456, 1024: 37_968}
 _MAX_CLUSTER = 8
-# A block of a cluster has this many scores at least: fewer are sooner done than shared out.
-_MIN_SCORES = 4096
-# So many make up for the longer barriers of more threads.
-_MANY_SCORES = 8192
+# Rows of fewer scores have one block; halving what a block has pays from so many scores on, by
+# blocks of the grid for each SM (measured on an H200).
+_MIN_SCORES = 8192
+_HALVED = ((0.5, 8192), (1.0, 49_152), (2.0, 98_304))
+# So many scores of a block make up for the longer barriers of more threads.
+_MANY_SCORES = 65_536
 # Entries of the list of a warp, with which two blocks have room on an SM, by its shared memory.
 _WARP_ROOMS = ((206 << 10, 512), (142 << 10, 256), (0, 128))
 # Where a warp has a row: warps of a block, the longest list, and keys that a lane may have.
@@ -147,24 +149,27 @@ def configs(arch: str) -> Iterator[jit.Config]:
 
 
 def choose_shape(num_rows: int, max_blocks: int, topk: int, props: DeviceProps) -> Shape:
-    """A warp for short rows of which few are chosen; for others as many blocks of a cluster as the
-    GPU has SMs for, or as it takes for L2 to keep the rows that are read at a time."""
-    if topk <= _LONGEST_LIST and max_blocks <= 32 * _KEYS[-1]:
+    """A warp for the shortest rows of which few are chosen, and for short ones that fill the GPU;
+    for others as many blocks of a cluster as pay."""
+    fills_sms = num_rows > 2 * props.num_sms
+    if topk <= _LONGEST_LIST and max_blocks <= 32 * _KEYS[fills_sms]:
         return rows_of_warps(next(keys for keys in _KEYS if max_blocks <= 32 * keys))
     warp_room = next(room for size, room in _WARP_ROOMS if props.smem_per_sm >= size)
-    if not overlaps_launches(props.arch):
-        return Shape(1, warp_room)
     cluster = 1
-    while cluster < _MAX_CLUSTER and max_blocks > cluster * _MIN_SCORES:
-        running = min(num_rows, 2 * props.num_sms // cluster)
-        is_full = 2 * num_rows * cluster > props.num_sms
-        if is_full and running * max_blocks * 4 < props.l2_bytes:
-            break
-        cluster *= 2
+    if overlaps_launches(props.arch) and max_blocks > _MIN_SCORES:
+        while cluster < _MAX_CLUSTER and _pays(num_rows * cluster * 2, props, max_blocks / cluster):
+            cluster *= 2
     has_room = 2 * num_rows * cluster <= props.num_sms
-    if has_room and max_blocks >= cluster * _MANY_SCORES:
-        return Shape(cluster, warp_room, threads=1024)
-    return Shape(cluster, warp_room)
+    is_many = has_room and max_blocks >= cluster * _MANY_SCORES
+    return Shape(cluster, warp_room, threads=1024 if is_many and cluster > 1 else 512)
+
+
+def _pays(num_blocks: int, props: DeviceProps, num_scores: float) -> bool:
+    """Whether this grid is worth halving the scores of a block."""
+    for per_sm, least in _HALVED:
+        if num_blocks <= per_sm * props.num_sms:
+            return num_scores >= least
+    return False
 
 
 def launch(
