@@ -81,7 +81,9 @@ _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, convert
 _FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
 
 # Queries of 8 bits, which registers keep. fp8_stages: of V, which converters transpose.
-_8BIT = _Shape(2, 128, stages=3, query_slots=1, fp8_stages=4, converters=2, follows=True)
+_8BIT = _Shape(2, 160, stages=3, query_slots=1, fp8_stages=4, converters=2)
+# Where registers have room besides, items follow each other.
+_8BIT_FOLLOWS = _8BIT._replace(follows=True)
 
 # By the kind of keys and the head dims of q, k and of v, o; ragged keys that are not there have the
 # tiles of pages. Registers hold O, the logits of a tile
@@ -121,10 +123,10 @@ _TILES = {
     ("fp8 gathered", 192, 128): _FP8_GATHERED._replace(tile_kv=96, fp8_stages=1),
     ("fp8 gathered", 192, 192): _FP8_GATHERED._replace(tile_kv=64),
     ("fp8 gathered", 256, 128): _FP8_GATHERED._replace(tile_kv=64),
-    ("8 bits", 64, 64): _8BIT._replace(tile_kv=192, stages=2),
-    ("8 bits", 96, 96): _8BIT._replace(tile_kv=160),
+    ("8 bits", 64, 64): _8BIT_FOLLOWS._replace(tile_kv=192, stages=2),
+    ("8 bits", 96, 96): _8BIT_FOLLOWS,
     ("8 bits", 128, 128): _8BIT,
-    ("8 bits", 192, 128): _8BIT._replace(tile_kv=128, stages=2),
+    ("8 bits", 192, 128): _8BIT_FOLLOWS._replace(tile_kv=128, stages=2),
 }
 
 # Tiles that leave out keys.
@@ -442,6 +444,8 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     shape, is_wide = _TILES.get((kind, *dims)), dims[1] > 192
     if shape is None and kind.startswith("ragged"):
         shape = _TILES[("paged", *dims)]
+    if kind == "8 bits" and dims == (128, 128) and _folds_row_scales(problem):
+        shape = _8BIT_FOLLOWS._replace(tile_kv=128)  # scales would spill beside 160 keys
     if shape is None or (shape.fp8_stages and _caps_rows(problem) and is_wide):
         return None
     if shape.fp8_stages and problem.has_long_transform:

@@ -19,42 +19,42 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
   using Base = OnlineSoftmax<1, kTileSumBits>;
   using Base::row_max, Base::row_sum;
   static constexpr int kMostHeadroom = 7;
-  static constexpr float kHeadroomOfNewRows = 4.0f;
   static constexpr float kLargest = 448.0f;
   static constexpr float kFar = 0x1p+100f;  // of sums whose exponentials are in the range of float32
   static constexpr int kTilesOfGroup = 4;   // n-tiles, of which a thread has eight keys
 
   using Base::Base;
 
-  // Turns the logits of a tile into probabilities, and raises maxima: in an item's first tile of all
-  // rows, elsewhere of rows whose probabilities are too large. Returns whether it did; O is then to
-  // be multiplied by `factors`. has_new_rows: whether rows may not have seen a key yet. again(s, h):
-  // makes the logits of row h again.
+  // Turns the logits of a tile into probabilities, and raises maxima: in an item's first tile and in
+  // a tile that takes them, of all rows that ask for it; else of rows whose probabilities are too
+  // large. Returns whether it did; O is then to be multiplied by `factors`. again(s, h): makes the
+  // logits of row h again.
   template <int kSteps, int kTilesS, typename Form, typename Again>
   __device__ __forceinline__ bool exponentiate_or_raise(uint32_t (&p)[kSteps][1][4],
                                                         float (&s)[1][kTilesS][4],
                                                         float (&factors)[1][2], const Form& form,
                                                         float scale, bool is_first,
-                                                        bool has_new_rows, Again&& again) {
+                                                        bool takes_maxima, Again&& again) {
     // Logits that are all 0 have no maximum.
-    const bool takes_maxima = is_first && scale != 0.0f;
+    takes_maxima = (is_first || takes_maxima) && scale != 0.0f;
     float tile_sum[2], largest[2];
     if (is_first) factors[0][0] = factors[0][1] = 1.0f;
     if (takes_maxima) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) factors[0][h] = take_maximum(s, h, form, scale, true);
     }
-    if (!is_first && has_new_rows && scale != 0.0f) begin_new_rows(s, form, scale);
     exponentiate<0, 2>(s, form, scale, tile_sum, largest);
-    bool raises = false;
-    const bool asks = largest[0] > kLargest || largest[1] > kLargest;
+    bool raises = takes_maxima;
+    const bool asks = takes_maxima || largest[0] > kLargest || largest[1] > kLargest;
     if (is_first || unlikely(ptx::warp_any(asks))) {
       raises = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         // mutate: rows-beside-raised
         const bool row_moves = takes_maxima || quad_any(largest[h] > kLargest);
-        if (!is_first) factors[0][h] = make_far(s, h, tile_sum[h], row_moves, form, scale, again);
+        if (!is_first && !takes_maxima) {
+          factors[0][h] = make_far(s, h, tile_sum[h], row_moves, form, scale, again);
+        }
         settle(s, h, factors[0][h], tile_sum[h], row_moves, scale);
       }
     }
@@ -75,20 +75,6 @@ struct ByteSoftmax : OnlineSoftmax<1, kTileSumBits> {
     const float next = row_moves ? fmaxf(before, largest) : before;
     row_max[0][h] = next;
     return next == before ? 1.0f : ptx::ex2_approx((before - next) * scale);
-  }
-  // Rows that causality or a window has hidden all keys from take a maximum: their largest
-  // probability becomes 2^kHeadroomOfNewRows, whatever the others are. Nothing has been summed yet.
-  template <int kTilesS, typename Form>
-  __device__ __forceinline__ void begin_new_rows(const float (&s)[1][kTilesS][4], const Form& form,
-                                                 float scale) {
-    const bool is_new = row_max[0][0] == -ptx::infinity() || row_max[0][1] == -ptx::infinity();
-    if (!unlikely(ptx::warp_any(is_new))) return;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float first = quad_max(value_of(form, largest_of(s[0], h), h)) -
-                          kHeadroomOfNewRows * ptx::rcp_approx(scale);
-      row_max[0][h] = row_max[0][h] == -ptx::infinity() ? first : row_max[0][h];
-    }
   }
   // The power of two that the largest probability becomes. sum: of a thread if the largest were 1.
   static __device__ __forceinline__ float headroom(float sum) {
