@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ... import jit
 from ...core import dtypes, recording
-from ...core.device import device_props
+from ...core.device import device_props, overlaps_launches
 from ...core.dtypes import DType
 from ...core.selection import SelectProblem
 from ..driver import params, scratch
@@ -233,6 +233,7 @@ class SelectLauncher:
         self.problem, self.device_index = problem, device_index
         props = device_props(device_index)
         self._num_sms, self._arch = props.num_sms, props.arch
+        self._is_dependent = overlaps_launches(props.arch)
 
     def launch(
         self,
@@ -362,7 +363,9 @@ class SelectLauncher:
             *params.divisor(max(candidate_rows, 1)),
             shape.sm_scale,
         )
-        launch = Launch(function, (num_tiles, parts, 1), 32 * _WARPS, 0)
+        launch = Launch(
+            function, (num_tiles, parts, 1), 32 * _WARPS, 0, is_dependent=self._is_dependent
+        )
         enqueue(launch, arguments, self.device_index, stream)
 
     def _tiles(self, tokens: int, num_requests: int, max_rows: int) -> _Tiles:

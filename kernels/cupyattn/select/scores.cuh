@@ -625,6 +625,7 @@ __device__ __forceinline__ void select_scores(const SelectScoresParams& params) 
   using Shape = SelectShape<Config>;
   __shared__ SelectShared<Config> shared;
   ptx::launch_dependents();
+  ptx::grid_dependency_wait();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   SelectTile tile = SelectTile::of<Shape::kTokens>(params, static_cast<int>(blockIdx.x), lane);
   if (tile.count <= 0 || tile.end == 0) return;
