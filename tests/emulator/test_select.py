@@ -140,3 +140,8 @@ def test_a_matrix_of_scores(cleans: bool) -> None:
     np.testing.assert_allclose(found[sees], want[sees], rtol=1e-5, atol=1e-5)
     hidden = found[~sees]
     assert np.isneginf(hidden).all() if cleans else not np.isfinite(hidden).any()
+
+
+def test_begins_before_what_it_reads_is_there() -> None:
+    """Launches that begin early read nothing before they have waited."""
+    run(4, num_sms=4, begins_early=True)
