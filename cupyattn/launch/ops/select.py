@@ -36,15 +36,19 @@ _WARPS, _MAX_TILES = 4, 16
 # Eights of rows of a warp's step, and steps whose rows are on their way at a time: in all as many
 # as have registers.
 _STEPS = 4, 1
-_SHORT_STEPS = 2, 2
+_SHORT_STEPS = 2, 1
+_SHORT_STEPS_OF_BYTES = 2, 2
 # So many tiles of eight columns are worth products of four warps.
 _TILES_OF_FOUR = 8
 _MAX_SHARED_BYTES = 40 << 10
 # Scores of so many bytes are chosen from before the next tokens have theirs.
 _MAX_SCORE_BYTES = 256 << 20
-# Blocks that run at a time have equal parts of the rows, but where there are so few of a tile that
-# some would idle: then there are so many times more blocks, whose ends even out.
-_FEW_PARTS, _WAVES = 4, 4
+# Blocks that run at a time have equal parts of the rows. Where a tile would have so few of them
+# that some idle there are so many times more blocks, whose ends even out; of many columns too.
+_FEW_PARTS, _WAVES, _WAVES_OF_FEW = 4, 4, 8
+# A block of few columns is soon under way: it reads no more than this, if blocks are not too many.
+_PART_BYTES, _MOST_WAVES = 128 << 10, 16
+_FEW_TILES, _TILES_THAT_SHARE = 2, 4
 
 
 class SelectShape(NamedTuple):
@@ -118,11 +122,13 @@ def refusal(problem: SelectProblem) -> str | None:
 class _Tiles(NamedTuple):
     """A kernel of scores: its Config, and what of it launches need.
 
-    tokens  of a tile; unit: rows that a block reads at a time; blocks_per_sm: that run at a time
+    tokens  of a tile, and its columns; unit: rows that a block reads at a time; blocks_per_sm: that
+            run at a time
     """
 
     config: jit.Config
     tokens: int
+    columns: int
     unit: int
     blocks_per_sm: int
 
@@ -137,8 +143,8 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -
     num_tiles = _num_tiles(problem, tokens, arch)
     by_four = arch == "sm_90a" and num_tiles >= _TILES_OF_FOUR and problem.head_dim % 64 == 0
     eights, ahead = _SHORT_STEPS if by_four or num_tiles <= 2 else _STEPS
-    if problem.dtype_k.is_fp8 and num_tiles > _TILES_OF_FOUR:
-        ahead = 1
+    if problem.dtype_k.is_fp8 and eights == 2 and num_tiles <= _TILES_OF_FOUR:
+        eights, ahead = _SHORT_STEPS_OF_BYTES
     step = 8 * eights
     sharing = min(_WARPS, max(1, block_rows // step)) if shares else 1
     blocks_per_sm = _blocks_per_sm(problem, num_tiles, by_four)
@@ -165,7 +171,7 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -
     )
     unit = max(block_rows, step * sharing) * (_WARPS // sharing)
     own_tokens = 1 if problem.candidate_block else 8 * num_tiles // heads
-    return _Tiles(config, own_tokens, unit, blocks_per_sm)
+    return _Tiles(config, own_tokens, 8 * num_tiles, unit, blocks_per_sm)
 
 
 def _num_tiles(problem: SelectProblem, tokens: int, arch: str) -> int:
@@ -325,11 +331,7 @@ class SelectLauncher:
             num_tiles = request_tiles * shape.num_requests
         else:
             num_tiles = count // tiles.tokens + shape.num_requests
-        slots = tiles.blocks_per_sm * self._num_sms
-        parts = slots // num_tiles
-        if parts < _FEW_PARTS:
-            parts = -(-_WAVES * slots // num_tiles)
-        parts = max(1, min(parts, -(-max_rows // tiles.unit)))
+        parts = self._parts(tiles, num_tiles, max_rows)
         function = load_function("select_scores", tiles.config, self.device_index)
         arguments = params.this_thread.launch_buffer
         page_size = shape.page_size or _ONE_PAGE
@@ -369,13 +371,29 @@ class SelectLauncher:
         enqueue(launch, arguments, self.device_index, stream)
 
     def _tiles(self, tokens: int, num_requests: int, max_rows: int) -> _Tiles:
-        """Warps share blocks of keys where these are too few for all warps that run at a time."""
+        """Warps share blocks of keys, but those of many columns only where these are too few for
+        all warps that run at a time."""
         alone = choose_tiles(self.problem, tokens, False, self._arch)
         num_tiles = num_requests * -(-tokens // alone.tokens)
         units = num_tiles * -(-max_rows // alone.unit)
-        if units < 2 * alone.blocks_per_sm * self._num_sms:
+        are_few = units < 2 * alone.blocks_per_sm * self._num_sms
+        if alone.columns <= 8 * _TILES_THAT_SHARE or are_few:
             return choose_tiles(self.problem, tokens, True, self._arch)
         return alone
+
+    def _parts(self, tiles: _Tiles, num_tiles: int, max_rows: int) -> int:
+        """In how many parts each tile's rows are divided."""
+        slots = tiles.blocks_per_sm * self._num_sms
+        parts = slots // num_tiles
+        if tiles.columns <= 8 * _FEW_TILES:
+            row_bytes = self.problem.head_dim * self.problem.dtype_k.itemsize
+            by_bytes = -(-max_rows * row_bytes // _PART_BYTES)
+            parts = max(parts, min(by_bytes, -(-_MOST_WAVES * slots // num_tiles)))
+        elif parts < _FEW_PARTS:
+            parts = -(-_WAVES_OF_FEW * slots // num_tiles)
+        elif tiles.columns > 8 * _TILES_OF_FOUR:
+            parts = -(-_WAVES * slots // num_tiles)
+        return max(1, min(parts, -(-max_rows // tiles.unit)))
 
 
 @lru_cache(maxsize=256)

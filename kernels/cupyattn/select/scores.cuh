@@ -303,7 +303,9 @@ struct SelectScores {
           words[v][w] = w % 2 == 0 ? ptx::fp8_to_pair<T, Key, 0, 1>(four)
                                    : ptx::fp8_to_pair<T, Key, 2, 3>(four);
         } else {
-          words[v][w] = raw[v].word[w];
+          // A product's registers follow one another, of two rows in turn. The compiler would copy
+          // to them, and so wait, right behind the load.
+          words[v][w] = ptx::opaque_copy(raw[v].word[w]);
         }
       }
     }
@@ -568,7 +570,7 @@ struct SelectScores {
 #pragma unroll
     for (int r = 0; r < kEights; ++r) to_words(raw[r], words[r]);
     const bool has_next = index + kAhead < num_steps;
-    if (is_fp8<Key> && has_next) load(raw, places[kAhead]);
+    if (has_next) load(raw, places[kAhead]);
     Sums sums[Shape::kWarpgroup ? kTiles : 1];
     if constexpr (Shape::kWarpgroup) multiply_all(sums, words, queries);
     const bool hides = Config::kCandidates || row + kStep > tile.common;
@@ -595,7 +597,6 @@ struct SelectScores {
         write_small(value, n, rows);
       }
     }
-    if (!is_fp8<Key> && has_next) load(raw, places[kAhead]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) places[i] = places[i + 1];
     places[kAhead] = find(row_of(first_unit, index + kAhead + 1) + lane);
