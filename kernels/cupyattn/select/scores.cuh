@@ -628,7 +628,9 @@ __device__ __forceinline__ void select_scores(const SelectScoresParams& params) 
   ptx::launch_dependents();
   ptx::grid_dependency_wait();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  SelectTile tile = SelectTile::of<Shape::kTokens>(params, static_cast<int>(blockIdx.x), lane);
+  // The last tokens of a prompt see the most keys, and come first.
+  const int place = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  SelectTile tile = SelectTile::of<Shape::kTokens>(params, place, lane);
   if (tile.count <= 0 || tile.end == 0) return;
   if constexpr (Config::kCandidates) tile.end = params.num_candidates * params.candidate_rows;
   const int64_t units = ceil_div(tile.end, Shape::kUnit);
