@@ -47,7 +47,7 @@ _MAX_SCORE_BYTES = 256 << 20
 # that some idle there are so many times more blocks, whose ends even out; of many columns too.
 _FEW_PARTS, _WAVES, _WAVES_OF_FEW = 4, 4, 8
 # A block of few columns is soon under way: it reads no more than this, if blocks are not too many.
-_PART_BYTES, _MOST_WAVES = 128 << 10, 16
+_PART_BYTES, _MAX_WAVES = 128 << 10, 16
 _FEW_TILES, _TILES_THAT_SHARE = 2, 4
 
 
@@ -388,7 +388,7 @@ class SelectLauncher:
         if tiles.columns <= 8 * _FEW_TILES:
             row_bytes = self.problem.head_dim * self.problem.dtype_k.itemsize
             by_bytes = -(-max_rows * row_bytes // _PART_BYTES)
-            parts = max(parts, min(by_bytes, -(-_MOST_WAVES * slots // num_tiles)))
+            parts = max(parts, min(by_bytes, -(-_MAX_WAVES * slots // num_tiles)))
         elif parts < _FEW_PARTS:
             parts = -(-_WAVES_OF_FEW * slots // num_tiles)
         elif tiles.columns > 8 * _TILES_OF_FOUR:
