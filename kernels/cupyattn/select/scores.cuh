@@ -625,8 +625,9 @@ template <typename Config>
 __device__ __forceinline__ void select_scores(const SelectScoresParams& params) {
   using Shape = SelectShape<Config>;
   __shared__ SelectShared<Config> shared;
-  ptx::launch_dependents();
   ptx::grid_dependency_wait();
+  // What comes next reads lengths before it waits for this launch, so that these must be there.
+  ptx::launch_dependents();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   // The last tokens of a prompt see the most keys, and come first.
   const int place = static_cast<int>(gridDim.x - 1 - blockIdx.x);
