@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..launch.attention.key_lists import ListAddresses, ListLauncher, Lists
+from ..launch.attention.key_list_arrays import ListAddresses, Lists
+from ..launch.attention.key_lists import ListLauncher
 from ..launch.driver import params, scratch
 from . import output_gate
 from .arrays import Arrays
@@ -103,6 +104,7 @@ def prepare_lists(call: Call) -> PreparedLists:
             kv_step=0 if table is None else table.strides[0],
             is_causal=form.is_causal,
             kv_lens_are_steps=call.indices.kv_lens is call.indices.kv_offsets,
+            num_pages=0 if table is None else call.keys.size,
         ),
         strides=pack_strides(call.q, keys, call.out, lse_strides),
         num_tokens=call.q.shape[0],

@@ -19,6 +19,7 @@ from .attention import (
     append_new_kv,
     find_items,
     key_lists,
+    key_unions,
     merge_levels,
     merge_splits,
     pad_lse,
@@ -343,6 +344,11 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
         for group in chosen.groups:
             name = key_lists.row_class_of(group, problem, SHARED_BYTES[arch])
             yield from _of_rows(problem, name, True, arch, 1)
+        target = Target(arch, SHARED_BYTES[arch], min(key_unions.GRANULARITIES))
+        tiles = key_unions.tiles_of(problem, target)
+        if tiles is not None:
+            yield tiles.name, tiles.config
+            yield from (("union_lists", config) for config in key_unions.CONFIGS)
     yield from (("select_scores", config) for config in select.configs(chosen.dtypes, arch))
     yield from (("select_topk", config) for config in select_topk.configs(arch))
 

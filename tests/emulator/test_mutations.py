@@ -37,6 +37,7 @@ from . import (
     test_found_items,
     test_key_lists,
     test_key_share,
+    test_key_unions,
     test_latent_blocks,
     test_listed_latent,
     test_logits,
@@ -322,6 +323,13 @@ def _requests_of_lists(is_portable: bool) -> Callable:
 def _lists(**changes: Any) -> Callable[..., None]:
     def check(**facts: object) -> None:
         test_key_lists.run(replace(test_key_lists.SMALL, **changes))
+
+    return check
+
+
+def _unions(**changes: Any) -> Callable[..., None]:
+    def check(**facts: object) -> None:
+        test_key_unions.run(replace(test_key_unions.SMALL, **changes))
 
     return check
 
@@ -751,6 +759,12 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "portable requests of lists": _requests_of_lists(True),
     "bad latent values": _bad_latent_values,
     "lists of blocks": _lists(),
+    "unions": _unions(length=8, kept=0.3),
+    "unions, repeated": _unions(length=6, repeated=0.5),
+    "unions, bad values": _unions(
+        length=6, kept=0.3, bad_values=0.002, num_qo_heads=10, qo_lens=(30, 28)
+    ),
+    "unions, skipped tiles": _unions(kv_lens=(4000, 300), length=3, kept=0.0),
     "lists, window": _lists(window=20),
     "lists of nobody": lambda **facts: test_key_lists.check_tokens_of_nobody(),
     "scores of blocks": lambda **facts: test_select.check_model("max", False, 1),

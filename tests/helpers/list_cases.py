@@ -15,7 +15,8 @@ import numpy as np
 from cupyattn.core import dtypes
 from cupyattn.core.dtypes import DType
 from cupyattn.core.spec import AttentionSpec
-from cupyattn.launch.attention.key_lists import ListAddresses, ListLauncher, Lists
+from cupyattn.launch.attention.key_list_arrays import ListAddresses, Lists
+from cupyattn.launch.attention.key_lists import ListLauncher
 from cupyattn.launch.driver import params
 
 TYPES = {
@@ -35,6 +36,8 @@ class ListCase:
     page_size    0: keys in rows, those of a request behind those of the one before
     fill         how much of a list names blocks; the rest is -1, anywhere in it
     kept         how much of a token's list is the list of the token before it
+    repeated     how much of a list names blocks that it names already
+    bad_values   how many of the keys that lists name have values that are not finite
     """
 
     kv_lens: tuple[int, ...]
@@ -54,6 +57,8 @@ class ListCase:
     has_sinks: bool = False
     fill: float = 0.8
     kept: float = 0.0
+    repeated: float = 0.0
+    bad_values: float = 0.0
     soft_cap: float = 0.0
     seed: int = 0
 
@@ -141,6 +146,9 @@ def _draw_lists(
                 before = before[before >= 0]
                 kept = rng.permutation(before)[: int(case.kept * wanted)]
                 chosen = np.array([*kept, *[x for x in chosen if x not in kept]], int)[:wanted]
+            if case.repeated and len(chosen):
+                again = rng.random(len(chosen)) < case.repeated
+                chosen = np.where(again, rng.choice(chosen, len(chosen)), chosen)
             places = rng.permutation(case.length)[: len(chosen)]
             entries[t, group, places] = chosen
             if len(chosen) < case.length and rng.random() < 0.5:  # a block that there is not
@@ -181,6 +189,10 @@ def _fill_rows(case: ListCase, arrays: Arrays, rng: np.random.Generator) -> None
                 at = (*_rows(case, arrays, request, keys), head)
                 for x in (arrays.k, arrays.v):
                     x[at] = rng.standard_normal((len(keys), x.shape[-1])).astype(x.dtype)
+    if case.bad_values:
+        is_bad = rng.random(arrays.v.shape[:-1]) < case.bad_values
+        column = rng.integers(arrays.v.shape[-1])
+        arrays.v[is_bad, column] = rng.choice([np.nan, np.inf], int(is_bad.sum()))
 
 
 def expected(case: ListCase, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
@@ -268,6 +280,7 @@ def launch(
         request_tokens=case.qo_lens[0] if is_uniform else 0,
         kv_step=width,
         is_causal=case.causal,
+        num_pages=len(arrays.k) if size else 0,
     )
     at = ListAddresses(
         q=address_of(arrays.q),
@@ -315,5 +328,38 @@ def draw(seed: int) -> ListCase:
         fill=float(rng.choice([0.0, 0.3, 0.9, 1.0])),
         kept=float(rng.choice([0.0, 0.8])),
         soft_cap=float(rng.choice([0.0, 0.0, 5.0])),
+        seed=seed,
+    )
+
+
+def draw_unions(seed: int) -> ListCase:
+    """A small case of many tokens, whose neighbours share the keys of their lists."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 5))
+    kv_heads, group = int(rng.choice([1, 2, 4])), int(rng.choice([4, 5, 8, 12, 16, 16, 20, 64]))
+    is_uniform = rng.random() < 0.5
+    qo = rng.integers(1, 40, size=count)
+    if is_uniform:
+        qo[:] = qo[0]
+    granularity = int(rng.choice([64, 128]))
+    dim, dim_vo = ((64, 0), (128, 0), (128, 0), (96, 64))[rng.integers(4)]
+    return ListCase(
+        kv_lens=tuple(int(x) for x in rng.integers(0, rng.choice([200, 900, 3000]), size=count)),
+        qo_lens=tuple(int(x) for x in qo),
+        length=int(rng.integers(1, 17)),
+        granularity=granularity,
+        num_qo_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        groups=str(rng.choice(["one", "kv"])),
+        head_dim=dim,
+        head_dim_vo=dim_vo,
+        page_size=int(rng.choice([8, 16, 64, 128, 256])),
+        dtype=str(rng.choice(["float16", "bfloat16"])),
+        causal=bool(rng.random() < 0.8),
+        has_sinks=bool(rng.random() < 0.4),
+        fill=float(rng.choice([0.0, 0.3, 0.9, 1.0])),
+        kept=float(rng.choice([0.0, 0.8, 0.95])),
+        repeated=float(rng.choice([0.0, 0.0, 0.3])),
+        bad_values=float(rng.choice([0.0, 0.0, 0.002])),
         seed=seed,
     )

@@ -7,7 +7,6 @@ the list. Nothing is planned, and nothing of the lists or lengths is read on the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +25,8 @@ from ..tiles.decode_sm80 import one_an_sm_rows
 from ..tiles.row_classes import DECODE, MAX_ROWS, VERIFY
 from . import merge_splits
 from .kernels import Kernels
+from .key_list_arrays import ListAddresses, Lists
+from .key_unions import UnionLauncher
 
 # The keys of a request that has no pages are one: a page of more keys than there are.
 _ONE_PAGE = 1 << 30
@@ -34,59 +35,6 @@ _MAX_PLANS = 4096
 # last block of a list.
 _CLUSTERS = 8, 4, 2
 _PART_BYTES = 256 << 10
-
-
-class Lists(NamedTuple):
-    """What launches are told of lists, besides addresses.
-
-    length, granularity  entries of a list, and keys of the block that one names (a power of two)
-    stride_n, stride_group  from a token's list to the next one's, and from a head's or group's
-    window          so many last keys that a token sees come besides those of its list
-    num_requests    of all tokens
-    request_tokens  of each request; 0: offsets say it
-    kv_step         from a request's pages in the table to the next one's, or from its first row
-    max_kv_len      keys a request has room for
-    is_causal       tokens see no key behind their own: they are the last of their requests
-    kv_lens_are_steps  lengths are the steps of offsets
-    """
-
-    length: int
-    granularity: int
-    stride_n: int
-    stride_group: int
-    num_requests: int
-    max_kv_len: int
-    window: int = 0
-    request_tokens: int = 1
-    kv_step: int = 0
-    is_causal: bool = True
-    kv_lens_are_steps: bool = False
-
-    @property
-    def num_keys(self) -> int:
-        """The keys that a token attends to at most."""
-        return self.length * self.granularity + self.window
-
-
-class ListAddresses(NamedTuple):
-    """Where the arrays of a call lie; 0 for what there is not.
-
-    table       int32, pages of the requests; 0: keys lie in rows
-    entries     int32 [tokens, groups, length]
-    kv_lens     int32 [num_requests], or offsets [num_requests + 1]
-    qo_offsets  int32 [num_requests + 1]
-    kv_offsets  int32 [num_requests], in place of steps
-    """
-
-    q: int
-    k: int
-    v: int
-    o: int
-    entries: int
-    kv_lens: int
-    table: int = 0
-    qo_offsets: int = 0
-    kv_offsets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +97,8 @@ class ListLauncher:
             problem, spec.num_kv_heads, spec.group_size, self.spec.page_size, device_index
         )
         self._masking = Masking(-1, -1, False)
+        # Of many tokens, neighbours share what their lists name.
+        self.unions = None if are_of_query_heads else UnionLauncher.of(spec, problem, device_index)
         self._plans: dict[tuple[int, int], _Plan] = {}
 
     def plan(self, num_tokens: int, num_keys: int) -> _Plan:
@@ -263,6 +213,12 @@ class ListLauncher:
     ) -> None:
         """Enqueue one call. `optional` and `strides` are params.OPTIONAL and params.STRIDES,
         packed; a page's stride is a row's, or a request's, where there are no pages."""
+        if self.unions is not None:
+            groups = self.spec.num_kv_heads if lists.stride_group else 1
+            unions = self.unions.plan(lists, groups, strides, num_tokens)
+            if unions is not None:
+                self.unions.launch(unions, at, optional, stream, allocate)
+                return
         num_keys = lists.num_keys
         plan = self.plan(num_tokens, num_keys)
         partial_o = partial_lse = counters = 0

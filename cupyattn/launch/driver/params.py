@@ -85,6 +85,13 @@ DEVICE_LENGTHS, FINDER = struct.Struct("<4Q"), struct.Struct("<8i I i f i")
 SPLIT_FINDER = struct.Struct("<2i I 3i 7f 12x")
 NO_LENGTHS = b""
 
+# kernels/cupyattn/params/key_unions.cuh: entries, table, items, chunks, tiles; the rest;
+# DEVICE_LENGTHS, FINDER. And what prefill_sm90 is told of unions, in the place of found items:
+# tiles and groups.
+UNION_LISTS_REST = struct.Struct("<2q 8i")
+UNION_LISTS = struct.Struct(f"<5Q {UNION_LISTS_REST.size}s {DEVICE_LENGTHS.size}s {FINDER.size}s")
+KEY_UNIONS = struct.Struct("<Q q")
+
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
 ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")
 ROTATE_KEYS = struct.Struct(f"<Q {ROTATION.size}s")

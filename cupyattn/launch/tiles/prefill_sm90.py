@@ -71,6 +71,8 @@ class _Shape(NamedTuple):
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
 _TWO = _Shape(2, 128)
+# Keys are what such blocks wait for.
+_OF_UNIONS = _TWO._replace(stages=3, query_slots=1)
 # Three panels of K and V, four of K and two of V, and four of each.
 _TALL = _Shape(2, 96, query_slots=1)
 _DEEP = _Shape(2, 96, query_slots=1)
@@ -307,6 +309,8 @@ def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> T
         return "scales of blocks are read where expressions read their arrays"
     if problem.is_8bit and (reason := _refusal_of_8_bits(problem, name)) is not None:
         return reason
+    if problem.sparse:
+        return _find_of_unions(problem, page_size, name)
     if name in (LARGE, PERSISTENT):
         return _find_persistent(problem, page_size)
     return _find_other(problem, page_size, name)
@@ -332,6 +336,22 @@ def _refusal_of_8_bits(problem: AttentionProblem, name: str) -> str | None:
     if (problem.soft_cap or problem.biases_logits) and not problem.dtype_o.is_float16:
         return "a soft cap or a bias of queries of 8 bits would spill with such outputs"
     return None
+
+
+def _find_of_unions(problem: AttentionProblem, page_size: int, name: str) -> Tile | str:
+    """The tile of unions of lists, whose keys are pages of halves of it or less."""
+    if name not in (LARGE, PERSISTENT):
+        return "unions of lists have one tile"
+    if not _is_plain(problem) or problem.soft_cap or problem.key_share:
+        return "unions of lists are attended to by plain logits of 16-bit keys"
+    dims = tile_dims(problem)
+    if max(dims) > 128:
+        return "tiles of unions have 128 keys, for which such head dims leave no room"
+    if not problem.dtype_o.is_float16 or not problem.paged:
+        return "unions of lists are of pages, and have outputs of 16 bits"
+    if not tensor_map.box_rows(page_size, _OF_UNIONS.tile_kv):
+        return "no box of a tensor map fits the pages"
+    return Tile(PERSISTENT, "paged", dims, _OF_UNIONS)
 
 
 def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | str:
@@ -577,17 +597,21 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kItems": items,
         "kBoxRows": shape.box_rows or tile_kv,
         "kLean": shape.lean,
-        **({"kSkipsTiles": True} if shape.skips else {}),
         "kSharedBytes": shared,
+        **_flags(problem, shape),
     }
-    if shape.follows:
-        config["kFollows"] = True
     # The warps that only copy: a warpgroup, or one warp of a persistent lean block, or none.
     copying = 32 * shape.persistent if shape.lean else 128
     threads = copying + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )
+
+
+def _flags(problem: AttentionProblem, shape: _Shape) -> dict[str, bool]:
+    """What few kernels are told."""
+    flags = {"kSkipsTiles": shape.skips, "kUnions": problem.sparse, "kFollows": shape.follows}
+    return {name: True for name, is_set in flags.items() if is_set}
 
 
 def _row_bytes(problem: AttentionProblem, items: int) -> int:
@@ -603,7 +627,10 @@ def _folds_row_scales(problem: AttentionProblem) -> bool:
 
 
 def _fp8_tiles(problem: AttentionProblem, shape: _Shape, dims: tuple[int, int]) -> list[Field]:
-    """The sums of O of queries of 8 bits, or landed keys and values of fp8."""
+    """The sums of O of queries of 8 bits, landed keys and values of fp8, or what is known of a
+    union's tiles and of rows that are made again."""
+    if problem.sparse:
+        return [Field(16 * shape.stages + 4 * 64 * shape.consumers, 16)]
     if problem.is_8bit:
         return [Field(4 * 64 * shape.consumers * dims[1], 16)]
     return [

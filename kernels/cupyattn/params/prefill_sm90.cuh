@@ -1,7 +1,7 @@
 // The argument of prefill_sm90: the one of all attention kernels, and what only this one needs.
 #pragma once
 
-#include "cupyattn/params/device_lengths.cuh"
+#include "cupyattn/params/key_unions.cuh"
 
 namespace cupyattn {
 
@@ -44,6 +44,11 @@ struct PrefillSm90Params {
   // k and v in boxes of the columns that the last panel has, if those are not all
   TensorMap k_tail, v_tail;
   FoundItems found;  // where blocks find their items
+
+  // What lies in its place where items have unions of lists for keys.
+  __device__ __forceinline__ const KeyUnions& unions() const {
+    return reinterpret_cast<const KeyUnions&>(found);
+  }
 };
 
 static_assert(sizeof(PrefillSm90Params) == 1088 + 768 + 192,

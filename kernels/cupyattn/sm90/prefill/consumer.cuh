@@ -39,6 +39,7 @@
 #include "cupyattn/shared/byte_fragments.cuh"
 #include "cupyattn/shared/hidden_values.cuh"
 #include "cupyattn/shared/key_rows.cuh"
+#include "cupyattn/sm90/prefill/union_rows.cuh"
 #include "cupyattn/sm90/roles/softmax.cuh"
 #include "cupyattn/tile/half_rows.cuh"
 
@@ -191,6 +192,7 @@ struct PrefillSm90Consumer {
       Output output;
       if (completes) {
         const int place = before<Traits::kItems>(item_stage.stage, is_behind);
+        if constexpr (Traits::kOfUnions) tile.is_mended = finds_nonfinite(tile.sums);
         output = softmax.rows.finish_rows(tile.sums, place, 0);
       }
       if (step == Step::kFirst) settle_first(at, tile);
@@ -199,7 +201,7 @@ struct PrefillSm90Consumer {
         // mutate: output-in-the-slot-of-the-next-item
         output.slot = before<Traits::kSlots>(q_slot(), is_behind);
         complete_output();
-        write(output);
+        write(output, tile.is_mended);
         clear_total();
       }
       if (step == Step::kEnd) pending = Pending::kNone;
@@ -229,12 +231,13 @@ struct PrefillSm90Consumer {
   struct Tile {
     float s[1][kTileKV / 8][4];
     Probabilities probabilities;
-    KeyTile key_tile;
+    typename Traits::SeenTile key_tile;
     bool is_fast;
     uint32_t nonfinite_keys;
     // These belong to the item that the step completes.
     bool has_values;
     typename Softmax::Online sums;
+    bool is_mended = false;  // whether some of its rows are not finite, where a union may be why
   };
 
   // An item that has no keys, or no rows for this warpgroup, leaves zeros.
@@ -273,6 +276,18 @@ struct PrefillSm90Consumer {
     }
   }
 
+  // Whether rows of the warp must be made again, of an item that has a union; their maxima are kept.
+  __device__ __forceinline__ bool finds_nonfinite(const typename Softmax::Online& sums) const {
+    // mutate: union-values-not-mended
+    if (!unlikely(ptx::warp_any(!UnionRows<Traits>::is_finite(o)))) return false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (lane % 4 == 0) shared.unions.row_max[softmax.rows.own_row(h)] = sums.row_max[0][h];
+    }
+    ptx::warp_sync();
+    return true;
+  }
+
   __device__ __forceinline__ void settle_first(Place& at, Tile& tile) {
     if constexpr (!kOverlap) {
       softmax.begin_rows(item_of(at));
@@ -288,6 +303,13 @@ struct PrefillSm90Consumer {
 
   __device__ __forceinline__ void settle_next(Place& at, Tile& tile) {
     release_values();
+    if constexpr (Traits::kOfUnions) {
+#pragma unroll 1
+      for (int passed = at.tile - 1; passed > tile.key_tile.tile; --passed) {
+        await_phase(shared.full_v[v.stage], v.parity);
+        release_values();  // mutate: skipped-values-kept
+      }
+    }
     if constexpr (Traits::kSkipsTiles && !kOverlap) {
       if (skip_tiles(at, tile, any_matters(tile))) return;
     } else if constexpr (Traits::kSkipsTiles) {
@@ -372,12 +394,13 @@ struct PrefillSm90Consumer {
 
   // Multiplies any other tile, and the values of the tile before.
   __device__ __forceinline__ void multiply_next(Place& at, Tile& tile) {
+    const int before_tile = at.tile - pass_unnamed_tiles(at);
     issue_scores(tile.s);
     // Beside the product of keys.
     if (kHasTotal && (tiles_of_part & (kHasSums - 1)) >= Traits::kFlushTiles) flush();  // mutate: sums-not-flushed
     issue_output();
     pass_turn();
-    tile.key_tile = key_tile_after(at.tile);
+    tile.key_tile = key_tile_after(before_tile);
     tile.is_fast = softmax.takes_fast_path(tile.key_tile, masked_key >= 0);
     await_scores<1>(tile.s, tile.key_tile.tile == last_tile);
     // Warps differ in which way they take, and all of a warpgroup must wait for O at one place.
@@ -396,6 +419,31 @@ struct PrefillSm90Consumer {
     }
     tile.nonfinite_keys = tile.is_fast ? 0 : any_nonfinite_key();
     take_output();  // mutate: fast-warps-do-not-wait
+  }
+
+  // Of a union: passes over tiles of which none of the warpgroup's tokens names a block; returns how
+  // many. The values of the tile before are still to be multiplied, and those of each tile lie
+  // behind them: with more tiles than stages the ring would wait for ever. The last tile releases Q.
+  __device__ __forceinline__ int pass_unnamed_tiles(const Place& at) {
+    int count = 0;
+    if constexpr (Traits::kOfUnions) {
+#pragma unroll 1
+      for (; count < Traits::kStages && at.tile - 1 - count > last_tile; ++count) {
+        await_phase(shared.full_k[k.stage], k.parity);
+        const UnionTile& tile = shared.unions.of[k.stage];
+        // mutate: named-tiles-skipped
+        if (((tile.tokens[0] | tile.tokens[1]) & own_tokens()) != 0) break;
+        ptx::warp_sync();
+        release_keys(false);
+      }
+    }
+    return count;
+  }
+  // A bit for each token that has rows in the warpgroup. A union has no bits of tokens past the last.
+  __device__ __forceinline__ uint32_t own_tokens() const {
+    const int first = 64 * group;
+    return low_bits(PackGqaRow::of(params, first + 63).token + 1) &
+           ~low_bits(PackGqaRow::of(params, first).token);
   }
 
   // Passes over an item that has no rows for this warpgroup: the others wait for its turns, and for
@@ -538,13 +586,15 @@ struct PrefillSm90Consumer {
   // take the place of Q.
   // Products of 8 bits are over before a turn comes round: without turns they take less time.
   static constexpr bool kTakesTurns = !Traits::kMultipliesBytes;
+  // Of unions, warpgroups multiply different tiles.
+  enum : bool { kAlternates = Traits::kConsumers > 1 && kTakesTurns && !Traits::kOfUnions };
   __device__ __forceinline__ void await_turn() const {
     if constexpr (!kTakesTurns) return;
-    constexpr int kOthers = Traits::kConsumers == 1 ? 0 : kWarpgroup;
+    constexpr int kOthers = kAlternates ? kWarpgroup : 0;
     ptx::named_barrier_sync(Traits::kSchedulerBarrier + group, kWarpgroup + kOthers);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (Traits::kConsumers == 1 || !kTakesTurns) return;
+    if constexpr (!kAlternates) return;
     const int next = group + 1 == Traits::kConsumers ? 0 : group + 1;
     ptx::named_barrier_arrive(Traits::kSchedulerBarrier + next, 2 * kWarpgroup);
   }
@@ -621,7 +671,16 @@ struct PrefillSm90Consumer {
       order_columns(o);
     }
   }
-  __device__ __forceinline__ void write(const Output& output) {
+  __device__ __forceinline__ void write(const Output& output,
+                                        [[maybe_unused]] bool is_mended = false) {
+    if constexpr (Traits::kOfUnions) {
+      softmax.rows.store(output, o);
+      if (unlikely(is_mended)) {
+        ptx::warp_sync();
+        UnionRows<Traits>{block, softmax.rows}.write_again(output);
+      }
+      return softmax.rows.release(output);
+    }
     if constexpr (Traits::kHasWarpBoxes) {
       if (softmax.rows.fills_box(block.all_params, output)) {
         return softmax.rows.write_box(block.all_params, output, o, warp_of_all());
@@ -694,8 +753,12 @@ struct PrefillSm90Consumer {
   }
 
   // The tile that K holds at the present stage, which follows `tile`.
-  __device__ __forceinline__ KeyTile key_tile_after(int tile) const {
-    if constexpr (Traits::kMasked) {
+  __device__ __forceinline__ typename Traits::SeenTile key_tile_after(int tile) const {
+    if constexpr (Traits::kOfUnions) {
+      UnionKeyTile found{{tile - 1, 0}, {}};
+      softmax.find_seen(found, shared.unions.of[k.stage]);
+      return found;
+    } else if constexpr (Traits::kMasked) {
       const KeyTile& present = shared.row_bits.tiles[k.stage];
       return KeyTile{ptx::warp_uniform(present.tile), ptx::warp_uniform(present.needs_mask)};
     } else {

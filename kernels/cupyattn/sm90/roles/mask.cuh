@@ -17,6 +17,19 @@ struct KeyTile {
   int needs_mask;
 };
 
+// A key tile of a union, and which of a thread's keys each of its two rows sees: a bit for each. Under
+// kLimits the warp's rows see some keys, and under kMask none.
+struct UnionKeyTile : KeyTile {
+  uint32_t seen[2];
+};
+
+// The tiles that the stages of K hold, where items have unions of lists for keys.
+template <int kStages, int kTileQ>
+struct UnionTiles {
+  UnionTile of[kStages];
+  float row_max[kTileQ];  // of rows that are made again (sm90/prefill/union_rows.cuh)
+};
+
 // Without a custom mask every tile of an item has visible keys.
 template <int kTileKV>
 struct AllKeyTiles {
@@ -242,6 +255,16 @@ __device__ __forceinline__ void mask_by_bits(float (&s)[kTilesS][4], int h,
 // pairs, eight apart.
 __device__ __forceinline__ int own_keys_before(int offset) {
   return 2 * (offset >> 3) + min_of(offset & 7, 2);  // mutate: second-key-hidden-late
+}
+
+// Hides the keys of row h of a thread that `seen` has no bit for.
+template <typename Form, int kTilesS>
+__device__ __forceinline__ void mask_by_seen(float (&s)[kTilesS][4], int h, uint32_t seen) {
+  static_assert(kTilesS == 16, "a thread's keys of a row are bits of a word");
+#pragma unroll
+  for (int i = 0; i < 2 * kTilesS; ++i) {
+    if (!((seen >> i) & 1)) s[i / 2][2 * h + i % 2] = Form::hidden();
+  }
 }
 
 // Hides the keys outside [begin, end) of row h of a thread, counted from the tile's first key, in a

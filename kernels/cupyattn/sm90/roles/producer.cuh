@@ -24,7 +24,16 @@ struct PrefillSm90Producer {
   // looked up ahead, in the next tile. -1 is none.
   struct PagesOfBoxes {
     int tile = -1, present = -1, behind = -1, next = -1;
+    // Of unions: a lane's word of what is known of the next tile.
+    uint32_t next_fact = 0;
   };
+  enum : int { kFacts = sizeof(UnionTile) / 4 };
+
+  __device__ __forceinline__ uint32_t fact_of(const Item& item, int tile, int lane) const {
+    if (!Traits::kOfUnions || tile < item.tiles.begin || lane >= kFacts) return 0;
+    const UnionTile* tiles = all_params.unions().tiles + item.work.request.mask_start;
+    return reinterpret_cast<const uint32_t*>(tiles + tile)[lane];
+  }
 
   // behind: entries of the table from a key's page to the one that is asked for.
   __device__ __forceinline__ int page_of_box(const Item& item, int tile, int lane,
@@ -44,6 +53,7 @@ struct PrefillSm90Producer {
       if (!item.exists) return;
       PagesOfBoxes pages;
       if constexpr (kPaged) pages.next = page_of_box(item, item.tiles.end - 1, lane);
+      pages.next_fact = fact_of(item, item.tiles.end - 1, lane);
       item.for_tiles(
           [&](const KeyTile& tile, int next) {
             if constexpr (kPaged) {
@@ -51,8 +61,9 @@ struct PrefillSm90Producer {
               pages.present = pages.next;
               pages.tile = tile.tile;
             }
-            copy_keys(k, item, tile, pages.present, lane);
+            copy_keys(k, item, tile, pages.present, lane, pages.next_fact);
             if constexpr (kPaged) pages.next = page_of_box(item, next, lane);
+            pages.next_fact = fact_of(item, next, lane);
             block.announce_end(item, tile.tile, next, lane);
           },
           [&](const KeyTile& tile) {
@@ -101,8 +112,14 @@ struct PrefillSm90Producer {
   }
 
   __device__ __forceinline__ void copy_keys(KeyStage& k, const Item& item, const KeyTile& tile,
-                                            int page, int lane) const {
+                                            int page, int lane,
+                                            [[maybe_unused]] uint32_t fact = 0) const {
     const Maps maps{all_params.k, all_params.k_tail};
+    if constexpr (Traits::kOfUnions) {
+      // Consumers have read what the stage had before they let it go.
+      await_phase(shared.empty_k[k.stage], k.parity ^ 1);
+      if (lane < kFacts) reinterpret_cast<uint32_t*>(&shared.unions.of[k.stage])[lane] = fact;
+    }
     copy_boxes<typename Traits::KLoadTile, Traits::kRope>(maps, all_params.k_units, key_slot(k),
                                                           item, tile, page, lane);
     k.advance();
@@ -168,6 +185,7 @@ struct PrefillSm90Producer {
       // A box outside the map is zeros.
       const int place_of_page = page < 0 ? -1 : page * units.page + kv_head * units.head;
       await_phase(place.empty, place.parity ^ 1);
+      if (Traits::kOfUnions) ptx::warp_sync();
       if (lane == 0) {
         if (place.name != nullptr) *place.name = tile;
         ptx::mbarrier_arrive_expect_tx(lands, Tile::kCopiedBytes);

@@ -153,6 +153,14 @@ struct PrefillSm90Rows {
 
   // Normalises and stores this warp's rows of an item, and releases the item.
   __device__ __forceinline__ void write(const Output& output, Accumulators& o) const {
+    store(output, o);
+    release(output);
+  }
+  __device__ __forceinline__ void release(const Output& output) const {
+    ptx::warp_sync();
+    if (lane == 0) arrive(shared.empty_item[output.place]);
+  }
+  __device__ __forceinline__ void store(const Output& output, Accumulators& o) const {
     const Item& item = shared.items[output.place];
     gate<kHeadDimVO>(item, o, 0);
     // Else O leaves from the place of the rows of Q. What is rare stands last in the code.
@@ -170,8 +178,6 @@ struct PrefillSm90Rows {
     } else {
       stage(output, o);
     }
-    ptx::warp_sync();
-    if (lane == 0) arrive(shared.empty_item[output.place]);
   }
 
   // Stores row h of a thread, whose accumulators are the first of each pair of rows.

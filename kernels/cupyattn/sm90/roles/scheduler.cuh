@@ -191,6 +191,11 @@ struct PrefillSm90Scheduler {
       } else {
         return finder.find(place);
       }
+    } else if constexpr (Traits::kOfUnions) {
+      // Heads that have lists of their own have unions of their own.
+      const int groups = all_params.unions().groups;
+      // mutate: unions-of-the-first-head
+      return params.work[place * groups + (groups > 1 ? kv_head : 0)];
     } else {
       return BlockWork::load(params, place);
     }
@@ -223,7 +228,13 @@ struct PrefillSm90Scheduler {
     item.place = at.place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
-    item.range = KeyRange::of<Mask::kKeyShare>(params, item.work);
+    if constexpr (Traits::kOfUnions) {
+      const TileWork& rows = item.work.tile;
+      const int last = PackGqaRow::of(params, rows.num_rows - 1).token;
+      item.range = KeyRange{0, item.work.request.kv_len, 0, rows.first_state, 0, last};
+    } else {
+      item.range = KeyRange::of<Mask::kKeyShare>(params, item.work);
+    }
     item.tiles = TileSpan::of<Traits::kAlignsTiles>(item.range, kTileKV, item.work.tile);
     // Rows ahead of the range may be copied; pages may not.
     if constexpr (!kPaged && !kMasked) {

@@ -17,6 +17,7 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
   using Rows = PrefillSm90Rows<Traits>;
   static constexpr int kTileKV = Traits::kTileKV;
   using Mask = typename Traits::Mask;
+  using SeenTile = typename Traits::SeenTile;
   static constexpr bool kOverlap = Traits::kOverlap, kHasFastPath = LogitsVariant::kHasFastPath;
   static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
   // Tiles of many columns have no registers for a second copy. A block of one item is to have few
@@ -112,14 +113,14 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
   // Makes the probabilities of an item's first tile, in which rows take their maximum. `v` is the
   // stage of its values.
   __device__ __forceinline__ void first_tile(Probabilities& to, Logits& s, const Item& item,
-                                             const KeyTile& tile, const VStage& v) {
+                                             const SeenTile& tile, const VStage& v) {
     make(to, s, item, tile, v, true);
   }
 
   // Makes the probabilities of any other tile. Without overlap `o` is complete and rescaled here.
   template <int kTilesO>
   __device__ __forceinline__ void next_tile(Probabilities& to, Logits& s, float (&o)[1][kTilesO][4],
-                                            const Item& item, const KeyTile& tile,
+                                            const Item& item, const SeenTile& tile,
                                             const VStage& v) {
     make(to, s, item, tile, v, false);
     if (!kOverlap && unlikely(to.raised)) multiply_rows(o, to.factors);
@@ -146,7 +147,7 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
   // Makes the probabilities of a tile. If it is an item's first, rows take their maxima. Else O is to
   // be multiplied by the factors if a maximum has been raised.
   __device__ __forceinline__ void make(Probabilities& to, Logits& s, const Item& item,
-                                       const KeyTile& tile, const VStage& v, bool is_first,
+                                       const SeenTile& tile, const VStage& v, bool is_first,
                                        [[maybe_unused]] bool after_masked = false) {
     const int first_key = first_key_of(tile);
     if constexpr (LogitsVariant::kFoldsBias && !Traits::kMultipliesBytes) {
@@ -161,13 +162,24 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
     }
     const bool needs_mask = tile.needs_mask != 0;
     to.masked_key = needs_mask ? first_key : -1;
+    if constexpr (Traits::kOfUnions) {
+      // Values are swept where an end of keys cuts a tile, whatever these rows see of it.
+      to.masked_key = this->needs_mask(tile.tile) ? first_key : -1;
+      // A first tile begins with maxima, also those of rows that see nothing of it.
+      if (tile.needs_mask == KeyTile::kMask && !is_first) return make_nothing(to);
+    }
     const float scale = LogitsVariant::softmax_scale(params);
     const auto form = LogitsVariant::apply(s, online.row_max, rows.rows_of(place),
                                            shared.logits, params, item.work.request, first_key,
                                            rows.lane, needs_mask);
     // Rows that begin with a maximum take another only if they must.
     bool takes_maxima = is_first && !kHasFirstMax;
-    if (unlikely(needs_mask)) {
+    if constexpr (Traits::kOfUnions) {
+      if (needs_mask) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) mask_by_seen<decltype(form)>(s[0], h, tile.seen[h]);
+      }
+    } else if (unlikely(needs_mask)) {
       apply_mask<decltype(form)>(s, item, first_key, v);
       // Rows that causality cut in the first tile may have seen few keys or none. They also take
       // the maximum of the next cut tile, if O is complete.
@@ -192,6 +204,27 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
     if constexpr (kHasFastPath) settle_fast_path(item);
   }
 
+  // Which of a thread's keys of a tile of a union its rows see.
+  __device__ __forceinline__ void find_seen(UnionKeyTile& to, const UnionTile& tile) const {
+    bool is_whole = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      to.seen[h] = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool is_listed = (tile.tokens[half] >> (position[h] & 31)) & 1;
+        // mutate: union-blocks-not-cut
+        const int count = is_listed ? (position[h] >> 5) - tile.first_key[half] : 0;
+        const int own = own_keys_before(min_of(count, static_cast<int>(kUnionKeys)) - 2 * (rows.lane & 3));
+        to.seen[h] |= low_bits(own) << (16 * half);
+      }
+      is_whole = is_whole && to.seen[h] == ~0u;
+    }
+    to.needs_mask = ptx::warp_any(!is_whole) ? KeyTile::kLimits : KeyTile::kNothing;
+    // mutate: union-rows-see-nothing
+    if (!ptx::warp_any((to.seen[0] | to.seen[1]) != 0)) to.needs_mask = KeyTile::kMask;
+  }
+
   __device__ __forceinline__ int first_key_of(const KeyTile& tile) const {
     return limits().origin + tile.tile * kTileKV;
   }
@@ -207,6 +240,16 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
   }
 
  private:
+  // The probabilities of a tile of which the warp's rows see nothing.
+  __device__ __forceinline__ void make_nothing(Probabilities& to) const {
+    to.raised = false;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to.p[i][0][e] = 0;
+    }
+  }
+
   // Makes the logits of row h of a tile that needs no mask again, from global memory, one key after
   // another. Rolled, because it is rare.
   __device__ __forceinline__ void make_again(Logits& s, int h, const Item& item,
@@ -258,6 +301,11 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
 
   __device__ __forceinline__ int position_of(const Item& item, int h) const {
     const int token = rows.token_of(item, rows.own_row(h)).token;
+    // Of unions: how many keys the row sees, and its token of the item.
+    if constexpr (Traits::kOfUnions) {
+      const int seen = item.work.request.key_offset + (params.window_right >= 0 ? token : 0);
+      return seen * 32 + token;
+    }
     return item.work.request.template position<Mask::kKeyShare>(params, token);
   }
 

@@ -23,6 +23,16 @@ struct LetsItemsFollow<Config, typename AnyFlag<Config::kFollows>::type> {
   enum : bool { kValue = Config::kFollows };
 };
 
+// Whether items have unions of lists for keys (plan/union_lists.cuh). Few kernels say so.
+template <typename Config, typename = void>
+struct HasUnions {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct HasUnions<Config, typename AnyValue<Config::kUnions>::type> {
+  enum : bool { kValue = Config::kUnions };
+};
+
 template <typename Config>
 struct PrefillSm90Traits : Config {
   using Config::kConsumers, Config::kGatherers, Config::kHeadDimQK, Config::kHeadDimVO,
@@ -47,6 +57,7 @@ struct PrefillSm90Traits : Config {
   // Rows of Q of 8 bits are kept in registers, where these are enough, so that their place has those
   // of the next item early.
   static constexpr bool kKeepsQueries = kMultipliesBytes && kConsumers < 3;
+  enum : bool { kOfUnions = HasUnions<Config>::kValue };
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
@@ -127,6 +138,8 @@ struct PrefillSm90Traits : Config {
   static constexpr bool kRowsAreAlone =
       LogitsVariant::kFoldsScales || is_same<AnyLogits, PlainLogits>;
   using Mask = MaskOf<Config>;
+  // What consumers know of a key tile.
+  using SeenTile = conditional<kOfUnions, UnionKeyTile, KeyTile>;
   using KeyTiles = conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>;
 
   // An item of work.
@@ -188,10 +201,15 @@ struct PrefillSm90Traits : Config {
     // rows take the same place, as one box.
     alignas(1024) Vector16 totals[kConsumers * 4][kHeadDimVO / 8][kWarpSize];
   };
-  struct NoFp8Tiles {};
+  struct Unions {
+    UnionTiles<kStages, kTileQ> unions;
+  };
+  struct Nothing {};
 
   struct SharedMemory
-      : conditional<kConverts, Fp8Tiles, conditional<kMultipliesBytes, Totals, NoFp8Tiles>> {
+      : conditional<kConverts, Fp8Tiles,
+                    conditional<kMultipliesBytes, Totals,
+                                conditional<kOfUnions, Unions, Nothing>>> {
     alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(VLoadTile::kAlign) unsigned char v[kValueStages][VTile::kBytes];
@@ -234,6 +252,9 @@ struct PrefillSm90Traits : Config {
                 "boxes fill a tile of keys, and the rows of a warpgroup");
   static_assert(kTileKV <= 128 || kMultipliesBytes, "bits of a tile's keys are read at once");
   static_assert(!kMasked || kValueStages == kStages, "bits of a mask are of a stage of both");
+  static_assert(!kOfUnions || (kPaged && kPersistent && kOverlap && kTileKV == 2 * kUnionKeys &&
+                               !kMasked && !kGathers && !kLandsValues && kRowsAreAlone),
+                "unions are of pages, and of plain logits");
   static_assert(!kGathers || kPaged, "rows that are gathered are found by pages");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),

@@ -63,6 +63,8 @@ struct WideSm90Tiles : Config {
                         kAlignsTiles = false;
   // Tiles of 32 keys leave room between products to take every maximum.
   static constexpr bool kTakesMaxima = !kLatent;
+  enum : bool { kOfUnions = false };
+  using SeenTile = KeyTile;
   static constexpr bool kMultipliesBytes = false, kServesOneItem = false;
   static constexpr int kValueStages = kStages;
   using LogitsVariant = PlainLogits;

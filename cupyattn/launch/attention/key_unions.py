@@ -1,0 +1,315 @@
+"""Launches attention by lists of many tokens: neighbouring tokens share the keys of their lists.
+
+A first launch makes the union of the lists of some tokens and a KV head, with a bit for each token
+whose list names a block. prefill_sm90 then multiplies the rows of all of them by each block of the
+union. Nothing of the lists or lengths is read on the host, so the grids have room for any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ... import jit
+from ...core.device import device_props
+from ...core.problem import AttentionProblem
+from ...core.spec import AttentionSpec
+from ..driver import params, scratch
+from ..driver.enqueue import Launch, enqueue, load_function
+from ..driver.scratch import Allocate
+from ..tiles import prefill_sm90
+from ..tiles.config import Target, TileConfig, round_up
+from ..tiles.row_classes import PERSISTENT
+from . import tma_sm90
+from .key_list_arrays import ListAddresses, Lists
+from .load_kernels import LoadedKernel
+from .swizzle import swizzle_of
+
+GRANULARITIES = 64, 128
+"""Keys of blocks whose lists may be made unions: halves of a tile, and whole ones."""
+
+_THREADS = 128
+_MIN_ENTRIES, _MAX_ENTRIES = 128, 2048
+# Bits of a word, and what is known of a key's place besides its token.
+_MAX_TOKENS, _MAX_KEYS = 32, 1 << 26
+# kernels/cupyattn/params: WorkItem, UnionTile.
+_ITEM_BYTES, _TILE_BYTES = 48, 16
+_ALIGN = 256
+# Requests that a warp looks at together (plan/item_finder.cuh).
+_TOGETHER = 64
+_MAX_PLANS = 256
+
+
+class _Room(NamedTuple):
+    """Bytes from the beginning of scratch memory to what the first launch leaves, and of all."""
+
+    chunks: int
+    tiles: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The launches for lists and arrays of one look."""
+
+    union: Launch
+    of_union: bytes
+    attention: Launch
+    constants: bytes
+    strides: bytes
+    groups: int
+    maps: tma_sm90.Maps
+    room: _Room
+
+
+class UnionLauncher:
+    """Serves calls of one problem, device and geometry; `of` says whether any."""
+
+    def __init__(
+        self, spec: AttentionSpec, problem: AttentionProblem, tiles: TileConfig, device_index: int
+    ) -> None:
+        self.spec, self.problem, self.device_index = spec, problem, device_index
+        self.tiles = tiles
+        self.group_tokens = min(tiles.tile_q // spec.group_size, _MAX_TOKENS)
+        self._loaded: LoadedKernel[TileConfig] | None = None
+        self._plans: dict[tuple[object, ...], _Plan | None] = {}
+
+    @classmethod
+    def of(
+        cls, spec: AttentionSpec, problem: AttentionProblem, device_index: int
+    ) -> UnionLauncher | None:
+        """What serves a problem; None if nothing does."""
+        props = device_props(device_index)
+        target = Target(props.arch, props.max_smem_per_block, min(GRANULARITIES))
+        tiles = tiles_of(problem, target) if spec.page_size else None
+        if tiles is None or not 2 <= tiles.tile_q // spec.group_size <= _MAX_TOKENS:
+            return None
+        return cls(spec, problem, tiles, device_index)
+
+    def plan(self, lists: Lists, groups: int, strides: bytes, num_tokens: int) -> _Plan | None:
+        """The launches of such a call; None where lists serve it better one by one."""
+        key = lists, groups, strides, num_tokens
+        if key not in self._plans:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            is_served = self._serves(lists) and self._is_worth_it(lists, num_tokens)
+            plan = None
+            if is_served:
+                plan = self._prepare(lists, groups, strides, num_tokens)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def _serves(self, lists: Lists) -> bool:
+        return (
+            lists.granularity in GRANULARITIES
+            and not lists.window
+            and lists.num_pages > 0
+            and lists.num_requests > 0
+            and self.group_tokens * lists.length <= _MAX_ENTRIES
+            and lists.max_kv_len <= _MAX_KEYS
+            and _chunk_of(self.spec.page_size, lists.granularity) > 0
+        )
+
+    def _is_worth_it(self, lists: Lists, num_tokens: int) -> bool:
+        """Whether tokens have neighbours of their request, and blocks of rows fill the SMs: few
+        tokens have their lists divided among more SMs than that."""
+        tokens = lists.request_tokens or num_tokens / lists.num_requests
+        num_items = self._num_items(lists, num_tokens) * self.spec.num_kv_heads
+        num_sms = device_props(self.device_index).num_sms
+        return 2 * tokens >= self.group_tokens and 2 * num_items >= num_sms
+
+    def _num_items(self, lists: Lists, num_tokens: int) -> int:
+        """The most groups of tokens, whatever the lengths are."""
+        count, together = lists.num_requests, self.group_tokens
+        if count > _TOGETHER:  # places follow from offsets
+            return count + num_tokens // together
+        if lists.request_tokens:
+            return count * -(-lists.request_tokens // together)
+        used = min(count, num_tokens)
+        return used + (num_tokens - used) // together
+
+    def _prepare(self, lists: Lists, groups: int, strides: bytes, num_tokens: int) -> _Plan | None:
+        chunk = _chunk_of(self.spec.page_size, lists.granularity)
+        chunked = _chunked(strides, self.spec.page_size, chunk, lists.num_pages)
+        if chunked is None:
+            return None
+        strides, page_step, num_chunks = chunked
+        num_items = self._num_items(lists, num_tokens)
+        entries = self.group_tokens * lists.length
+        num_tiles = -(-entries * lists.granularity // self.tiles.tile_kv)
+        unions = num_items * groups
+        room = _room(unions, entries * (lists.granularity // chunk), num_tiles)
+        spec = replace(
+            self.spec, page_size=chunk, causal=lists.is_causal, window_left=-1, window_right=-1
+        )
+        heads = tma_sm90.Heads(
+            self.problem, spec.num_kv_heads, spec.group_size, chunk, self.device_index
+        )
+        swizzle = swizzle_of(spec, self.problem, lists.max_kv_len, self.device_index)
+        maps = tma_sm90.Maps(
+            heads, self.tiles, num_items, swizzle, strides, num_rows=num_tokens, size=num_chunks
+        )
+        loaded = self._kernel()
+        grid = self.tiles.grid(num_items, spec.num_kv_heads, loaded.num_slots)
+        attention = Launch(
+            loaded.function, grid, self.tiles.threads, self.tiles.shared_bytes, num_items
+        )
+        constants = params.pack_constants(
+            spec, sm_scale=spec.sm_scale, output_scale=spec.output_scale
+        )
+        of_union = self._pack_union(lists, num_tokens, num_tiles, chunk, page_step)
+        function = load_function("union_lists", config(entries), self.device_index)
+        union = Launch(function, (num_items, groups, 1), _THREADS, 0)
+        return _Plan(union, of_union, attention, constants, strides, groups, maps, room)
+
+    def _kernel(self) -> LoadedKernel[TileConfig]:
+        if self._loaded is None:
+            self._loaded = LoadedKernel(self.tiles, self.device_index)
+        return self._loaded
+
+    def _pack_union(
+        self, lists: Lists, num_tokens: int, num_tiles: int, chunk: int, page_step: int
+    ) -> bytes:
+        """What the first launch is told besides addresses."""
+        magic, shift = params.divisor(self.group_tokens)
+        max_groups = -(-(lists.request_tokens or num_tokens) // self.group_tokens)
+        finder = params.FINDER.pack(
+            lists.num_requests,
+            lists.request_tokens or -1,
+            num_tokens,
+            lists.kv_step,
+            lists.max_kv_len,
+            lists.max_kv_len,
+            lists.kv_lens_are_steps,
+            shift,
+            magic,
+            1,
+            0.0,  # groups of a request come from its last one on, whatever their keys are
+            1 << (max(max_groups, 1).bit_length() - 1),
+        )
+        rest = params.UNION_LISTS_REST.pack(
+            lists.stride_n,
+            lists.stride_group,
+            lists.length,
+            lists.granularity.bit_length() - 1,
+            self.group_tokens,
+            num_tiles,
+            self.spec.page_size,
+            chunk.bit_length() - 1,
+            page_step,
+            lists.is_causal,
+        )
+        return rest + finder
+
+    def launch(
+        self,
+        plan: _Plan,
+        at: ListAddresses,
+        optional: bytes,
+        stream: int,
+        allocate: Allocate,
+    ) -> None:
+        """Enqueue one call."""
+        scratch_at, _unions = scratch.workspace(
+            plan.room.num_bytes, self.device_index, stream, allocate
+        )
+        counters, _zeros = scratch.counters(1, self.device_index, stream, allocate)
+        chunks, tiles = scratch_at + plan.room.chunks, scratch_at + plan.room.tiles
+        arguments = params.this_thread.launch_buffer
+        size = params.UNION_LISTS_REST.size
+        params.UNION_LISTS.pack_into(
+            arguments.buffer,
+            arguments.offset,
+            at.entries,
+            at.table,
+            scratch_at,
+            chunks,
+            tiles,
+            plan.of_union[:size],
+            params.DEVICE_LENGTHS.pack(at.qo_offsets, 0, 0, at.kv_lens),
+            plan.of_union[size:],
+        )
+        enqueue(plan.union, arguments, self.device_index, stream)
+        params.ATTENTION.pack_into(
+            arguments.buffer,
+            arguments.offset,
+            at.q,
+            at.k,
+            at.v,
+            at.o,
+            optional,
+            0,
+            0,
+            counters,
+            scratch_at,
+            0,
+            chunks,
+            0,
+            plan.strides,
+            0,
+            0,
+            0,
+            0,
+            plan.constants,
+        )
+        plan.maps.pack(arguments, at.q, at.k, at.v, at.o)
+        begin = arguments.offset + params.ATTENTION.size + params.PREFILL_SM90.size
+        params.KEY_UNIONS.pack_into(arguments.buffer, begin, tiles, plan.groups)
+        enqueue(plan.attention, arguments, self.device_index, stream)
+
+
+def tiles_of(problem: AttentionProblem, target: Target) -> TileConfig | None:
+    """The tile of prefill_sm90 that serves a problem by unions; None if none does."""
+    # Rows that are made again are written where the others have been, without gates.
+    if problem.output_gate is not None:
+        return None
+    if prefill_sm90.refusal(problem, PERSISTENT, target) is not None:
+        return None
+    return prefill_sm90.tiles(problem, PERSISTENT, target)
+
+
+def config(entries: int) -> jit.Config:
+    """The kernel that makes unions of so many entries of lists."""
+    room = max(1 << (entries - 1).bit_length(), _MIN_ENTRIES)
+    return jit.Config({"kThreads": _THREADS, "kEntries": room})
+
+
+CONFIGS = tuple(
+    config(1 << bits) for bits in range(_MIN_ENTRIES.bit_length() - 1, _MAX_ENTRIES.bit_length())
+)
+
+
+def _chunk_of(page_size: int, granularity: int) -> int:
+    """The keys of a block, or of its part in a page, that the copy engine takes for a page; 0: it
+    cannot."""
+    if page_size % granularity == 0:
+        return granularity
+    return page_size if granularity % page_size == 0 and page_size % 8 == 0 else 0
+
+
+def _chunked(
+    strides: bytes, page_size: int, chunk: int, num_pages: int
+) -> tuple[bytes, int, int] | None:
+    """Strides of pages that are chunks, how many of these lie from a page to the next one, and how
+    many there are; None where pages do not begin whole chunks apart."""
+    if chunk == page_size:
+        return strides, 1, num_pages
+    unpacked = [*params.STRIDES.unpack(strides)]
+    steps = []
+    for row, page in ((2, 10), (4, 11)):
+        of_chunk = chunk * unpacked[row]
+        if of_chunk <= 0 or unpacked[page] % of_chunk or unpacked[page] <= 0:
+            return None
+        steps.append(unpacked[page] // of_chunk)
+        unpacked[page] = of_chunk
+    if steps[0] != steps[1]:
+        return None
+    size = (num_pages - 1) * steps[0] + page_size // chunk
+    return params.STRIDES.pack(*unpacked), steps[0], size
+
+
+def _room(unions: int, chunks: int, tiles: int) -> _Room:
+    """Where the chunks and tiles of each union lie behind its item."""
+    at_chunks = round_up(unions * _ITEM_BYTES, _ALIGN)
+    at_tiles = round_up(at_chunks + 4 * unions * chunks, _ALIGN)
+    return _Room(at_chunks, at_tiles, at_tiles + unions * tiles * _TILE_BYTES)

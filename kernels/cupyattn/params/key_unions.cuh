@@ -1,0 +1,43 @@
+// Unions of the lists of neighbouring tokens, which prefill_sm90 attends by: what the launch that
+// makes them is told, and what it leaves. launch/attention/key_unions.py packs both.
+#pragma once
+
+#include "cupyattn/params/device_lengths.cuh"
+
+namespace cupyattn {
+
+// Keys of which all tokens of an item see the same part of a list: half a tile of keys.
+enum : int { kUnionKeys = 64 };
+
+// A tile of keys of a union, in two halves.
+struct alignas(16) UnionTile {
+  uint32_t tokens[2];    // a bit for each token of the item whose list names the half's block
+  int32_t first_key[2];  // the half's first key in the request
+};
+
+struct UnionListsParams {
+  const int32_t* entries;  // [tokens, groups, length]
+  const int32_t* table;    // [num_requests, kv_step] pages
+  WorkItem* items;         // [items, groups], see `item_of` in plan/union_lists.cuh
+  int32_t* chunks;         // [items, groups, group_tokens * length * chunks_a_block]
+  UnionTile* tiles;        // [items, groups, tiles]
+  int64_t stride_n, stride_group;  // from a token's list to the next one's, and from a group's
+  int32_t length, block_shift;     // a block has 1 << block_shift keys
+  int32_t group_tokens;            // of an item
+  int32_t num_tiles;               // room for tiles of an item
+  int32_t page_size, chunk_shift;  // a chunk has 1 << chunk_shift keys, of a block and of a page
+  int32_t page_step;               // chunks from a page to the next one
+  int32_t is_causal;
+  DeviceLengths lengths;  // tokens are its rows
+};
+
+static_assert(sizeof(UnionListsParams) == 88 + 80,
+              "UnionListsParams and its mirror in launch/driver/params.py must agree");
+
+// What prefill_sm90 is told of unions.
+struct KeyUnions {
+  const UnionTile* tiles;
+  int64_t groups;  // 1: all heads have one list; else each key head has its own
+};
+
+}  // namespace cupyattn
