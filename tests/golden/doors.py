@@ -35,6 +35,7 @@ DOORS: dict[str, tuple[Draw, int]] = {
     "slots": (small.slots, 30),
     "merge": (small.merge, 60),
     "block sparse": (small.sparse, 40),
+    "selections": (small.selections, 40),
     "serving": (small.serving, 100),
     "every entry": (small.entries, 200),
     "decode of models": (large.decode, 160),

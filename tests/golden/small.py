@@ -25,6 +25,7 @@ from helpers import (
     page_cases,
     planless_calls,
     prefill_sm90_calls,
+    select_cases,
     serving_cases,
     shared_calls,
     single_calls,
@@ -33,6 +34,8 @@ from helpers import (
     verify_cases,
     wrong_others,
 )
+
+from cupyattn.sparse import select
 
 from .cards import Card
 
@@ -218,6 +221,13 @@ def sparse(seed: int, card: Card) -> Drawn:
         w.run(call.q, call.k, call.v, return_lse=True)
 
     return f"{make.__name__}, {call.q.shape}, {call.q.dtype}", run
+
+
+def selections(seed: int, card: Card) -> Drawn:
+    case = select_cases.draw(seed, on_gpu=True)
+    given = {name: x for name, x in case.arguments.items() if isinstance(x, np.ndarray)}
+    card.name("", given)
+    return str(case).partition(", ")[2], lambda: select(**case.arguments)
 
 
 def serving(seed: int, card: Card) -> Drawn:
