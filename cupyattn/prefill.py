@@ -226,9 +226,8 @@ def single_prefill_with_kv_cache(
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
         window_right=window_right,
+        skip_softmax=skip_softmax_threshold_scale_factor,
     )
-    if skip_softmax_threshold_scale_factor is not None:
-        options = options._replace(skip_softmax=skip_softmax_threshold_scale_factor)
     if not (o_dtype is rope_scale is rope_theta is q_scale is k_scale is v_scale is None):
         options = options._replace(
             rope_scale=rope_scale,
@@ -238,8 +237,7 @@ def single_prefill_with_kv_cache(
             v_scale=v_scale,
             o_dtype=o_dtype,
         )
-    arrays = make_arrays(q, k, v, out, lse)
-    read: tuple[Any, ...] = ()
+    arrays, read = make_arrays(q, k, v, out, lse), tuple[Any, ...]()
     if not (
         sinks
         is custom_mask

@@ -15,8 +15,9 @@ def check(spec: AttentionSpec, batch: Batch, arrays: tuple[ArrayView, ...]) -> d
         return {}
     lengths = batch.requests
     qo_len, kv_len = (int(x.max(initial=0)) for x in (lengths.qo_len, lengths.kv_len))
-    counts = batch.num_requests, qo_len, kv_len, batch.num_rows
-    return check_arrays(spec.logits, arrays, spec, *counts)
+    return check_arrays(
+        spec.logits, arrays, spec, batch.num_requests, qo_len, kv_len, batch.num_rows
+    )
 
 
 def with_request_indices(spec: AttentionSpec, batch: Batch) -> Batch:
