@@ -142,7 +142,8 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -
         tokens = 1
     num_tiles = _num_tiles(problem, tokens, arch)
     by_four = arch == "sm_90a" and num_tiles >= _TILES_OF_FOUR and problem.head_dim % 64 == 0
-    eights, ahead = _SHORT_STEPS if by_four or num_tiles <= 2 else _STEPS
+    is_short = by_four or num_tiles <= 2 or problem.head_dim > 128
+    eights, ahead = _SHORT_STEPS if is_short else _STEPS
     if problem.dtype_k.is_fp8 and eights == 2 and num_tiles <= _TILES_OF_FOUR:
         eights, ahead = _SHORT_STEPS_OF_BYTES
     step = 8 * eights
