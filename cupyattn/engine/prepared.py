@@ -294,6 +294,13 @@ def _plan_bytes(prepared: Prepared) -> int:
     return prepared.schedule.workspace_bytes if plan is None else plan.num_bytes
 
 
+def _finds_scales(call: Call, launcher: BatchLauncher) -> bool:
+    """Whether blocks that find their items know whose scales are theirs, as products of 8 bits do.
+    None but the planner repeats a scale for each head."""
+    views = zip(call.scales.views, call.scales.by_head, strict=True)
+    return launcher.problem.is_8bit and all(v is None or is_by_head for v, is_by_head in views)
+
+
 def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared:
     """The launches of a plan that takes up to max_bytes, if there is one; stages_apart: of which
     queries that are widened take none."""
@@ -307,14 +314,9 @@ def _prepare(call: Call, max_bytes: int, stages_apart: bool = False) -> Prepared
     plan, schedule = None, _schedule_lists(call, launcher, max_bytes)
     shape, lse_strides, pads_lse = _lse_form(call)
     has_scales = is_scaled or scales.views[2] is not None
-    # Only the planner repeats a scale for each head, and tells what pads an LSE where rows are.
-    # Blocks that find their items know whose scales are theirs in products of 8 bits.
-    views = zip(scales.views, scales.by_head, strict=True)
-    needs_plan = has_scales and not (
-        launcher.problem.is_8bit and all(v is None or is_by_head for v, is_by_head in views)
-    )
-    is_padded = pads_lse and lse_strides is not None
-    may_find = not needs_plan and not is_padded and call.queries is None
+    # The planner repeats scales, and tells what pads an LSE where rows are.
+    needs_plan = has_scales and not _finds_scales(call, launcher)
+    may_find = not (needs_plan or (pads_lse and lse_strides is not None) or call.queries)
     if schedule is None:
         _give_lens(call)
         lengths = call.lengths._replace(list_gap=call.gaps[2])

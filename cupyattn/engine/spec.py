@@ -124,10 +124,10 @@ def make_spec(
 def read_skip_softmax(factor: float | None) -> float:
     """skip_softmax_threshold_scale_factor as a number; 0, None: nothing is left out."""
     name = "skip_softmax_threshold_scale_factor"
-    found = parse.finite(factor, name, 0.0)
-    if found < 0.0:
-        raise ArgumentError(f"{name}: got {found:g}; wanted a positive number, or 0 or None (off)")
-    return found
+    result = parse.finite(factor, name, 0.0)
+    if result < 0.0:
+        raise ArgumentError(f"{name}: got {result:g}; wanted a positive number, or 0 or None (off)")
+    return result
 
 
 def _require_shareable(spec: AttentionSpec, world_size: int) -> None:

@@ -67,7 +67,8 @@ class Call:
             np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (case.qo_len, case.kv_len)
         )
         options = {"causal": case.causal, "window_left": case.window_left, "sm_scale": 1.0}
-        options |= {"q_data_type": case.dtype}
+        # A part of a request's keys that are all light has none to leave them out for.
+        options |= {"q_data_type": case.dtype, "disable_split_kv": True}
         self.arguments: tuple[Any, ...]
         if not case.page_size:
             self.wrapper = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(workspace)

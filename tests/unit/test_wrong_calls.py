@@ -29,8 +29,8 @@ SINGLES, PAIRS, SWAPS, ALIASES = 130, 60, 15, 15
 OTHERS = {"__version__", "explain", "fast_decode_plan", "xqa_mla", "dot_product_attention"}
 # Their wrong calls are in tests/unit/quantize.
 OTHERS |= {"QuantizedQKV", "quantize_qkv", "rope_and_cache"}
-# Its wrong calls are in tests/unit/sparse.
-OTHERS |= {"top_k_page_table_transform"}
+# Their wrong calls are in tests/unit/sparse.
+OTHERS |= {"top_k_page_table_transform", "top_k_ragged_transform"}
 
 
 def singles(entry: Entry) -> list[tuple[str, int]]:

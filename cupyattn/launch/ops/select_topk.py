@@ -166,9 +166,9 @@ def choose_shape(num_rows: int, max_blocks: int, topk: int, props: DeviceProps) 
 
 def _pays(num_blocks: int, props: DeviceProps, num_scores: float) -> bool:
     """Whether this grid is worth halving the scores of a block."""
-    for per_sm, least in _HALVED:
+    for per_sm, fewest in _HALVED:
         if num_blocks <= per_sm * props.num_sms:
-            return num_scores >= least
+            return num_scores >= fewest
     return False
 
 

@@ -529,6 +529,8 @@ def _keys_of_8_bits(problem: AttentionProblem) -> int:
         return {64: 192, 96: 128, 128: 96, 192: 96}[dims[0]]
     if problem.reads_rows and dims[0] == 192 and not _folds_row_scales(problem):
         return 96  # facts of rows take shared memory
+    if problem.dtype_o is dtypes.float32 and dims[0] == 192:
+        return 96
     return 256 if problem.dtype_o.is_float16 or dims != (128, 128) else 128
 
 
