@@ -114,7 +114,9 @@ def option_names(problem: AttentionProblem) -> list[str]:
     result = [] if problem.pos_encoding == "NONE" else [problem.pos_encoding.lower()]
     if problem.custom_mask:
         result.append("mask")
-    if problem.reads_rows and problem.pos_encoding != "ALIBI":
+    # Tiles of 8 bits fold scales of rows into their exponents.
+    is_folded = prefill_sm90.folds_row_scales(problem)
+    if problem.reads_rows and problem.pos_encoding != "ALIBI" and not is_folded:
         result.append("rows")
     return result
 

@@ -465,7 +465,7 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     shape, is_wide = _TILES.get((kind, *dims)), dims[1] > 192
     if shape is None and kind.startswith("ragged"):
         shape = _TILES[("paged", *dims)]
-    if kind == "8 bits" and dims == (128, 128) and _folds_row_scales(problem):
+    if kind == "8 bits" and dims == (128, 128) and folds_row_scales(problem):
         shape = _8BIT_FOLLOWS._replace(tile_kv=128)  # scales would spill beside 160 keys
     if shape is None or (shape.fp8_stages and _caps_rows(problem) and is_wide):
         return None
@@ -527,7 +527,7 @@ def _keys_of_8_bits(problem: AttentionProblem) -> int:
     dims = problem.head_dim_qk, problem.head_dim_vo
     if problem.soft_cap or problem.pos_encoding == "ALIBI":
         return {64: 192, 96: 128, 128: 96, 192: 96}[dims[0]]
-    if problem.reads_rows and dims[0] == 192 and not _folds_row_scales(problem):
+    if problem.reads_rows and dims[0] == 192 and not folds_row_scales(problem):
         return 96  # facts of rows take shared memory
     if problem.dtype_o is dtypes.float32 and dims[0] == 192:
         return 96
@@ -618,10 +618,10 @@ def _flags(problem: AttentionProblem, shape: _Shape) -> dict[str, bool]:
 
 def _row_bytes(problem: AttentionProblem, items: int) -> int:
     """What shared memory has of a row (RowInfo, or RowScaledLogits::Row of each item)."""
-    return _BYTES_OF_SCALED_ROW * items if _folds_row_scales(problem) else _ROW_BYTES
+    return _BYTES_OF_SCALED_ROW * items if folds_row_scales(problem) else _ROW_BYTES
 
 
-def _folds_row_scales(problem: AttentionProblem) -> bool:
+def folds_row_scales(problem: AttentionProblem) -> bool:
     """Whether nothing but a scale changes the logits of a row of 8 bits."""
     if not problem.is_8bit or problem.soft_cap or problem.biases_logits:
         return False

@@ -272,7 +272,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
             "k_descale": numbers(HK),
             "v_descale": lambda make: make(HK, dtype="float32").expand(B, HK),
         },
-        ["plan_batch", "prefill_sm80", "merge_splits"],
+        ["plan_batch", "decode_sm80"],
     ),
     "contiguous": (contiguous, {}, FOUND),
     "contiguous, one length": (
