@@ -215,6 +215,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         pos_encoding="NONE",
         logits=None,
         key_share=None,
+        skip_softmax=0.0,
     )
     num_tiles = len(items) // case.splits
     of_grid = {"num_q_tiles": num_tiles, "num_splits": case.splits} if case.uniform else {}

@@ -23,8 +23,9 @@ from cupyattn.integrations.calls import CALLS  # noqa: E402
 
 LIKE = array.view(torch.zeros(1), "like")
 # What no graph has: offsets that only the data know; calls that plan, outside of graphs; what makes
-# eight bits, which engines call between graphs.
+# eight bits or takes the greatest scores, which engines call between graphs.
 OUTSIDE = {"segment_packbits", "quantize_qkv", "rope_and_cache"}
+OUTSIDE |= {"top_k_page_table_transform", "top_k_ragged_transform"}
 
 
 def as_torch(x: Any) -> Any:
