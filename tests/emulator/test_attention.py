@@ -323,6 +323,7 @@ TESTED_ELSEWHERE = {
     "gather_keys": "test_listed_latent.py",
     "list_slots": "test_latent_blocks.py",
     "share_indices": "test_page.py",
+    "union_lists": "test_key_unions.py",
     "wide_sm80": "test_wide.py",
     "wide_decode_sm90": "test_wide_sm90.py",
     "wide_sm90": "test_wide_sm90.py",
