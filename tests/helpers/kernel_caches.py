@@ -8,6 +8,7 @@ from typing import Any
 from cupyattn.engine import call_cache, geometry, prepared
 from cupyattn.engine import run_single as run
 from cupyattn.launch.attention import load_kernels, merge_levels, merge_splits, read_tables
+from cupyattn.launch.ops import select as block_scores
 from cupyattn.launch.tiles import mixed_sm80, select
 from cupyattn.wrappers import shared_prefix
 
@@ -20,6 +21,7 @@ def forget() -> None:
     geometry._geometries.clear()
     shared_prefix._padded.clear()
     caches: list[Callable[..., Any]] = [
+        block_scores.launcher,
         load_kernels.load_kernel,
         load_kernels.load_mixed,
         merge_levels.config,
