@@ -165,7 +165,7 @@ class _Scores(NamedTuple):
         return self.by_row[name].ptr if name in self.by_row else 0
 
     def numbers(self, name: str) -> np.ndarray | None:
-        """Of the CPU."""
+        """What a caller on the CPU gave under this name; None if nothing."""
         return array.as_numpy(self.by_row[name]) if name in self.by_row else None
 
 

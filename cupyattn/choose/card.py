@@ -62,7 +62,7 @@ class WideningTimes(NamedTuple):
     rate: float = 2.8e6
 
     def time(self, num_elements: int) -> float:
-        """Of so many elements, each a byte that becomes two."""
+        """The launch takes this for so many elements, each a byte that becomes two."""
         return self.launch + 3 * num_elements / self.rate
 
 

@@ -26,7 +26,7 @@ _SCALED = {
     latent_rows.NUM_BYTES: (576, gather_keys.SCALED_ROWS),
     latent_rows.PAGED_BYTES: (latent_rows.PAGED_COLUMNS, gather_keys.SCALED_PAGES),
 }
-# Of a page of 584 bytes a token: rows lie so far apart, and scales behind them.
+# Rows of a page of 584 bytes a token lie so far apart; their scales lie behind all rows.
 _PAGED_ROW = latent_rows.PAGED_BYTES - 8
 _LATENT, _ROPE = 512, 64  # columns that Hopper's kernels have
 _PAGE_SIZE = 64  # of the keys side by side: any number serves

@@ -130,18 +130,9 @@ def flash_decode_with_topk_idx(
     _require_scores(sink, score_type, disable_index_value, sm_scale)
     if use_dense_main_attn:
         raise UnsupportedError("use_dense_main_attn: got True; page tables are not made here")
-    size = max(1, page_size)
-    lists = select(
-        q,
-        _pages(k_cache, size),
-        _table(req_to_token, slot_ids, size),
-        _int32(seq_lens),
-        topk=topk,
-        block=block_size,
-        first=init_blocks,
-        last=local_blocks,
-    )
-    return None, lists.permute(1, 0, 2), None
+    keys = k_cache, req_to_token, slot_ids, seq_lens
+    blocks = {"block": block_size, "first": init_blocks, "last": local_blocks}
+    return None, _chosen(q, keys, page_size, topk=topk, **blocks), None
 
 
 def flash_prefill_with_topk_index(
@@ -177,19 +168,18 @@ def flash_prefill_with_topk_index(
     `flash_decode_with_topk_idx`."""
     _require_scores(sink, score_type, disable_index_value, sm_scale)
     _require_own_lists(block_size_q)
+    keys = k_cache, req_to_token, slot_ids, seq_lens
+    blocks = {"block": block_size_k, "first": init_blocks, "last": local_blocks}
+    return None, _chosen(q, keys, page_size, topk=topk, indptr=cu_seqlens, **blocks)
+
+
+def _chosen(q: Any, keys: tuple[Any, ...], page_size: int, **options: Any) -> Any:
+    """Blocks [index_heads, rows, topk]. keys: (cache, table of slots, its rows, lengths)."""
+    cache, req_to_token, slot_ids, seq_lens = keys
     size = max(1, page_size)
-    lists = select(
-        q,
-        _pages(k_cache, size),
-        _table(req_to_token, slot_ids, size),
-        _int32(seq_lens),
-        topk=topk,
-        block=block_size_k,
-        first=init_blocks,
-        last=local_blocks,
-        indptr=cu_seqlens,
-    )
-    return None, lists.permute(1, 0, 2)
+    table = _table(req_to_token, slot_ids, size)
+    lists = select(q, _pages(cache, size), table, _int32(seq_lens), **options)
+    return lists.permute(1, 0, 2)
 
 
 def _refuse(**options: Any) -> None:

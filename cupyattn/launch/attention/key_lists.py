@@ -97,7 +97,7 @@ class ListLauncher:
             problem, spec.num_kv_heads, spec.group_size, self.spec.page_size, device_index
         )
         self._masking = Masking(-1, -1, False)
-        # Of many tokens, neighbours share what their lists name.
+        # Neighbours among many tokens share what their lists name.
         self.unions = None if are_of_query_heads else UnionLauncher.of(spec, problem, device_index)
         self._plans: dict[tuple[int, int], _Plan] = {}
 

@@ -140,7 +140,7 @@ def config(
 
 
 def configs(arch: str) -> Iterator[jit.Config]:
-    """Those of lists of tokens, but for candidates."""
+    """The Configs that serve lists of tokens without candidates."""
     yield config(dtypes.float32)
     if overlaps_launches(arch):
         yield config(dtypes.float32, threads=1024)

@@ -12,9 +12,11 @@ from . import prefill_sm90
 from .config import Target, refusal_of_hopper
 from .row_classes import LARGE
 
-AS_THEY_ARE, ON_ARRIVAL, QUERIES, ALL = FORMS = (
-    *("", "q widened on arrival", "q widened", "q, k, v widened"),
-)
+AS_THEY_ARE = ""
+ON_ARRIVAL = "q widened on arrival"
+QUERIES = "q widened"
+ALL = "q, k, v widened"
+FORMS = (AS_THEY_ARE, ON_ARRIVAL, QUERIES, ALL)
 
 
 class Form(NamedTuple):

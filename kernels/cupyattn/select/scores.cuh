@@ -398,7 +398,7 @@ struct SelectScores {
     }
   }
 
-  // Of two heads of a group.
+  // The score of two heads of a group.
   static __device__ __forceinline__ float join(float a, float b) {
     return Shape::kIsSum ? a + b : ptx::max_nan(a, b);
   }

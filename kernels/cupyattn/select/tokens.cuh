@@ -20,7 +20,7 @@ __device__ __forceinline__ int select_kv_len(const SelectTokens& tokens, int req
 struct SelectedToken {
   int request, seen, rows, blocks;
 
-  // Of a token of the launch; a whole warp calls this.
+  // Finds what a token of the launch sees; a whole warp calls this.
   static __device__ __forceinline__ SelectedToken of(const SelectTokens& tokens, int token,
                                                      int lane) {
     const TokenPlace at = TokenPlace::of(tokens, tokens.first_token + token, lane);

@@ -334,7 +334,7 @@ struct ClusterTopk {
     if (cluster > 1) ptx::cluster_wait();
   }
 
-  // Of this warp's run.
+  // Counts the chosen ones of this warp's run.
   __device__ __forceinline__ Count count_chosen(const Threshold& threshold) {
     Count sum{0, 0};
     list(threshold.key + (threshold.wanted == 0));
