@@ -17,9 +17,14 @@ folder's errors.jsonl.
 
 Each row comes from one process. `rate` is tflops or gbps. A name in `peers` stands for every
 implementation that begins with it; the fastest correct one is shown. `against=CASE` adds our time
-of that case over our time of this one. All three may be left out. A comment `<!-- chart FILE
-peers=...` of the same form is drawn into FILE, beside the document. Measuring again means: change
-the folder's name in the comments, then run this command.
+of that case over our time of this one. `forms=1` says by which of its forms a peer was fastest.
+`cases=table` and `cases=chart` stand for the README's cases (readme.py), as far as the folder has
+them. All of these may be left out.
+
+A comment `<!-- chart FILE peers=...` of the same form is drawn into FILE, beside the document.
+`<!-- measured FOLDER -->` ... `<!-- end of measured -->` holds a line with the card, the day, the
+commit and the versions of a folder. Measuring again means: change the folder's name in the
+comments, then run this command.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import names
+from . import names, readme
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -47,10 +52,20 @@ _TITLES = {
     "ours_trtllm": "cupyattn, planned on the GPU",
     "ours_16bit": "cupyattn, 16 bits",
     "cudnn_fp8": "cuDNN",
+    "sdpa_cudnn": "cuDNN",
+    "flashmla": "FlashMLA",
+}
+# Forms of a peer's call that readers may choose, by variant; others are left unsaid.
+_FORMS = {
+    "dense": "dense",
+    "dense_unsplit": "dense",
+    "fwd": "varlen",
+    "unsplit": "varlen",
 }
 _RATES = {"tflops": "TFLOP/s", "gbps": "GB/s"}
 _TABLE = re.compile(r"(<!-- table(.*?)\n(.*?)-->\n).*?(<!-- end of table -->)", re.S)
 _ERRORS = re.compile(r"(<!-- errors (\S+) (\d+)\n(.*?)-->\n).*?(<!-- end of errors -->)", re.S)
+_MEASURED = re.compile(r"(<!-- measured (\S+) -->\n).*?(<!-- end of measured -->)", re.S)
 _CHART = re.compile(r"<!-- chart (\S+)(.*?)\n(.*?)-->", re.S)
 
 
@@ -82,10 +97,8 @@ def rendered() -> Iterator[tuple[Path, str]]:
     for path in documents():
         text = path.read_text("utf-8")
         made = _TABLE.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
-        yield (
-            path,
-            _ERRORS.sub(lambda found: found[1] + errors(*found.group(2, 3, 4)) + found[5], made),
-        )
+        made = _ERRORS.sub(lambda found: found[1] + errors(*found.group(2, 3, 4)) + found[5], made)
+        yield path, _MEASURED.sub(lambda found: found[1] + measured(found[2]) + found[3], made)
         for name, options, body in _CHART.findall(text):
             yield path.parent / name, chart(options, body)
     yield ROOT / "docs" / "flashinfer-names.md", names.page()
@@ -100,10 +113,12 @@ def table(options: str, body: str) -> str:
     head += [*(_TITLES[peer] for peer in peers), *(["speedup"] if peers else [])]
     head += [f"`{against}`'s time over this"] if against else []
     lines = [head, ["---"] * len(head)]
-    for row in _rows(body, peers, against):
+    for row in _rows(_listed(given, body), peers, against):
         cells = [row.name, _us(row.ours)]
         cells += [f"{row.ours[rate]:,.0f}"] if rate else []
-        cells += [_us(row.peers[peer]) if peer in row.peers else "–" for peer in peers]
+        for peer in peers:
+            timed = row.peers.get(peer)
+            cells.append("–" if timed is None else _us(timed) + _form(timed, "forms" in given))
         if peers:
             cells.append("–" if row.speedup is None else f"{row.speedup:.2f}×")
         if row.against_us is not None:
@@ -125,47 +140,88 @@ def errors(folder: str, keys: str, body: str) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in table)
 
 
+def measured(folder: str) -> str:
+    """A sentence: on what, when and at which commit the rows of a folder were measured."""
+    header = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))["header"]
+    return f"Measured on {_where(header)}.\n"
+
+
+def _where(header: dict[str, Any]) -> str:
+    versions, torch = header["versions"], header["versions"]["torch"].partition("+")[0]
+    used = [f"torch {torch}", f"NVRTC {header['nvrtc']}"]
+    used += [f"FlashInfer {versions[x]}" for x in ("flashinfer-python",) if x in versions]
+    return (
+        f"one {header['device']['name']}, {header['date'][:10]}, at commit "
+        f"{header['commit'][:8]} ({', '.join(used)})"
+    )
+
+
+_LEFT, _UNIT, _BAR, _GAP = 260, 210, 13, 12
+_OURS_COLOR, _PEER_COLORS = "#d9541e", ("#1f77b4", "#7aa6cf", "#8a8a8a")
+
+
 def chart(options: str, body: str) -> str:
-    """Bars of the peers' times over ours, as SVG."""
-    peers = _options(options)["peers"].split(",")
-    rows = list(_rows(body, peers))
-    left, unit, bar, gap = 250, 200, 13, 12
-    height = 64 + len(rows) * (len(peers) * bar + gap)
+    """Bars of our time, which is 1, and of the peers' over it, as SVG, with what it was run on."""
+    given = _options(options)
+    peers = given["peers"].split(",")
+    rows = list(_rows(_listed(given, body), peers))
     longest = max(peer["us"] / row.ours["us"] for row in rows for peer in row.peers.values())
-    width = left + int(unit * longest) + 60
-    colors = dict(zip(peers, ("#1f77b4", "#98b8d8", "#bbbbbb"), strict=False))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="10" y="20" font-weight="bold">Time, cupyattn = 1 (longer is slower)</text>',
-    ]
-    for i, (peer, color) in enumerate(colors.items()):
-        parts.append(f'<rect x="{10 + 140 * i}" y="31" width="11" height="11" fill="{color}"/>')
-        parts.append(f'<text x="{26 + 140 * i}" y="41">{_TITLES[peer]}</text>')
+    width = _LEFT + int(_UNIT * max(longest, 1)) + 60
+    colors = dict(zip(peers, _PEER_COLORS, strict=False))
+    parts = [_text(10, 20, "Time, cupyattn = 1 (longer is slower)", 'font-weight="bold"')]
+    for i, (name, color) in enumerate([("cupyattn", _OURS_COLOR), *colors.items()]):
+        parts.append(f'<rect x="{10 + 130 * i}" y="31" width="11" height="11" fill="{color}"/>')
+        parts.append(_text(26 + 130 * i, 41, _TITLES.get(name, name)))
     y = 54
     for row in rows:
-        middle = y + len(peers) * bar / 2 + 4
-        parts.append(
-            f'<text x="{left - 8}" y="{middle:g}" text-anchor="end">{escape(row.name)}</text>'
-        )
-        for peer, timed in row.peers.items():
-            ratio = timed["us"] / row.ours["us"]
-            top = y + peers.index(peer) * bar
-            size = f'width="{unit * ratio:.0f}" height="{bar - 2}"'
-            parts.append(f'<rect x="{left}" y="{top}" {size} fill="{colors[peer]}"/>')
-            x = left + unit * ratio + 4
-            parts.append(f'<text x="{x:.0f}" y="{top + bar - 3}" font-size="10">{ratio:.2f}</text>')
-        y += len(peers) * bar + gap
-    one = left + unit
-    parts.append(
-        f'<line x1="{one}" x2="{one}" y1="48" y2="{y}" stroke="#d62728" stroke-width="2"/>'
+        bars = [(_OURS_COLOR, 1.0)]
+        bars += [(colors[peer], timed["us"] / row.ours["us"]) for peer, timed in row.peers.items()]
+        middle = y + len(bars) * _BAR // 2 + 4
+        parts.append(_text(_LEFT - 8, middle, row.name, 'text-anchor="end"'))
+        for i, (color, ratio) in enumerate(bars):
+            top, long = y + i * _BAR, round(_UNIT * ratio)
+            size = f'width="{long}" height="{_BAR - 2}"'
+            parts.append(f'<rect x="{_LEFT}" y="{top}" {size} fill="{color}"/>')
+            label = f"{row.ours['us']:,.0f} µs" if i == 0 else f"{ratio:.2f}"
+            parts.append(_text(_LEFT + long + 4, top + _BAR - 3, label, 'font-size="10"'))
+        y += len(bars) * _BAR + _GAP
+    folder = body.strip().splitlines()[0].strip()
+    header = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))["header"]
+    card, day, commit = header["device"]["name"], header["date"][:10], header["commit"][:8]
+    parts.append(_text(10, y + 14, f"{card}, {day}, commit {commit}", 'fill="#555"'))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 24}"'
+        ' font-family="sans-serif" font-size="12">'
     )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    back = f'<rect width="{width}" height="{y + 24}" fill="white"/>'
+    return "\n".join([head, back, *parts, "</svg>"]) + "\n"
+
+
+def _text(x: int, y: int, text: str, more: str = "") -> str:
+    return f'<text x="{x}" y="{y}"{" " + more if more else ""}>{escape(text)}</text>'
+
+
+def _form(row: dict[str, Any], is_asked: bool) -> str:
+    """How a peer was called, where rows of prompts let it choose."""
+    has_forms = row["op"] in ("prefill", "ragged") and row["peer"] == "fa3"
+    if not is_asked or not has_forms:
+        return ""
+    # Prompts outside of batches are one dense call.
+    return ", dense" if row["op"] == "prefill" else f", {_FORMS[row['variant']]}"
 
 
 def _options(text: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split())
+
+
+def _listed(given: dict[str, str], body: str) -> str:
+    """The cases of a comment, with those that `cases=` stands for."""
+    if "cases" not in given:
+        return body
+    meant = {"table": readme.CASES, "chart": readme.CHART}[given["cases"]]
+    data = json.loads((RESULTS / body.strip() / "results.json").read_text("utf-8"))
+    there = [f"{case}: {name}" for case, name in meant.items() if case in data["cases"]]
+    return "\n".join([body.strip(), *there])
 
 
 def _rows(body: str, peers: list[str], against: str = "") -> Iterator[Row]:

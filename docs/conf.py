@@ -22,7 +22,7 @@ author = "The cupyattn authors"
 project_copyright = "The cupyattn authors, Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
 root_doc = "docs/index"
 include_patterns = [
     "README.md",

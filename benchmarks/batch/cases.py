@@ -166,6 +166,8 @@ BATCH_CASES: tuple[BatchCase, ...] = (
     _option("window1023", (_FA2, 1.0), (_FA3, 0.97), window_left=1023),
     _option("d256", (_FA2, 0.95), (_FA3, 0.93), **_WIDE_256),
     _option("d64", (_FA2, 0.95), (_FA3, 0.95), head_dim_qk=64, head_dim_vo=64),
+    _ragged("10x384_encoder", (10, 384), causal=False, num_qo_heads=12, num_kv_heads=12,
+            head_dim_qk=64, head_dim_vo=64, goals=(("best", 0.92),)),
     _cascade("64x8k_256", 64, 8192, 256, ("flashinfer_fa2:multilevel", 4.0), (_APART, 1.0)),
     _cascade("256x32k_256", 256, 32768, 256, ("flashinfer_fa2:multilevel", 2.5), (_APART, 1.0)),
     _cascade("16x2k_512", 16, 2048, 512, ("flashinfer_fa2:flat", 1.0)),

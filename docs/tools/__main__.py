@@ -5,6 +5,7 @@ python -m docs.tools
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,15 @@ from . import mistakes, support
 from .pictures import PICTURES
 
 DOCS = Path(__file__).resolve().parents[1]
+README = DOCS.parent / "README.md"
+_GPUS = re.compile(r"(<!-- gpus -->\n).*?(<!-- end of gpus -->)", re.S)
 
 
 def rendered() -> Iterator[tuple[Path, str]]:
     """Every file that a command makes, as it should be."""
-    yield from documents.rendered()
+    for path, text in documents.rendered():
+        is_readme = path == README
+        yield path, _GPUS.sub(rf"\g<1>{support.gpus()}\2", text) if is_readme else text
     yield DOCS / "support.md", support.page()
     yield DOCS / "troubleshooting.md", mistakes.page()
     for name, draw in PICTURES.items():

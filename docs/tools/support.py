@@ -33,6 +33,15 @@ CHIPS = {
     "sm_100a": "B200, GB200",
     "sm_120a": "RTX 50, RTX PRO Blackwell",
 }
+# When the GPU tests and benchmarks last ran on a card of the architecture.
+RAN_ON = {HOPPER: "H100, H200: November 2026"}
+_FAMILIES = {
+    "Ampere": ("sm_80", "sm_86"),
+    "Ada": ("sm_89",),
+    "Hopper": ("sm_90a",),
+    "Blackwell": ("sm_100a", "sm_120a"),
+}
+_REFUSED = "Orin (8.7), 8.8, B300 (10.3), DGX Spark (12.1), GPUs before Ampere"
 _HALF = dtypes.bfloat16, dtypes.float16
 _KEYS = (*_HALF, dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float32)
 _OUTPUTS = (*_HALF, dtypes.float32, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
@@ -54,6 +63,20 @@ def page() -> str:
     """docs/support.md as it should be."""
     parts = [_HEAD, _architectures(), _dtypes(), _head_dims(), _kernels(), _options(), _lists()]
     return "\n".join([*parts, _doors()])
+
+
+def gpus() -> str:
+    """The README's table: what each family of GPUs runs, and where it has been run."""
+    rows = []
+    for family, archs in _FAMILIES.items():
+        names = ", ".join(f"`{arch}`" for arch in archs)
+        chips = ", ".join(CHIPS[arch] for arch in archs)
+        ran = [RAN_ON[arch] for arch in archs if arch in RAN_ON]
+        fast = "yes" if HOPPER in archs else "–"
+        rows.append([f"{family}, {names}", chips, fast, "yes", ", ".join(ran) or "never"])
+    rows.append(["others", _REFUSED, "refused", "refused", "–"])
+    head = "architecture", "GPUs, among others", "fast kernels", "portable kernels"
+    return table([*head, "has run on hardware"], rows)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import translated
 
-from benchmarks import documents
+from benchmarks import documents, readme
+from benchmarks.cases import select
 from cupyattn.bench.cases import CASES
 from cupyattn.core import env
 
@@ -84,7 +86,7 @@ def test_every_block_is_python_or_indented() -> None:
 
 def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
     lines = README.read_text("utf-8").splitlines()
-    assert len(lines) <= 180
+    assert len(lines) <= 150
     top = "\n".join(lines[:30])
     assert "make demo" in top and "make test" in top
 
@@ -144,15 +146,57 @@ def test_tables_and_charts_are_those_of_the_results() -> None:
         assert path.read_text("utf-8") == text, f"{name(path)}: run python -m benchmarks.documents"
 
 
-def test_the_readme_names_the_card_date_and_commit_of_its_rows() -> None:
+def test_the_first_block_of_the_readme_imports_what_the_line_above_it_installs() -> None:
+    text = README.read_text("utf-8")
+    before, first = text.split("```python\n")[:2]
+    (line,) = re.findall(r"^ {4}pip install (.*?) *#", before, re.M)
+    imported = set(re.findall(r"^import (\w+)", first.split("```")[0], re.M))
+    assert imported - {"cupyattn"} <= set(line.split())
+
+
+# What tables of choices name beside our own functions: other libraries' names, and arguments.
+_NOT_OURS = (
+    "scaled_dot_product_attention",
+    "jax.nn",
+    "jax.jit",
+    "attn_implementation",
+    "q_len_per_req",
+)
+
+
+def test_tables_of_choices_name_functions_that_there_are() -> None:
+    section = README.read_text("utf-8").split("## Which function do I call?\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) <= 2 + 8
+    page = (ROOT / "docs" / "choose.md").read_text("utf-8").splitlines()
+    text = "\n".join([*rows, *(line for line in page if line.startswith("|"))])
+    for name in re.findall(r"`((?:[a-zA-Z]\w*\.)*[a-zA-Z]\w*)[(`]", text):
+        if not name.startswith(_NOT_OURS):
+            *modules, last = name.removeprefix("cupyattn.").split(".")
+            module = importlib.import_module(".".join(["cupyattn", *modules]))
+            inner = f"{module.__name__}.{last}"
+            assert hasattr(module, last) or importlib.util.find_spec(inner), name
+
+
+def test_rows_of_the_readme_come_from_one_folder_and_say_which_run_it_is() -> None:
     text = README.read_text("utf-8")
     folders = set(re.findall(r"^(20\d\d-\S+)$", text, re.M))
+    folders |= set(re.findall(r"<!-- measured (\S+) -->", text))
     (folder,) = folders
-    data = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))
-    header = data["header"]
-    card = header["device"]["name"].split()[1]
-    said = re.search(r"One (\w+) \(80 GB\), (\d{4}-\d\d-\d\d), commit (\w+);", text)
-    assert said and said.groups() == (card, header["date"][:10], header["commit"])
+    header = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))["header"]
+    said = re.search(r"one (NVIDIA [^,]+), (\d{4}-\d\d-\d\d), at commit (\w+)", text)
+    facts = header["device"]["name"], header["date"][:10], header["commit"][:8]
+    assert said and said.groups() == facts
+    assert ", commit ".join([header["date"][:10], header["commit"][:8]]) in (
+        ROOT / "docs" / "speed.svg"
+    ).read_text("utf-8")
+
+
+def test_the_cases_of_the_readme_are_measured_by_its_command() -> None:
+    found = select(readme.OPS, list(readme.CASES))
+    assert {case.name for case in found} == set(readme.CASES)
+    with pytest.raises(SystemExit, match="no_such_run"):
+        readme.show("no_such_run")
 
 
 def test_the_table_of_the_small_benchmark_is_that_of_its_file() -> None:

@@ -135,8 +135,11 @@ def test_docstrings_become_lists_of_arguments() -> None:
     ]
 
 
+_OF_THE_SITE = ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_design")
+
+
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(x) is None for x in ("sphinx", "myst_parser", "furo")),
+    any(importlib.util.find_spec(x) is None for x in _OF_THE_SITE),
     reason="the extra `docs` is not installed",
 )
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
