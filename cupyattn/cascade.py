@@ -47,22 +47,52 @@ def merge_state(
 ) -> tuple[ArrayT, ArrayT]:
     """The attention state over the keys of two states, which have none in common.
 
-    v_a, v_b   [n, H, D] of one dtype, float16, bfloat16 or float32: outputs of attention.
-    s_a, s_b   [n, H] of one dtype, float32, float16 or bfloat16: their LSE. A state with s = -inf
-            saw no key: it adds nothing, whatever its v holds. Two of them give v = 0, s = -inf.
-    out, lse   arrays to write instead of new ones: [n, H, D] of any of the three dtypes,
-            float8_e4m3fn or float8_e5m2, and float32 [n, H]. They overlap no input.
-    output_scale   of an fp8 out, which holds v / output_scale, saturated: a number above 0, or a
-            float32 array of one element, read on the device. Default 1.
-    lse_base_on_e   s and the result's are natural logarithms; by default they have base 2, as
-            attention returns them.
+    Parameters
+    ----------
+    v_a, v_b
+        [n, H, D] of one dtype, float16, bfloat16 or float32: outputs of attention.
+    s_a, s_b
+        [n, H] of one dtype, float32, float16 or bfloat16: their LSE. A state with s = -inf saw no
+        key: it adds nothing, whatever its v holds. Two of them give v = 0, s = -inf.
+    out, lse
+        Arrays to write instead of new ones: [n, H, D] of any of the three dtypes, float8_e4m3fn or
+        float8_e5m2, and float32 [n, H]. They overlap no input.
+    output_scale
+        Of an fp8 out, which holds v / output_scale, saturated: a number above 0, or a float32 array
+        of one element, read on the device. Default 1.
+    lse_base_on_e
+        s and the result's are natural logarithms; by default they have base 2, as attention returns
+        them.
 
+    Returns
+    -------
+    tuple of arrays
+        (v [n, H, D] of v_a's dtype, s float32 [n, H]) in v_a's framework and device.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other shapes, dtypes and devices, UnsupportedError for 2^31 rows (n * H)
+        or more, before anything is written.
+
+    Notes
+    -----
     With w = 2^s the result is v = (w_a v_a + w_b v_b) / (w_a + w_b), s = log2(w_a + w_b), computed
     in float32. Arrays have any strides but for a contiguous last dimension of v and out.
 
-    Returns (v [n, H, D] of v_a's dtype, s float32 [n, H]) in v_a's framework and device. Raises
-    ArgumentError for other shapes, dtypes and devices, UnsupportedError for 2^31 rows (n * H) or
-    more, before anything is written. Semantics: FlashInfer's merge_state; arXiv 2501.01005, 2.2.
+    Semantics: FlashInfer's merge_state; arXiv 2501.01005, 2.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q = np.ones((3, 8, 64), np.float16)
+    >>> k = v = np.ones((20, 2, 64), np.float16)
+    >>> first = cupyattn.single_prefill_with_kv_cache(q, k[:12], v[:12], return_lse=True)
+    >>> second = cupyattn.single_prefill_with_kv_cache(q, k[12:], v[12:], return_lse=True)
+    >>> o, lse = cupyattn.merge_state(*first, *second)  # attention over all 20 keys
+    >>> o.shape, lse.shape
+    ((3, 8, 64), (3, 8))
     """
     arrays = merge.make_arrays(v_a=v_a, v_b=v_b, s_a=s_a, s_b=s_b, out=out, lse=lse)
     return merge.run(merge.PAIR, arrays, lse_base_on_e, output_scale)
@@ -80,13 +110,40 @@ def merge_state_in_place(
 ) -> tuple[ArrayT, ArrayT] | None:
     """`merge_state` of (v, s) and (v_other, s_other), written to v and s.
 
-    v, v_other [n, H, D], s and s_other float32 [n, H]; mask bool or uint8 [n]: rows where it is 0
-    stay as they are. v and s overlap nothing else.
+    Parameters
+    ----------
+    v, v_other
+        [n, H, D]: outputs. v is written, and overlaps nothing else.
+    s, s_other
+        float32 [n, H]: their LSE. s is written, and overlaps nothing else.
+    mask
+        bool or uint8 [n]: rows where it is 0 stay as they are. Default: all are merged.
+    lse_base_on_e
+        As in `merge_state`.
 
-    Returns None, but for JAX arrays, which cannot be written: then new (v, s).
+    Returns
+    -------
+    None
+        But for JAX arrays, which cannot be written: then new (v, s).
 
-    Raises as `merge_state`, also for arrays that cannot be written. Semantics: FlashInfer's
-    merge_state_in_place, which leaves an s of another dtype as it was.
+    Raises
+    ------
+    CupyAttnError
+        As `merge_state`, also for arrays that cannot be written.
+
+    Notes
+    -----
+    Semantics: FlashInfer's merge_state_in_place, which leaves an s of another dtype as it was.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> v, s = np.zeros((3, 8, 64), np.float16), np.full((3, 8), -np.inf, np.float32)  # no keys yet
+    >>> other, lse = np.ones((3, 8, 64), np.float16), np.zeros((3, 8), np.float32)
+    >>> cupyattn.merge_state_in_place(v, s, other, lse)
+    >>> v.min(), s.max()
+    (np.float16(1.0), np.float32(0.0))
     """
     arrays = merge.make_arrays(v_a=v, v_b=v_other, s_a=s, s_b=s_other, mask=mask)
     result: tuple[ArrayT, ArrayT] = merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
@@ -103,11 +160,39 @@ def merge_states(
     lse_base_on_e: bool = False,
     output_scale: Scale = None,
 ) -> tuple[ArrayT, ArrayT]:
-    """The states over the keys of m states each: v [n, m, H, D], s [n, m, H].
+    """The states over the keys of m states each.
 
-    m = 0 gives v = 0 and s = -inf, m = 1 a copy. The rest, and errors, as in `merge_state`.
+    Parameters
+    ----------
+    v
+        [n, m, H, D]: outputs. m = 0 gives v = 0 and s = -inf, m = 1 a copy.
+    s
+        [n, m, H]: their LSE.
+    out, lse, lse_base_on_e, output_scale
+        As in `merge_state`.
 
-    Returns (v [n, H, D], s float32 [n, H]). Semantics: FlashInfer's merge_states.
+    Returns
+    -------
+    tuple of arrays
+        (v [n, H, D], s float32 [n, H]).
+
+    Raises
+    ------
+    CupyAttnError
+        As `merge_state`.
+
+    Notes
+    -----
+    Semantics: FlashInfer's merge_states.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> v, s = np.ones((3, 4, 8, 64), np.float16), np.zeros((3, 4, 8), np.float32)  # 4 of each row
+    >>> o, lse = cupyattn.merge_states(v, s)
+    >>> o.shape, lse[0, 0]
+    ((3, 8, 64), np.float32(2.0))
     """
     arrays = merge.make_arrays(v_a=v, s_a=s, out=out, lse=lse)
     return merge.run(merge.STATES, arrays, lse_base_on_e, output_scale)
@@ -126,12 +211,38 @@ def variable_length_merge_states(
 ) -> tuple[ArrayT, ArrayT]:
     """The states over the keys of any number of states each.
 
-    v [num_states, H, D], s [num_states, H]; indptr int32 or int64 [n + 1]: row i is merged
-    of states indptr[i] to indptr[i + 1], without the last. The rest as in `merge_state`.
+    Parameters
+    ----------
+    v
+        [num_states, H, D]: outputs.
+    s
+        [num_states, H]: their LSE.
+    indptr
+        int32 or int64 [n + 1]: row i is merged of states indptr[i] to indptr[i + 1], without the
+        last.
+    out, lse, lse_base_on_e, output_scale
+        As in `merge_state`.
 
-    Returns (v [n, H, D], s float32 [n, H]). Offsets that fall, or leave the states, raise
-    ArgumentError on the CPU; on a GPU the host does not know them: their rows come out as NaN, and
-    raise under CUPYATTN_DEBUG=1. Semantics: FlashInfer's C++ VariableLengthMergeStates.
+    Returns
+    -------
+    tuple of arrays
+        (v [n, H, D], s float32 [n, H]). Offsets that fall, or leave the states, raise ArgumentError
+        on the CPU; on a GPU the host does not know them: their rows come out as NaN, and raise
+        under CUPYATTN_DEBUG=1.
+
+    Notes
+    -----
+    Semantics: FlashInfer's C++ VariableLengthMergeStates.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> v, s = np.ones((5, 8, 64), np.float16), np.zeros((5, 8), np.float32)
+    >>> indptr = np.array([0, 1, 5], np.int32)  # one state of the first row, four of the second
+    >>> o, lse = cupyattn.variable_length_merge_states(v, s, indptr)
+    >>> lse[:, 0]
+    array([0., 2.], dtype=float32)
     """
     arrays = merge.make_arrays(v_a=v, s_a=s, out=out, lse=lse, indptr=indptr)
     return merge.run(merge.SEGMENTS, arrays, lse_base_on_e, output_scale)

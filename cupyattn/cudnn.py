@@ -59,23 +59,58 @@ def cudnn_batch_decode_with_kv_cache(
     """Attention of one query token of each request over paged keys; page table and lengths stay on
     the device, so that a CUDA graph may capture the call and follow their changes.
 
-    q       [B, num_qo_heads, head_dim].
-    k_cache, v_cache   [num_pages, num_kv_heads, page_size, head_dim], with any strides but for a
-            contiguous last dimension.
-    scale   the whole scale of the logits, a number or a float32 array of one element.
-    workspace_buffer, block_tables, and all dtypes   as in `trtllm_batch_decode_with_kv_cache`.
-    max_sequence_kv   an upper bound of actual_seq_lens_kv: it bounds how finely keys are split.
-    actual_seq_lens_kv   int32, uint32 or int64 [B], or [B, 1, 1, 1]: keys of each request. On the
-            host too, but not in a graph: it is then copied to the device.
-    batch_offsets_q   [B] or [B + 1]: elements of q ahead of each request's row; default: in order.
-            batch_offsets_o must say the same, as it does where both count the same rows.
-    batch_offsets_k, batch_offsets_v   must be None: pages say where keys are.
-    is_cuda_graph_compatible   accepted for compatibility: every call can be captured.
-    out, lse   arrays to write; lse float32 [B, num_qo_heads], base 2, with `return_lse`.
+    Parameters
+    ----------
+    q
+        [B, num_qo_heads, head_dim].
+    k_cache, v_cache
+        [num_pages, num_kv_heads, page_size, head_dim], with any strides but for a contiguous last
+        dimension.
+    scale
+        The whole scale of the logits, a number or a float32 array of one element.
+    workspace_buffer, block_tables
+        As in `trtllm_batch_decode_with_kv_cache`, and so are all dtypes.
+    max_sequence_kv
+        An upper bound of actual_seq_lens_kv: it bounds how finely keys are split.
+    actual_seq_lens_kv
+        int32, uint32 or int64 [B], or [B, 1, 1, 1]: keys of each request. On the host too, but not
+        in a graph: it is then copied to the device.
+    batch_offsets_q
+        [B] or [B + 1]: elements of q ahead of each request's row; default: in order.
+        batch_offsets_o must say the same, as it does where both count the same rows.
+    batch_offsets_k, batch_offsets_v
+        Must be None: pages say where keys are.
+    is_cuda_graph_compatible
+        Accepted for compatibility: every call can be captured.
+    out, lse
+        Arrays to write; lse float32 [B, num_qo_heads], base 2, with `return_lse`.
 
-    Returns out [B, num_qo_heads, head_dim]; (out, lse) if `return_lse`. Errors as in
-    `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function of the same name, which
-    has no LSE.
+    Returns
+    -------
+    out
+        [B, num_qo_heads, head_dim]; (out, lse) if `return_lse`.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as in `trtllm_batch_decode_with_kv_cache`.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which has no LSE.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> k_cache = v_cache = np.ones((4, 2, 16, 64), np.float16)  # [pages, heads, page_size, D]
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([21, 16], np.int32)
+    >>> q = np.ones((2, 8, 64), np.float16)
+    >>> cupyattn.cudnn_batch_decode_with_kv_cache(
+    ...     q, k_cache, v_cache, 64**-0.5, None, max_sequence_kv=32, actual_seq_lens_kv=lengths,
+    ...     block_tables=table,
+    ... ).shape
+    (2, 8, 64)
     """
     sm_scale, scale_q = number_or_array(scale)
     arrays = make_arrays(
@@ -164,35 +199,75 @@ def cudnn_batch_prefill_with_kv_cache(
     """Attention of a batch's new tokens over pages, or over rows of one array; page table, lengths
     and offsets stay on the device, so that a CUDA graph may capture the call.
 
-    q       [rows, num_qo_heads, head_dim_qk].
-    k_cache, v_cache   pages [num_pages, num_kv_heads, page_size, head_dim] with block_tables;
-            without, rows [n, num_kv_heads, head_dim] of all requests. Head dims of k and v may
-            differ.
-    scale   the scale of the logits, times q_scale and k_scale; v_scale multiplies the output.
-            Numbers, or float32 arrays of one element, read on the device without waiting.
-    workspace_buffer, block_tables, and all dtypes   as in `trtllm_batch_decode_with_kv_cache`; the
-            workspace also holds the LSE of all rows.
-    max_token_per_sequence, max_sequence_kv   upper bounds of the two lengths: the first shapes the
-            LSE and chooses the kernel, the second bounds how finely keys are split.
-    actual_seq_lens_q, actual_seq_lens_kv   int32, uint32 or int64 [B], or [B, 1, 1, 1]: rows and
-            keys of each request. On the host too, but not in a graph, as may be the offsets. Either
-            may be None where offsets [B + 1] of the same say it (for keys without block_tables).
-    batch_offsets_q, batch_offsets_k   [B] or [B + 1]: where the rows of each request begin in q,
-            and its keys in k_cache (without block_tables), in elements of those arrays or, with
-            batch_offsets_units="tokens", in rows. A batch of one needs none.
-            batch_offsets_o and batch_offsets_v must say the same of the same rows of the output and
-            of v_cache; their values are not read but under CUPYATTN_DEBUG=1.
-    batch_offsets_stats   must be None: the LSE is padded.
-    causal  row i of n sees keys up to i + len_kv - n, else all of its request.
-    out     [rows, num_qo_heads, head_dim_vo]; o_data_type its dtype, default q's.
-    lse     float32 [B, max_token_per_sequence, num_qo_heads].
-    lse_base   of the LSE: "ln", natural logarithms, all that FlashInfer had before 0.7; or
-            "log2", its default since.
-    is_cuda_graph_compatible, backend   accepted for compatibility.
+    Parameters
+    ----------
+    q
+        [rows, num_qo_heads, head_dim_qk].
+    k_cache, v_cache
+        Pages [num_pages, num_kv_heads, page_size, head_dim] with block_tables; without, rows [n,
+        num_kv_heads, head_dim] of all requests. Head dims of k and v may differ.
+    scale
+        The scale of the logits, times q_scale and k_scale; v_scale multiplies the output. Numbers,
+        or float32 arrays of one element, read on the device without waiting.
+    workspace_buffer, block_tables
+        As in `trtllm_batch_decode_with_kv_cache`, and so are all dtypes; the workspace also holds
+        the LSE of all rows.
+    max_token_per_sequence, max_sequence_kv
+        Upper bounds of the two lengths: the first shapes the LSE and chooses the kernel, the second
+        bounds how finely keys are split.
+    actual_seq_lens_q, actual_seq_lens_kv
+        int32, uint32 or int64 [B], or [B, 1, 1, 1]: rows and keys of each request. On the host too,
+        but not in a graph, as may be the offsets. Either may be None where offsets [B + 1] of the
+        same say it (for keys without block_tables).
+    batch_offsets_q, batch_offsets_k
+        [B] or [B + 1]: where the rows of each request begin in q, and its keys in k_cache (without
+        block_tables), in elements of those arrays or, with batch_offsets_units="tokens", in rows. A
+        batch of one needs none. batch_offsets_o and batch_offsets_v must say the same of the same
+        rows of the output and of v_cache; their values are not read but under CUPYATTN_DEBUG=1.
+    batch_offsets_stats
+        Must be None: the LSE is padded.
+    causal
+        Row i of n sees keys up to i + len_kv - n, else all of its request.
+    out
+        [rows, num_qo_heads, head_dim_vo]; o_data_type its dtype, default q's.
+    lse
+        float32 [B, max_token_per_sequence, num_qo_heads].
+    lse_base
+        Of the LSE: "ln", natural logarithms, all that FlashInfer had before 0.7; or "log2", its
+        default since.
+    is_cuda_graph_compatible, backend
+        Accepted for compatibility.
 
-    Returns (out, lse), lse None unless `return_lse`: float32 [B, max_token_per_sequence,
-    num_qo_heads], -inf where a request has no row or a row sees no key. Errors as in
-    `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function of the same name.
+    Returns
+    -------
+    tuple of arrays
+        (out, lse), lse None unless `return_lse`: float32 [B, max_token_per_sequence, num_qo_heads],
+        -inf where a request has no row or a row sees no key.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as in `trtllm_batch_decode_with_kv_cache`.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> k_cache = v_cache = np.ones((4, 2, 16, 64), np.float16)
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([21, 16], np.int32)
+    >>> q, rows = np.ones((20, 8, 64), np.float16), np.array([4, 16], np.int32)
+    >>> offsets = np.array([0, 4, 20], np.int32)
+    >>> o, lse = cupyattn.cudnn_batch_prefill_with_kv_cache(
+    ...     q, k_cache, v_cache, 64**-0.5, None, max_token_per_sequence=16, max_sequence_kv=32,
+    ...     actual_seq_lens_q=rows, actual_seq_lens_kv=lengths, block_tables=table, causal=True,
+    ...     return_lse=True, batch_offsets_q=offsets, batch_offsets_units="tokens",
+    ... )
+    >>> o.shape, lse.shape
+    ((20, 8, 64), (2, 16, 8))
     """
     logits, scale_q = number_or_array(scale)
     factor_q, also_q = number_or_array(q_scale)

@@ -76,19 +76,45 @@ def single_decode_with_kv_cache(
 ) -> Any:
     """Attention of one query token over the KV cache of its request.
 
-    q       [num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too), at position
-            kv_len - 1.
-    use_tensor_cores, enable_pdl  accepted for compatibility: tensor cores are always used, launches
-            are ordinary ones.
-    q_scale, k_scale   multiply the logits; v_scale multiplies the output. Default 1.
-    window_left        keys to the left of the last that are seen; -1: all.
-    output_gate        [num_qo_heads] or [num_qo_heads, head_dim_vo].
-    All other arguments as in `single_prefill_with_kv_cache`.
+    Parameters
+    ----------
+    q
+        [num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too), at position
+        kv_len - 1.
+    use_tensor_cores, enable_pdl
+        Accepted for compatibility: tensor cores are always used, launches are ordinary ones.
+    q_scale, k_scale
+        Multiply the logits; v_scale multiplies the output. Default 1.
+    window_left
+        Keys to the left of the last that are seen; -1: all.
+    output_gate
+        [num_qo_heads] or [num_qo_heads, head_dim_vo].
+    other arguments
+        All other arguments as in `single_prefill_with_kv_cache`.
 
-    Returns out [num_qo_heads, head_dim_vo] in q's framework, dtype and device, or (out, lse
-    [num_qo_heads]) if `return_lse`. With no visible key out is 0 and lse -inf.
+    Returns
+    -------
+    out
+        [num_qo_heads, head_dim_vo] in q's framework, dtype and device, or (out, lse [num_qo_heads])
+        if `return_lse`. With no visible key out is 0 and lse -inf.
 
-    Raises as that function. Semantics: FlashInfer's function of the same name.
+    Raises
+    ------
+    CupyAttnError
+        As that function.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q = np.ones((8, 64), np.float16)  # [query heads, head dim]
+    >>> k = v = np.ones((20, 2, 64), np.float16)  # [keys, key heads, head dim]
+    >>> cupyattn.single_decode_with_kv_cache(q, k, v).shape
+    (8, 64)
     """
     if use_tensor_cores is not False and use_tensor_cores is not True:
         parse.flag(use_tensor_cores, "use_tensor_cores")

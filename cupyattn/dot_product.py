@@ -89,63 +89,107 @@ def dot_product_attention(
 
     The arrays say which kind of batch it is:
 
-    dense   query [b, t, num_heads, head_dim], key and value [b, s, num_kv_heads, head_dim]; all
-            three without b for one request.
-    ragged  query [rows, num_heads, head_dim], key and value [n, num_kv_heads, head_dim]: rows of
-            all requests, one request after another, by cu_seqlens_q and cu_seqlens_k.
-    paged   key and value are pages [num_pages, page_size, num_kv_heads, head_dim] of block_table,
-            with kv_lens keys of each request; query [b, t, num_heads, head_dim], or rows with
-            cu_seqlens_q.
+    dense
+        query [b, t, num_heads, head_dim], key and value [b, s, num_kv_heads, head_dim]; all three
+        without b for one request.
+    ragged
+        query [rows, num_heads, head_dim], key and value [n, num_kv_heads, head_dim]: rows of all
+        requests, one request after another, by cu_seqlens_q and cu_seqlens_k.
+    paged
+        key and value are pages [num_pages, page_size, num_kv_heads, head_dim] of block_table, with
+        kv_lens keys of each request; query [b, t, num_heads, head_dim], or rows with cu_seqlens_q.
 
-    query   float16 or bfloat16, on the CPU float32 too. key and value have its dtype or are fp8.
-            All three may be float8_e4m3fn, and the output is then bfloat16. value's head_dim may
-            differ. Any number of query heads shares a key head. Any strides but a contiguous last
-            dimension.
-    bias    float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without
-            b), contiguous: added to the scaled logits, behind a soft cap. Dense requests alone,
-            each a launch of its own; the kernel is compiled on its first use.
-    mask    bool, of the same shapes: True where a row sees a key. Dense requests alone; is_causal,
-            the window and lengths hold besides. Each request is a launch of its own then. One that
-            differs by head, or comes with a bias, is taken as the bias is.
-    scale   of the logits; default 1 / sqrt(head_dim).
-    is_causal   a row sees no key behind its own position, which causal_alignment says.
-    causal_alignment   where rows are among the keys, for is_causal and local_window_size. "last":
-            the last query of a request is at its last key, row i of t at key i + s - t. "first":
-            the first query is at the first key, row i at key i, as jax.nn and torch have it; for
-            dense requests. Both mean the same where a request has as many queries as keys. With
-            lengths "first" takes a mask of all rows and keys.
-    query_seq_lengths   [b]: how many rows of each dense or paged request count; the others give 0.
-    key_value_seq_lengths, kv_lens   two names of [b]: how many keys of each request count.
-    local_window_size   (left, right): keys before and after a row's own position that it sees,
-            both ends included, -1 for all; one number stands for both sides.
-    cu_seqlens_q, cu_seqlens_k   [b + 1]: the first row of each request, and the end of the last.
-    max_seqlen_q, max_seqlen_k   upper bounds of one request, as far as the host knows; they affect
-            speed only.
-    block_table   [b, most pages]: the pages of each request in the order of its keys; entries past
-            its last page may hold anything.
-    logits_soft_cap   c > 0: logits become c * tanh(logit / c).
-    sinks   [num_heads]: logits of keys without values, natural and unscaled.
-    output_gate   like query, without its last axis or with that of value, query's dtype or float32:
-            the output is multiplied by its sigmoid before it is rounded.
-    out     array to write instead of a new one.
-    return_lse, return_residual   two names of: return the log-sum-exp of each row too. For JAX's
-            arrays return_residual has query's dtype, as in jax.nn.
-    logits_transform, mask_fn, logits_params   expressions over each logit and its position, as in
-            single_prefill_with_kv_cache. Only for dense batches without length arrays; one launch
-            per request.
-    implementation: accepted for compatibility.
+    Parameters
+    ----------
+    query
+        float16 or bfloat16, on the CPU float32 too. key and value have its dtype or are fp8. All
+        three may be float8_e4m3fn, and the output is then bfloat16. value's head_dim may differ.
+        Any number of query heads shares a key head. Any strides but a contiguous last dimension.
+    bias
+        float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without b),
+        contiguous: added to the scaled logits, behind a soft cap. Dense requests alone, each a
+        launch of its own; the kernel is compiled on its first use.
+    mask
+        bool, of the same shapes: True where a row sees a key. Dense requests alone; is_causal, the
+        window and lengths hold besides. Each request is a launch of its own then. One that differs
+        by head, or comes with a bias, is taken as the bias is.
+    scale
+        Of the logits; default 1 / sqrt(head_dim).
+    is_causal
+        A row sees no key behind its own position, which causal_alignment says.
+    causal_alignment
+        Where rows are among the keys, for is_causal and local_window_size. "last": the last query
+        of a request is at its last key, row i of t at key i + s - t. "first": the first query is at
+        the first key, row i at key i, as jax.nn and torch have it; for dense requests. Both mean
+        the same where a request has as many queries as keys. With lengths "first" takes a mask of
+        all rows and keys.
+    query_seq_lengths
+        [b]: how many rows of each dense or paged request count; the others give 0.
+    key_value_seq_lengths, kv_lens
+        Two names of [b]: how many keys of each request count.
+    local_window_size
+        (left, right): keys before and after a row's own position that it sees, both ends included,
+        -1 for all; one number stands for both sides.
+    cu_seqlens_q, cu_seqlens_k
+        [b + 1]: the first row of each request, and the end of the last.
+    max_seqlen_q, max_seqlen_k
+        Upper bounds of one request, as far as the host knows; they affect speed only.
+    block_table
+        [b, most pages]: the pages of each request in the order of its keys; entries past its last
+        page may hold anything.
+    logits_soft_cap
+        c > 0: logits become c * tanh(logit / c).
+    sinks
+        [num_heads]: logits of keys without values, natural and unscaled.
+    output_gate
+        Like query, without its last axis or with that of value, query's dtype or float32: the
+        output is multiplied by its sigmoid before it is rounded.
+    out
+        Array to write instead of a new one.
+    return_lse, return_residual
+        Two names of: return the log-sum-exp of each row too. For JAX's arrays return_residual has
+        query's dtype, as in jax.nn.
+    logits_transform, mask_fn, logits_params
+        Expressions over each logit and its position, as in single_prefill_with_kv_cache. Only for
+        dense batches without length arrays; one launch per request.
+    implementation
+        Accepted for compatibility.
 
+    Returns
+    -------
+    out
+        [..., num_heads, head_dim of value] in query's framework, dtype and device, or (out, lse):
+        float32, out's shape without its last dimension, natural logarithms. A row that sees no key
+        gives 0 and -inf. With query_seq_lengths the lse of rows that do not count is undefined.
+        JAX's tracers are taken once cupyattn.integrations.jax has been imported.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for arguments that do not fit each other, UnsupportedError for what is not
+        served, before anything is written.
+
+    Notes
+    -----
     Lengths, offsets and tables are int32 or int64. They stay on their device: nothing is copied to
     the host and nothing waits, so that a CUDA graph may capture the call.
 
-    Returns out [..., num_heads, head_dim of value] in query's framework, dtype and device, or
-    (out, lse): float32, out's shape without its last dimension, natural logarithms. A row that sees
-    no key gives 0 and -inf. With query_seq_lengths the lse of rows that do not count is undefined.
-    JAX's tracers are taken once cupyattn.integrations.jax has been imported.
+    Semantics: jax.nn.dot_product_attention, which is causal_alignment="first".
 
-    Raises ArgumentError for arguments that do not fit each other, UnsupportedError for what is not
-    served, before anything is written. Semantics: jax.nn.dot_product_attention, which is
-    causal_alignment="first".
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q = np.ones((2, 5, 8, 64), np.float16)  # [requests, tokens, heads, head dim]
+    >>> k = v = np.ones((2, 9, 2, 64), np.float16)
+    >>> cupyattn.dot_product_attention(q, k, v, is_causal=True).shape
+    (2, 5, 8, 64)
+    >>> lengths = np.array([9, 4], np.int32)
+    >>> o, lse = cupyattn.dot_product_attention(
+    ...     q, k, v, key_value_seq_lengths=lengths, return_lse=True
+    ... )
+    >>> lse.shape
+    (2, 5, 8)
     """
     if JAX_CALLS:
         traced = of_jax("dot_product_attention", locals())

@@ -42,16 +42,47 @@ def dsa_indexer_topk(
     """The keys of the greatest sums over heads of w * max(softmax_scale * q · k, 0), for each token
     of a prompt: `sparse.select` with score "relu_sum" and blocks of one key.
 
-    q       [tokens, heads, head_dim], float16 or bfloat16; k [rows, head_dim], of any row stride.
-    w       float32 [tokens, heads], of any sign.
-    cu_seqlens_q, cu_seqlens_k  int32 [segments + 1]. The tokens of a segment are its last keys.
-    top_k   entries of a list. softmax_scale: above 0, default 1 / sqrt(head_dim).
-    indices, scores  arrays to write: int32 and float32 [tokens, top_k].
-    ratio must be 1, and q_causal_offsets None. The other arguments are accepted for compatibility.
+    Parameters
+    ----------
+    q
+        [tokens, heads, head_dim], float16 or bfloat16; k [rows, head_dim], of any row stride.
+    w
+        float32 [tokens, heads], of any sign.
+    cu_seqlens_q, cu_seqlens_k
+        int32 [segments + 1]. The tokens of a segment are its last keys.
+    top_k
+        Entries of a list. softmax_scale: above 0, default 1 / sqrt(head_dim).
+    indices, scores
+        Arrays to write: int32 and float32 [tokens, top_k]. ratio must be 1, and q_causal_offsets
+        None. The other arguments are accepted for compatibility.
 
-    Returns (indices, scores): ascending within the segment, then -1 and -inf. Of equal scores the
-    lower key is taken, where FlashInfer takes the higher one. Errors as `sparse.select`. Semantics:
-    FlashInfer's function of the same name.
+    Returns
+    -------
+    tuple of arrays
+        (indices, scores): ascending within the segment, then -1 and -inf. Of equal scores the lower
+        key is taken, where FlashInfer takes the higher one.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as `sparse.select`.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import dsa_indexer
+    >>> q, k = np.ones((4, 8, 64), np.float16), np.ones((4, 64), np.float16)
+    >>> w, offsets = np.ones((4, 8), np.float32), np.array([0, 4], np.int32)
+    >>> indices, scores = dsa_indexer.dsa_indexer_topk(q, k, w, offsets, offsets, top_k=2)
+    >>> indices
+    array([[ 0, -1],
+           [ 0,  1],
+           [ 0,  1],
+           [ 0,  1]], dtype=int32)
     """
     geometry.refuse("is not supported", q_causal_offsets=q_causal_offsets)
     if ratio != 1:

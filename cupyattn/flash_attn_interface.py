@@ -59,11 +59,26 @@ def flash_attn_func(
 ) -> Any:
     """`cupyattn.flash_attn.flash_attn_func` in FlashAttention-3's order of arguments.
 
-    return_attn_probs, return_softmax_lse   two names of: return (out, lse).
-    num_splits   1, FlashAttention-3's default here: keys are not split.
+    Parameters
+    ----------
+    return_attn_probs, return_softmax_lse
+        Two names of: return (out, lse).
+    num_splits
+        1, FlashAttention-3's default here: keys are not split.
 
-    All else is said there. Semantics: flash_attn_interface's function of the same name, without a
-    backward pass.
+    Notes
+    -----
+    All else is said there.
+
+    Semantics: flash_attn_interface's function of the same name, without a backward pass.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn_interface as fa3
+    >>> q, k = np.ones((2, 5, 8, 64), np.float16), np.ones((2, 9, 2, 64), np.float16)
+    >>> fa3.flash_attn_func(q, k, k, 64**-0.5, True).shape
+    (2, 5, 8, 64)
     """
     return flash_attn.flash_attn_func(
         q,
@@ -106,10 +121,24 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of queries, keys and values in one array.
 
-    qkv     [b, seqlen, 3, num_heads, head_dim]; with num_heads_q [b, seqlen, heads, head_dim], of
-            which so many are the queries', and the others half keys', half values'.
+    Parameters
+    ----------
+    qkv
+        [b, seqlen, 3, num_heads, head_dim]; with num_heads_q [b, seqlen, heads, head_dim], of which
+        so many are the queries', and the others half keys', half values'.
+    other arguments
+        All else as there.
 
-    All else as there. Semantics: flash_attn_interface's function of the same name.
+    Notes
+    -----
+    Semantics: flash_attn_interface's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn_interface as fa3
+    >>> fa3.flash_attn_qkvpacked_func(np.ones((2, 5, 3, 8, 64), np.float16), causal=True).shape
+    (2, 5, 8, 64)
     """
     q, k, v = split_heads(qkv, num_heads_q)
     return flash_attn_func(
@@ -166,9 +195,25 @@ def flash_attn_varlen_func(
 ) -> Any:
     """`cupyattn.flash_attn.flash_attn_varlen_func` in FlashAttention-3's order of arguments.
 
-    return_attn_probs, return_softmax_lse   two names of: return (out, lse).
+    Parameters
+    ----------
+    return_attn_probs, return_softmax_lse
+        Two names of: return (out, lse).
 
-    All else is said there. Semantics: flash_attn_interface's function of the same name.
+    Notes
+    -----
+    All else is said there.
+
+    Semantics: flash_attn_interface's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn_interface as fa3
+    >>> q, k = np.ones((20, 8, 64), np.float16), np.ones((20, 2, 64), np.float16)
+    >>> offsets = np.array([0, 4, 20], np.int32)
+    >>> fa3.flash_attn_varlen_func(q, k, k, offsets, offsets, 16, 16, causal=True).shape
+    (20, 8, 64)
     """
     return flash_attn.flash_attn_varlen_func(
         q,
@@ -243,7 +288,22 @@ def flash_attn_with_kvcache(
     """`cupyattn.flash_attn.flash_attn_with_kvcache` in FlashAttention-3's order of arguments, with
     page_table for block_table.
 
+    Notes
+    -----
     Semantics: flash_attn_interface's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn_interface as fa3
+    >>> k_cache = v_cache = np.ones((4, 16, 2, 64), np.float16)
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([21, 16], np.int32)
+    >>> q = np.ones((2, 1, 8, 64), np.float16)
+    >>> o = fa3.flash_attn_with_kvcache(
+    ...     q, k_cache, v_cache, cache_seqlens=lengths, page_table=table
+    ... )
+    >>> o.shape
+    (2, 1, 8, 64)
     """
     return flash_attn.flash_attn_with_kvcache(
         q,

@@ -61,6 +61,17 @@ class FlashMLASchedMeta:
 
     Calls of other shapes, whose lengths lie elsewhere, or on another stream make a schedule anew,
     and so does each call in a graph that is captured.
+
+    Examples -------- >>> from cupyattn import flash_mla >>> metadata, num_splits =
+    flash_mla.get_mla_metadata() >>> isinstance(metadata, flash_mla.FlashMLASchedMeta), num_splits
+    (True, None)
+
+    Examples
+    --------
+    >>> from cupyattn import flash_mla
+    >>> metadata, num_splits = flash_mla.get_mla_metadata()
+    >>> isinstance(metadata, flash_mla.FlashMLASchedMeta), num_splits
+    (True, None)
     """
 
     def __init__(self) -> None:
@@ -70,10 +81,23 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """(metadata, num_splits) for flash_mla_with_kvcache.
 
-    Returns without arguments FlashMLASchedMeta() and None. In the older form, get_mla_metadata(
-    cache_seqlens, ...), int32 arrays of its framework, [1, 8] and [B + 1] of zeros, which programs
-    may copy about; raises ArgumentError for what is no array. Semantics: FlashMLA's function of the
-    same name.
+    Returns
+    -------
+    result
+        Without arguments FlashMLASchedMeta() and None. In the older form, get_mla_metadata(
+        cache_seqlens, ...), int32 arrays of its framework, [1, 8] and [B + 1] of zeros, which
+        programs may copy about; raises ArgumentError for what is no array.
+
+    Notes
+    -----
+    Semantics: FlashMLA's function of the same name.
+
+    Examples
+    --------
+    >>> from cupyattn import flash_mla
+    >>> metadata, num_splits = flash_mla.get_mla_metadata()  # once a step
+    >>> num_splits is None
+    True
     """
     lengths = kwargs.get("cache_seqlens", args[0] if args else None)
     if lengths is None:
@@ -111,46 +135,83 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Latent attention of a batch's last tokens; everything stays on the device.
 
-    q       [b, seqlen_q, num_heads, 576], float16 or bfloat16 (on the CPU float32 too). Of q and
-            indices, requests may lie any number of elements apart.
-    k_cache [num_blocks, page_size, h_kv, 576] of q's dtype or float8_e4m3fn; any page size. More
-            than one head of keys is served by a launch for each, which has num_heads / h_kv heads
-            of q; not with indices. With
-            is_fp8_kvcache also rows of 656 bytes: 512 e4m3, 4 float32 scales, 64 bfloat16; on a
-            GPU beside q of bfloat16 and, but for two caches, on sm_90 only. With indices also
-            DeepSeek-V4's pages of 584 bytes a token, beside q of 512 columns, all of which are the
-            value: rows of 448 e4m3 and 64 bfloat16, behind all rows of a page 8 bytes of each, the
-            exponents of 7 scales.
-    block_table int32 [b, max_blocks]; cache_seqlens int32 [b].
-    head_dim_v  512 (or 256): the latent columns, the first of each row.
-    tile_scheduler_metadata, num_splits   of get_mla_metadata. Calls that share a FlashMLASchedMeta
-            must have the same lengths: they then plan once. Others are not read, and each call
-            plans.
-    softmax_scale   default 1 / sqrt of the columns of q.
-    causal  row i sees keys up to i + cache_seqlen - seqlen_q. Not with indices.
-    indices int32 [b, seqlen_q, topk]: slots of the cache (block * page_size + offset) of each
-            token's keys, in place of block_table and cache_seqlens, which may be None. An entry
-            that is no slot, negative or beyond the cache, is no key, and nothing is read for it.
-            topk_length int32 [b], how many entries count.
-    attn_sink   float32 [num_heads]: extra natural-log logits in the denominator, which are not in
-            the LSE. -inf: none; +inf: the output is 0.
-    extra_k_cache, extra_indices_in_kvcache, extra_topk_length   a second cache, of the same rows
-            and any page size, and its lists [b, seqlen_q, extra_topk] and counts: each token sees
-            the keys of both its lists, in one softmax. On a GPU a launch first puts the listed keys
-            side by side, in 16 bits, as it does those of 584 bytes.
-    out     array to write instead of a new one.
-    cp_world_size, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every
-            request, of which this is one: runs of so many tokens in turn (cupyattn.shares).
-            block_table and cache_seqlens, or indices (`get_share_lists`), are those of this rank's
-            keys. The states of all ranks merge, so that a row that sees no key has -inf in its LSE.
-            Not with attn_sink. cp_tot_seqused_k [b]: whole lengths, where causal or with a window.
-    window_left   a row sees no more than so many keys before its own, key i + cache_seqlen -
-            seqlen_q of row i; -1: all. Older ones are not read. Not with indices.
+    Parameters
+    ----------
+    q
+        [b, seqlen_q, num_heads, 576], float16 or bfloat16 (on the CPU float32 too). Of q and
+        indices, requests may lie any number of elements apart.
+    k_cache
+        [num_blocks, page_size, h_kv, 576] of q's dtype or float8_e4m3fn; any page size. More than
+        one head of keys is served by a launch for each, which has num_heads / h_kv heads of q; not
+        with indices. With is_fp8_kvcache also rows of 656 bytes: 512 e4m3, 4 float32 scales, 64
+        bfloat16; on a GPU beside q of bfloat16 and, but for two caches, on sm_90 only. With indices
+        also DeepSeek-V4's pages of 584 bytes a token, beside q of 512 columns, all of which are the
+        value: rows of 448 e4m3 and 64 bfloat16, behind all rows of a page 8 bytes of each, the
+        exponents of 7 scales.
+    block_table
+        int32 [b, max_blocks]; cache_seqlens int32 [b].
+    head_dim_v
+        512 (or 256): the latent columns, the first of each row.
+    tile_scheduler_metadata, num_splits
+        Of get_mla_metadata. Calls that share a FlashMLASchedMeta must have the same lengths: they
+        then plan once. Others are not read, and each call plans.
+    softmax_scale
+        Default 1 / sqrt of the columns of q.
+    causal
+        Row i sees keys up to i + cache_seqlen - seqlen_q. Not with indices.
+    indices
+        int32 [b, seqlen_q, topk]: slots of the cache (block * page_size + offset) of each token's
+        keys, in place of block_table and cache_seqlens, which may be None. An entry that is no
+        slot, negative or beyond the cache, is no key, and nothing is read for it. topk_length int32
+        [b], how many entries count.
+    attn_sink
+        float32 [num_heads]: extra natural-log logits in the denominator, which are not in the LSE.
+        -inf: none; +inf: the output is 0.
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+        A second cache, of the same rows and any page size, and its lists [b, seqlen_q, extra_topk]
+        and counts: each token sees the keys of both its lists, in one softmax. On a GPU a launch
+        first puts the listed keys side by side, in 16 bits, as it does those of 584 bytes.
+    out
+        Array to write instead of a new one.
+    cp_world_size, cp_rank, cp_kv_cache_interleave_size
+        So many GPUs hold the keys of every request, of which this is one: runs of so many tokens in
+        turn (cupyattn.shares). block_table and cache_seqlens, or indices (`get_share_lists`), are
+        those of this rank's keys. The states of all ranks merge, so that a row that sees no key has
+        -inf in its LSE. Not with attn_sink. cp_tot_seqused_k [b]: whole lengths, where causal or
+        with a window.
+    window_left
+        A row sees no more than so many keys before its own, key i + cache_seqlen - seqlen_q of row
+        i; -1: all. Older ones are not read. Not with indices.
 
-    Returns (out [b, seqlen_q, num_heads, head_dim_v], lse float32 [b, num_heads, seqlen_q]),
-    natural logarithms; a row that sees no key gives 0 and, as FlashMLA has it, +inf. Raises
-    ArgumentError or UnsupportedError before anything is written. Semantics: FlashMLA's function
-    of the same name, which takes lists over rows of 656 bytes only, and 64 or 128 heads.
+    Returns
+    -------
+    tuple of arrays
+        (out [b, seqlen_q, num_heads, head_dim_v], lse float32 [b, num_heads, seqlen_q]), natural
+        logarithms; a row that sees no key gives 0 and, as FlashMLA has it, +inf.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError or UnsupportedError before anything is written.
+
+    Notes
+    -----
+    Semantics: FlashMLA's function of the same name, which takes lists over rows of 656 bytes only,
+    and 64 or 128 heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_mla
+    >>> cache = np.ones((4, 64, 1, 576), np.float16)
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([100, 20], np.int32)
+    >>> q = np.ones((2, 1, 16, 576), np.float16)
+    >>> metadata, num_splits = flash_mla.get_mla_metadata()
+    >>> o, lse = flash_mla.flash_mla_with_kvcache(
+    ...     q, cache, table, lengths, 512, metadata, num_splits, softmax_scale=192**-0.5
+    ... )
+    >>> o.shape, lse.shape
+    ((2, 1, 16, 512), (2, 16, 1))
     """
     is_list = indices is not None
     arrays = make_arrays(
@@ -207,17 +268,45 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Any, Any, Any]:
     """Latent attention of tokens over lists of keys, of a prompt for example.
 
-    q       [s_q, num_heads, 576]; kv [s_kv, 1, 576] of the same dtype.
-    indices int32 [s_q, 1, topk]: rows of kv; an entry that is none, negative or from s_kv on, is no
-            key. topk_length int32 [s_q], how many entries count, default all.
-    sm_scale   of the logits. d_v: 512 (or 256), the latent columns.
-    attn_sink  as in flash_mla_with_kvcache.
-    out     array to write instead of a new one.
+    Parameters
+    ----------
+    q
+        [s_q, num_heads, 576]; kv [s_kv, 1, 576] of the same dtype.
+    indices
+        int32 [s_q, 1, topk]: rows of kv; an entry that is none, negative or from s_kv on, is no
+        key. topk_length int32 [s_q], how many entries count, default all.
+    sm_scale
+        Of the logits. d_v: 512 (or 256), the latent columns.
+    attn_sink
+        As in flash_mla_with_kvcache.
+    out
+        Array to write instead of a new one.
 
-    Returns (out [s_q, num_heads, d_v], max_logits float32 [s_q, num_heads], lse likewise): the
-    largest of a row's scaled logits, and the natural logarithm of the sum of their exponentials,
-    both without the sink. A row that sees no key gives 0, -inf and, as FlashMLA has it, +inf.
-    Errors as flash_mla_with_kvcache. Semantics: FlashMLA's function of the same name.
+    Returns
+    -------
+    tuple of arrays
+        (out [s_q, num_heads, d_v], max_logits float32 [s_q, num_heads], lse likewise): the largest
+        of a row's scaled logits, and the natural logarithm of the sum of their exponentials, both
+        without the sink. A row that sees no key gives 0, -inf and, as FlashMLA has it, +inf.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as flash_mla_with_kvcache.
+
+    Notes
+    -----
+    Semantics: FlashMLA's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_mla
+    >>> q, kv = np.ones((5, 16, 576), np.float16), np.ones((40, 1, 576), np.float16)
+    >>> indices = np.arange(40, dtype=np.int32).reshape(5, 1, 8)  # 8 keys of each token
+    >>> o, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale=192**-0.5)
+    >>> o.shape, lse.shape
+    ((5, 16, 512), (5, 16))
     """
     max_logits = _no_logits(q)
     arrays = make_arrays(

@@ -107,47 +107,85 @@ def trtllm_batch_decode_with_kv_cache_mla(
     """Latent attention of a batch's last tokens; page table and lengths stay on the device, so that
     a CUDA graph may capture the call and follow their changes.
 
-    query   [B, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], float16 or bfloat16 (on the CPU
-            float32 too), or float8_e4m3fn or float8_e5m2, which a launch turns into 16 bits: the
-            last tokens of each request, causal among themselves. With cum_seq_lens_q [B + 1] any
-            number of rows of each: [rows, num_heads, columns]; max_q_len is then the most of one,
-            as far as is known.
-    kv_cache   [num_pages, page_size, columns], with an axis of one head before or behind page_size
-            or none; dtype of query or float8_e4m3fn. Any page size.
-    workspace_buffer   bytes on a 16-byte boundary; too few are an error that names the need. None,
-            or a JAX array: memory for this call.
-    kv_lora_rank, qk_rope_head_dim   512 or 256, and 64 or 0. qk_nope_head_dim is accepted for
-            compatibility: it is what bmm1_scale is made of.
-    block_tables   int32 [B, max_pages]; seq_lens int32, uint32 or int64 [B]. With
-            uses_shared_paged_kv_idx=False int32 [B, 2, max_pages], of K and of V, which must name
-            the same pages, because a latent row is key and value: the first is read.
-    sparse_mla_top_k   above 0: block_tables is int32 [B, q_len, sparse_mla_top_k], with
-            cum_seq_lens_q [rows, sparse_mla_top_k], slots of the cache (page * page_size + offset)
-            of each token's keys; an entry that is no slot, negative or beyond the cache, is no key.
-            The first seq_len entries count of the last token of a request, and one fewer of each
-            token before it; all of them where seq_lens is None. sparse_mla_top_k_lens [B * q_len]:
-            how many count of each token's, whatever seq_lens says.
-    max_seq_len   an upper bound of seq_lens, as far as is known: it affects speed only.
-    bmm1_scale   the whole scale of the logits, 1 / sqrt(128 + 64) in DeepSeek's models; bmm2_scale
-            that of the output. Numbers, or float32 arrays of one element, read on the device.
-    out, lse   arrays to write; lse float32 of query's shape without columns, or [B * q_len,
-            num_heads], base 2 unless return_lse_base says otherwise.
-    sinks   float32 [num_heads]: extra natural-log logits in the denominator.
-            Rank 0 alone takes them where ranks share the keys.
-    enable_dcp   whether cp_world GPUs hold the keys of every request, of which cp_rank is this one:
-            runs of cp_kv_cache_interleave_size tokens in turn (cupyattn.shares). block_tables and
-            seq_lens are those of this rank's keys, causal_seqlens_kv_global [B] whole lengths, the
-            new tokens among them: several rows of a request need them. Lists name this rank's slots
-            (`get_share_lists`). The states of all ranks merge into the answer.
-    return_lse_base   "base2", as None, or "basee", natural logarithms.
-    window_left   a row sees no more than so many keys before its own; -1: all. Older ones are not
-            read. Not with lists.
-    All others are accepted for compatibility.
+    Parameters
+    ----------
+    query
+        [B, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], float16 or bfloat16 (on the CPU
+        float32 too), or float8_e4m3fn or float8_e5m2, which a launch turns into 16 bits: the last
+        tokens of each request, causal among themselves. With cum_seq_lens_q [B + 1] any number of
+        rows of each: [rows, num_heads, columns]; max_q_len is then the most of one, as far as is
+        known.
+    kv_cache
+        [num_pages, page_size, columns], with an axis of one head before or behind page_size or
+        none; dtype of query or float8_e4m3fn. Any page size.
+    workspace_buffer
+        Bytes on a 16-byte boundary; too few are an error that names the need. None, or a JAX array:
+        memory for this call.
+    kv_lora_rank, qk_rope_head_dim
+        512 or 256, and 64 or 0. qk_nope_head_dim is accepted for compatibility: it is what
+        bmm1_scale is made of.
+    block_tables
+        int32 [B, max_pages]; seq_lens int32, uint32 or int64 [B]. With
+        uses_shared_paged_kv_idx=False int32 [B, 2, max_pages], of K and of V, which must name the
+        same pages, because a latent row is key and value: the first is read.
+    sparse_mla_top_k
+        Above 0: block_tables is int32 [B, q_len, sparse_mla_top_k], with cum_seq_lens_q [rows,
+        sparse_mla_top_k], slots of the cache (page * page_size + offset) of each token's keys; an
+        entry that is no slot, negative or beyond the cache, is no key. The first seq_len entries
+        count of the last token of a request, and one fewer of each token before it; all of them
+        where seq_lens is None. sparse_mla_top_k_lens [B * q_len]: how many count of each token's,
+        whatever seq_lens says.
+    max_seq_len
+        An upper bound of seq_lens, as far as is known: it affects speed only.
+    bmm1_scale
+        The whole scale of the logits, 1 / sqrt(128 + 64) in DeepSeek's models; bmm2_scale that of
+        the output. Numbers, or float32 arrays of one element, read on the device.
+    out, lse
+        Arrays to write; lse float32 of query's shape without columns, or [B * q_len, num_heads],
+        base 2 unless return_lse_base says otherwise.
+    sinks
+        float32 [num_heads]: extra natural-log logits in the denominator. Rank 0 alone takes them
+        where ranks share the keys.
+    enable_dcp
+        Whether cp_world GPUs hold the keys of every request, of which cp_rank is this one: runs of
+        cp_kv_cache_interleave_size tokens in turn (cupyattn.shares). block_tables and seq_lens are
+        those of this rank's keys, causal_seqlens_kv_global [B] whole lengths, the new tokens among
+        them: several rows of a request need them. Lists name this rank's slots (`get_share_lists`).
+        The states of all ranks merge into the answer.
+    return_lse_base
+        "base2", as None, or "basee", natural logarithms.
+    window_left
+        A row sees no more than so many keys before its own; -1: all. Older ones are not read. Not
+        with lists.
+    other arguments
+        All others are accepted for compatibility.
 
-    Returns out [B, q_len, num_heads, kv_lora_rank], or (out, lse) if `return_lse`: of query's
-    dtype, for fp8 queries that of the keys, and bfloat16 where both are fp8. Raises ArgumentError,
-    UnsupportedError or WorkspaceError before anything is written. Semantics: FlashInfer's function
-    of the same name, which runs on Blackwell only.
+    Returns
+    -------
+    out
+        [B, q_len, num_heads, kv_lora_rank], or (out, lse) if `return_lse`: of query's dtype, for
+        fp8 queries that of the keys, and bfloat16 where both are fp8.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError, UnsupportedError or WorkspaceError before anything is written.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which runs on Blackwell only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> cache = np.ones((4, 64, 576), np.float16)  # pages of 512 latent and 64 rope columns
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([100, 20], np.int32)
+    >>> q = np.ones((2, 1, 16, 576), np.float16)
+    >>> cupyattn.trtllm_batch_decode_with_kv_cache_mla(
+    ...     q, cache, None, 128, 512, 64, table, lengths, max_seq_len=128, bmm1_scale=192**-0.5
+    ... ).shape
+    (2, 1, 16, 512)
     """
     has_counts = sparse_mla_top_k_lens is not None
     arrays = make_arrays(
@@ -300,12 +338,40 @@ def xqa_batch_decode_with_kv_cache_mla(
     """Latent attention of one token of each request: arguments as in
     `trtllm_batch_decode_with_kv_cache_mla`.
 
-    query   [B, 1, num_heads, columns], or without the axis of one token. Nothing in
-            workspace_buffer needs to be zero.
-    out     the array to write, [B, 1, num_heads, kv_lora_rank] or without that axis.
+    Parameters
+    ----------
+    query
+        [B, 1, num_heads, columns], or without the axis of one token. Nothing in workspace_buffer
+        needs to be zero.
+    out
+        The array to write, [B, 1, num_heads, kv_lora_rank] or without that axis.
 
-    Returns `out`, by default a new array of query's axes. Errors as there. Semantics:
-    FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
+    Returns
+    -------
+    result
+        `out`, by default a new array of query's axes.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as there.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of
+    fp8.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> cache = np.ones((4, 64, 576), np.float16)  # pages of 512 latent and 64 rope columns
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([100, 20], np.int32)
+    >>> q = np.ones((2, 1, 16, 576), np.float16)
+    >>> cupyattn.xqa_batch_decode_with_kv_cache_mla(
+    ...     q, cache, None, 128, 512, 64, table, lengths, max_seq_len=128, bmm1_scale=192**-0.5
+    ... ).shape
+    (2, 1, 16, 512)
     """
     arrays = make_arrays(
         q=query,
@@ -383,20 +449,50 @@ def xqa_mla(
 ) -> Any:
     """Latent attention of one token of each request, in XQA's form.
 
-    q           [B, 1, num_heads, 576]; dtypes as there.
-    k_cache     [num_pages, page_size, 1, 576], or as `trtllm_batch_decode_with_kv_cache_mla` has
-                kv_cache; v_cache the same array, or its first 512 columns: a value is part of its
-                key.
-    page_table  int32 [B, max_pages]; seq_lens [B] or [B, 1].
-    output      [B, 1, num_heads, 512]; None: a new array is returned.
-    page_size   if given, must be the cache's.
-    q_scale     the whole scale of the logits; kv_scale multiplies logits and output where the cache
-                is fp8, and has no effect on others.
-    workspace_buffer  as in `trtllm_batch_decode_with_kv_cache_mla`; semaphores, sm_count and
-                enable_pdl are accepted for compatibility.
+    Parameters
+    ----------
+    q
+        [B, 1, num_heads, 576]; dtypes as there.
+    k_cache
+        [num_pages, page_size, 1, 576], or as `trtllm_batch_decode_with_kv_cache_mla` has kv_cache;
+        v_cache the same array, or its first 512 columns: a value is part of its key.
+    page_table
+        int32 [B, max_pages]; seq_lens [B] or [B, 1].
+    output
+        [B, 1, num_heads, 512]; None: a new array is returned.
+    page_size
+        If given, must be the cache's.
+    q_scale
+        The whole scale of the logits; kv_scale multiplies logits and output where the cache is fp8,
+        and has no effect on others.
+    workspace_buffer
+        As in `trtllm_batch_decode_with_kv_cache_mla`; semaphores, sm_count and enable_pdl are
+        accepted for compatibility.
 
-    Returns None where `output` is given, else the output, as there. Errors likewise. Semantics:
-    FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
+    Returns
+    -------
+    result
+        None where `output` is given, else the output, as there.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors likewise.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of
+    fp8.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> cache = np.ones((4, 64, 1, 576), np.float16)
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([100, 20], np.uint32)
+    >>> q = np.ones((2, 1, 16, 576), np.float16)
+    >>> cupyattn.xqa_mla(q, cache, cache, table, lengths, q_scale=192**-0.5).shape
+    (2, 1, 16, 512)
     """
     arrays = make_arrays(
         q=q,

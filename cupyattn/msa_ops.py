@@ -74,19 +74,50 @@ def msa_sparse_decode_attention(
 ) -> Any:
     """`sparse.attend` of requests that have seqlen_q tokens each, over blocks of 128 keys.
 
-    q       [B * seqlen_q, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too).
-    k, v    [num_pages, num_kv_heads, page_size, head_dim] with `page_table` int32 [B, most pages]
-            and `seqused_k` int32 [B], or [rows, num_kv_heads, head_dim] with `cu_seqlens_k` int32
-            [B + 1]; of q's dtype or fp8. They may be halves of one array.
-    q2k_indices  int32 [num_kv_heads, B * seqlen_q, topk], -1 for none.
-    causal  token i of a request sees its keys up to seqlen_k - seqlen_q + i.
-    softmax_scale  default 1 / sqrt(head_dim). v_global_scale multiplies the output.
-    k_scale, v_scale, k_global_scale, q_offset   must be None. partial_dtype and force_fused are
-            accepted for compatibility.
+    Parameters
+    ----------
+    q
+        [B * seqlen_q, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too).
+    k, v
+        [num_pages, num_kv_heads, page_size, head_dim] with `page_table` int32 [B, most pages] and
+        `seqused_k` int32 [B], or [rows, num_kv_heads, head_dim] with `cu_seqlens_k` int32 [B + 1];
+        of q's dtype or fp8. They may be halves of one array.
+    q2k_indices
+        int32 [num_kv_heads, B * seqlen_q, topk], -1 for none.
+    causal
+        Token i of a request sees its keys up to seqlen_k - seqlen_q + i.
+    softmax_scale
+        Default 1 / sqrt(head_dim). v_global_scale multiplies the output.
+    k_scale, v_scale, k_global_scale, q_offset
+        Must be None. partial_dtype and force_fused are accepted for compatibility.
 
-    Returns out like q, or (out, lse float32 [B * seqlen_q, num_qo_heads], natural logarithms) if
-    `return_softmax_lse`. Errors as `sparse.attend`. Semantics: FlashInfer's function of the same
-    name, which has head dim 128 and pages of 128.
+    Returns
+    -------
+    result
+        out like q, or (out, lse float32 [B * seqlen_q, num_qo_heads], natural logarithms) if
+        `return_softmax_lse`.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as `sparse.attend`.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which has head dim 128 and pages of 128.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import msa_ops
+    >>> pages = np.ones((4, 2, 128, 64), np.float16)  # [pages, key heads, page_size, head dim]
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([150, 20], np.int32)
+    >>> lists = np.array([[[0, 1], [0, -1]]] * 2, np.int32)  # [key heads, tokens, entries]
+    >>> q = np.ones((2, 8, 64), np.float16)
+    >>> msa_ops.msa_sparse_decode_attention(
+    ...     q, pages, pages, lists, page_table=table, seqused_k=lengths
+    ... ).shape
+    (2, 8, 64)
     """
     num_tokens = require_int(seqlen_q, "seqlen_q")
     lengths = cu_seqlens_k if page_table is None else seqused_k
@@ -141,14 +172,32 @@ def msa_sparse_attention(
 ) -> Any:
     """`msa_sparse_decode_attention` of requests with any number of tokens each.
 
-    q       [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1], the first token of each
-            request and their number; None: all have equally many. q2k_indices  int32
-            [num_kv_heads, tokens, topk].
-    causal  as there, but by default False: a token sees all blocks that it lists.
-    return_temperature_lse  must be False; lse_temperature_scale is without effect then.
+    Parameters
+    ----------
+    q
+        [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1], the first token of each
+        request and their number; None: all have equally many. q2k_indices  int32 [num_kv_heads,
+        tokens, topk].
+    causal
+        As there, but by default False: a token sees all blocks that it lists.
+    return_temperature_lse
+        Must be False; lse_temperature_scale is without effect then.
+    other arguments
+        The other arguments, results and errors are as there.
 
-    The other arguments, results and errors are as there. Semantics: FlashInfer's function of the
-    same name.
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import msa_ops
+    >>> q, k = np.ones((4, 8, 64), np.float16), np.ones((300, 2, 64), np.float16)
+    >>> rows, keys = np.array([0, 4], np.int32), np.array([0, 300], np.int32)
+    >>> lists = np.tile(np.array([0, 2], np.int32), (2, 4, 1))  # blocks of 128 keys
+    >>> msa_ops.msa_sparse_attention(q, k, k, lists, rows, keys, causal=True).shape
+    (4, 8, 64)
     """
     _refuse_scales(k_scale, v_scale, k_global_scale, q_offset)
     geometry.refuse("is not supported", return_temperature_lse=return_temperature_lse)
@@ -213,18 +262,46 @@ def msa_proxy_score(
     """The largest product of each query with the keys of each block of 128, on the CPU alone:
     `sparse.select` keeps no such matrix.
 
-    q       [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1].
-    k       [rows, num_kv_heads, head_dim] with cu_seqlens_k int32 [B + 1], or [num_pages,
-            num_kv_heads, page_size, head_dim] with page_table int32 [B, most pages] and seqused_k
-            int32 [B]; of q's dtype or float8_e4m3fn.
-    causal  token i of a request sees its keys up to seqlen_k - seqlen_q + i.
-    max_k_tiles  blocks of the output; default those of the longest request.
-    output  the array to write. reduce_heads: the largest of all heads instead of each head's.
-    max_seqlen_q is accepted for compatibility; q_offset must be None.
+    Parameters
+    ----------
+    q
+        [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1].
+    k
+        [rows, num_kv_heads, head_dim] with cu_seqlens_k int32 [B + 1], or [num_pages, num_kv_heads,
+        page_size, head_dim] with page_table int32 [B, most pages] and seqused_k int32 [B]; of q's
+        dtype or float8_e4m3fn.
+    causal
+        Token i of a request sees its keys up to seqlen_k - seqlen_q + i.
+    max_k_tiles
+        Blocks of the output; default those of the longest request.
+    output
+        The array to write. reduce_heads: the largest of all heads instead of each head's.
+    max_seqlen_q
+        Is accepted for compatibility; q_offset must be None.
 
-    Returns float32 [num_qo_heads, max_k_tiles, tokens], or [1, ...] if `reduce_heads`; -inf where a
-    token sees no key of a block. Raises ArgumentError, and UnsupportedError on a GPU. Semantics:
-    FlashInfer's function of the same name.
+    Returns
+    -------
+    result
+        float32 [num_qo_heads, max_k_tiles, tokens], or [1, ...] if `reduce_heads`; -inf where a
+        token sees no key of a block.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError, and UnsupportedError on a GPU.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import msa_ops
+    >>> q, k = np.ones((4, 2, 64), np.float16), np.ones((200, 2, 64), np.float16)
+    >>> rows, keys = np.array([0, 4], np.int32), np.array([0, 200], np.int32)
+    >>> msa_ops.msa_proxy_score(q, k, rows, keys).shape  # [heads, blocks of 128 keys, tokens]
+    (2, 2, 4)
     """
     vq = array.view(q, "q")
     match_array(vq, "tokens heads head_dim", _QUERY_DTYPES, "q")
@@ -279,15 +356,39 @@ def msa_topk_select(
 ) -> Any:
     """The blocks of the greatest scores. `sparse.select` scores and chooses at once.
 
-    max_score  float32 [heads, blocks, tokens], of `msa_proxy_score`.
-    topk    entries of a list. num_valid_pages: so many blocks compete, a number or int32 [tokens];
-            default all.
-    output  int32 [tokens, heads, topk], the array to write.
-    force_begin_blocks, force_end_blocks  so many first and last blocks of those that compete are
-            in each list.
+    Parameters
+    ----------
+    max_score
+        float32 [heads, blocks, tokens], of `msa_proxy_score`.
+    topk
+        Entries of a list. num_valid_pages: so many blocks compete, a number or int32 [tokens];
+        default all.
+    output
+        int32 [tokens, heads, topk], the array to write.
+    force_begin_blocks, force_end_blocks
+        So many first and last blocks of those that compete are in each list.
 
-    Returns int32 [tokens, heads, topk], ascending, then -1; of equal scores the lower block. Raises
-    ArgumentError. Semantics: FlashInfer's function of the same name, which has lists of 16.
+    Returns
+    -------
+    result
+        int32 [tokens, heads, topk], ascending, then -1; of equal scores the lower block.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which has lists of 16.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import msa_ops
+    >>> scores = np.array([0.1, 0.9, 0.3], np.float32).reshape(1, 3, 1)  # [heads, blocks, tokens]
+    >>> msa_ops.msa_topk_select(scores, topk=2)
+    array([[[1, 2]]], dtype=int32)
     """
     v = array.view(max_score, "max_score")
     match_array(v, "heads blocks tokens", dtypes.float32, "max_score")

@@ -74,32 +74,66 @@ def append_paged_kv_cache(
     Token i belongs to request b = batch_indices[i] and is its key number p = positions[i]; its slot
     is p % page_size of page kv_indices[kv_indptr[b] + p // page_size].
 
-    append_key        [nnz, Hkv, Dk] float16, bfloat16, float32, float8_e4m3fn or float8_e5m2
-    append_value      [nnz, Hkv, Dv] of the same dtype
-    batch_indices     int32 or int64 [nnz], as all index arrays; a negative one skips its token
-    positions         [nnz]
-    paged_kv_cache    as in BatchPrefillWithPagedKVCacheWrapper.run, of append_key's dtype, or fp8
-                      while append_key has 16 or 32 bits: then it is converted
-    kv_indices        [>= kv_indptr[B]], the pages of all requests
-    kv_indptr         [B + 1], after the append: all pages that are written are there
-    kv_last_page_len  [B]; its shape is checked and its values change nothing
-    kv_layout         "NHD" or "HND"
-    k_scale, v_scale  numbers above 0 (default 1), only where the cache is converted to: stored is
-                      x / scale to nearest, ties to even, beyond the largest finite value that
-                      value, a NaN as a NaN. Attention takes the same k_scale and v_scale
+    Parameters
+    ----------
+    append_key
+        [nnz, Hkv, Dk] float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+    append_value
+        [nnz, Hkv, Dv] of the same dtype.
+    batch_indices
+        int32 or int64 [nnz], as all index arrays; a negative one skips its token.
+    positions
+        [nnz].
+    paged_kv_cache
+        As in BatchPrefillWithPagedKVCacheWrapper.run, of append_key's dtype, or fp8 while
+        append_key has 16 or 32 bits: then it is converted.
+    kv_indices
+        [>= kv_indptr[B]], the pages of all requests.
+    kv_indptr
+        [B + 1], after the append: all pages that are written are there.
+    kv_last_page_len
+        [B]; its shape is checked and its values change nothing.
+    kv_layout
+        "NHD" or "HND".
+    k_scale, v_scale
+        Numbers above 0 (default 1), only where the cache is converted to: stored is x / scale to
+        nearest, ties to even, beyond the largest finite value that value, a NaN as a NaN. Attention
+        takes the same k_scale and v_scale.
 
+    Returns
+    -------
+    None
+        But for a cache of JAX arrays, which cannot be written: then a copy of the cache with the
+        tokens in it, in the same form.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other shapes, dtypes, layouts and devices, a cache that cannot be written,
+        and, on the CPU, a token without a slot: a request, position or page out of bounds. On a GPU
+        the values of index arrays are not known to the host: such a token is left out, and counted
+        and raised under CUPYATTN_DEBUG=1.
+
+    Notes
+    -----
     Keys, values and caches have any strides but for a contiguous last dimension. Index arrays have
     any stride; on a GPU those of int64 or with gaps are copied there first. Two tokens for one slot
     leave either of them.
 
-    Returns None, but for a cache of JAX arrays, which cannot be written: then a copy of the cache
-    with the tokens in it, in the same form.
+    Semantics: FlashInfer's append_paged_kv_cache, where a negative batch index writes out of
+    bounds, and fp8 input must have been cast.
 
-    Raises ArgumentError for other shapes, dtypes, layouts and devices, a cache that cannot be
-    written, and, on the CPU, a token without a slot: a request, position or page out of bounds.
-    On a GPU the values of index arrays are not known to the host: such a token is left out, and
-    counted and raised under CUPYATTN_DEBUG=1. Semantics: FlashInfer's append_paged_kv_cache,
-    where a negative batch index writes out of bounds, and fp8 input must have been cast.
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> cache = np.zeros((4, 2, 16, 2, 64), np.float16)
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> k = v = np.ones((2, 2, 64), np.float16)  # the last token of each request
+    >>> requests, positions = np.array([0, 1]), np.array([20, 15])
+    >>> cupyattn.append_paged_kv_cache(k, v, requests, positions, cache, indices, indptr, last)
+    >>> cache[0, 0, 4].min(), cache[1, 1, 15].min()
+    (np.float16(1.0), np.float16(1.0))
     """
     # An array of both keys and values is passed as K.
     pages: Any = paged_kv_cache
@@ -197,21 +231,46 @@ def get_batch_indices_positions(
 ) -> tuple[ArrayT, ArrayT]:
     """The request and the position of every new token: what `append_paged_kv_cache` takes.
 
-    append_indptr  int32 or int64 [B + 1], never falling: the new tokens of request b are the rows
-                   from append_indptr[b] to append_indptr[b + 1]
-    seq_lens       int32 or int64 [B], keys of each request after the append
-    nnz            number of rows, append_indptr[B] or more; rows beyond get -1 and 0
-    batch_indices, positions  int32 [nnz] to write into (default: new arrays)
-    cp_world_size, cp_rank, cp_kv_cache_interleave_size  where that many ranks hold the keys of
-                   every request, runs of so many tokens in turn: seq_lens are whole lengths,
-                   positions those in this rank's keys, and tokens of other ranks get -1 and 0, so
-                   that an append leaves them out
+    Parameters
+    ----------
+    append_indptr
+        int32 or int64 [B + 1], never falling: the new tokens of request b are the rows from
+        append_indptr[b] to append_indptr[b + 1].
+    seq_lens
+        int32 or int64 [B], keys of each request after the append.
+    nnz
+        Number of rows, append_indptr[B] or more; rows beyond get -1 and 0.
+    batch_indices, positions
+        int32 [nnz] to write into (default: new arrays).
+    cp_world_size, cp_rank, cp_kv_cache_interleave_size
+        Where that many ranks hold the keys of every request, runs of so many tokens in turn:
+        seq_lens are whole lengths, positions those in this rank's keys, and tokens of other ranks
+        get -1 and 0, so that an append leaves them out.
 
-    Returns (batch_indices, positions), int32 [nnz], in append_indptr's framework and device; on a
-    GPU nothing waits for it. Raises ArgumentError for other shapes, dtypes and devices, outputs
-    that cannot be written, and, on the CPU, values that make no sense: offsets that fall, fewer
-    rows than tokens, more new tokens than keys. Semantics: FlashInfer's
-    get_batch_indices_positions.
+    Returns
+    -------
+    tuple of arrays
+        (batch_indices, positions), int32 [nnz], in append_indptr's framework and device; on a GPU
+        nothing waits for it.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other shapes, dtypes and devices, outputs that cannot be written, and, on
+        the CPU, values that make no sense: offsets that fall, fewer rows than tokens, more new
+        tokens than keys.
+
+    Notes
+    -----
+    Semantics: FlashInfer's get_batch_indices_positions.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> rows, lengths = np.array([0, 2, 3]), np.array([7, 1])  # 2 and 1 new tokens among them
+    >>> cupyattn.get_batch_indices_positions(rows, lengths, nnz=3)
+    (array([0, 0, 1], dtype=int32), array([5, 6, 0], dtype=int32))
     """
     arrays = append_indptr, seq_lens, batch_indices, positions
     scalars = cp_world_size, cp_rank, cp_kv_cache_interleave_size
@@ -273,12 +332,30 @@ def get_batch_indices_positions(
 def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: Array, page_size: int) -> ArrayT:
     """Keys of each request of a page table: max(pages - 1, 0) * page_size + kv_last_page_len.
 
-    kv_indptr [B + 1], kv_last_page_len [B], both int32 or int64; page_size from 1 up.
-    A request without pages has kv_last_page_len keys, so keep that at 0.
+    kv_indptr [B + 1], kv_last_page_len [B], both int32 or int64; page_size from 1 up. A request
+    without pages has kv_last_page_len keys, so keep that at 0.
 
-    Returns int32 [B] in kv_indptr's framework and device. Raises ArgumentError for other shapes,
-    dtypes and devices, and, on the CPU, offsets that fall and lengths beyond 32 bits. Semantics:
-    FlashInfer's get_seq_lens.
+    Returns
+    -------
+    result
+        int32 [B] in kv_indptr's framework and device.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other shapes, dtypes and devices, and, on the CPU, offsets that fall and
+        lengths beyond 32 bits.
+
+    Notes
+    -----
+    Semantics: FlashInfer's get_seq_lens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> cupyattn.get_seq_lens(np.array([0, 3, 4]), np.array([5, 16]), page_size=16)
+    array([37, 16], dtype=int32)
     """
     arrays = kv_indptr, kv_last_page_len
     result = _seq_lens_again(arrays, page_size)
@@ -584,14 +661,32 @@ def append_paged_mla_kv_cache(
 ) -> Any:
     """Write the latent rows of new tokens into their slots of a paged cache, in place.
 
-    append_ckv  [nnz, latent columns]; append_kpe [nnz, rope columns], of the same dtype
-    ckv_cache   [num_pages, page_size, latent columns]; kpe_cache [num_pages, page_size, rope
-                columns]. kpe_cache None: ckv_cache holds rows of both parts.
-    ckv_scale, kpe_scale  numbers above 0, as k_scale and v_scale in append_paged_kv_cache, for a
-                cache of fp8.
-    All other arguments and errors are those of append_paged_kv_cache. Returns what that returns, of
-    ckv_cache and kpe_cache. Semantics: FlashInfer's append_paged_mla_kv_cache, which takes 512 and
-    64 columns only and does not quantise.
+    Parameters
+    ----------
+    append_ckv
+        [nnz, latent columns]; append_kpe [nnz, rope columns], of the same dtype.
+    ckv_cache
+        [num_pages, page_size, latent columns]; kpe_cache [num_pages, page_size, rope columns].
+        kpe_cache None: ckv_cache holds rows of both parts.
+    ckv_scale, kpe_scale
+        Numbers above 0, as k_scale and v_scale in append_paged_kv_cache, for a cache of fp8.
+    other arguments
+        All other arguments and errors are those of append_paged_kv_cache. Returns what that
+        returns, of ckv_cache and kpe_cache. Semantics: FlashInfer's append_paged_mla_kv_cache,
+        which takes 512 and 64 columns only and does not quantise.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> ckv, kpe = np.zeros((4, 64, 512), np.float16), np.zeros((4, 64, 64), np.float16)
+    >>> indptr, indices, last = np.array([0, 2]), np.array([3, 0]), np.array([5])
+    >>> new = np.ones((1, 512), np.float16), np.ones((1, 64), np.float16)
+    >>> cupyattn.append_paged_mla_kv_cache(
+    ...     *new, np.array([0]), np.array([68]), ckv, kpe, indices, indptr, last
+    ... )
+    >>> ckv[0, 4].min(), kpe[0, 4].min()
+    (np.float16(1.0), np.float16(1.0))
     """
     latent, rope = array.view(append_ckv, "append_ckv"), array.view(append_kpe, "append_kpe")
     if len(latent.shape) != 2 or len(rope.shape) != 2:

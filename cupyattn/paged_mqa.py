@@ -41,8 +41,18 @@ def get_paged_mqa_logits_metadata(
     """int32 [num_sms + 1, 2] of zeros, of context_lens' framework and device, which programs pass
     on: nothing here is scheduled ahead.
 
-    page_kv  keys of a page; indices must be None; out: the array to return. Raises ArgumentError.
-    Semantics: DeepGEMM's function of the same name, whose schedule is its own.
+    Parameters
+    ----------
+    page_kv
+        Keys of a page; indices must be None; out: the array to return. Raises ArgumentError.
+        Semantics: DeepGEMM's function of the same name, whose schedule is its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import paged_mqa
+    >>> paged_mqa.get_paged_mqa_logits_metadata(np.array([21, 16], np.int32), 64, 132).shape
+    (133, 2)
     """
     v = array.view(context_lens, "context_lens")
     require_dtype(v, dtypes.int32, "context_lens")
@@ -67,23 +77,53 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: Any = None,
 ) -> Any:
-    """Weighted sums of rectified products: for token t and key p of its request
-    scale_p * sum over heads of weights[t, h] * max(q[t, h] · key_p, 0).
+    """Weighted sums of rectified products: for token t and key p of its request scale_p * sum over
+    heads of weights[t, h] * max(q[t, h] · key_p, 0).
 
-    q       float8_e4m3fn [B, next_n, heads, head_dim].
-    kv_cache  uint8 [num_pages, page_size, 1, head_dim + 4]: the e4m3 rows of a page, and behind
-            them a float32 scale of each.
-    weights float32 [B * next_n, heads].
-    context_lens  int32 [B, next_n], the keys that each token sees; or [B], those that the last one
-            does, and each before it one less.
-    block_table  int32 [B, most pages]. max_context_len: columns of the result.
-    schedule_meta  is accepted for compatibility; indices must be None. clean_logits: what a token
-            does not see is -inf, which it always is on the CPU; on a GPU else anything.
+    Parameters
+    ----------
+    q
+        float8_e4m3fn [B, next_n, heads, head_dim].
+    kv_cache
+        uint8 [num_pages, page_size, 1, head_dim + 4]: the e4m3 rows of a page, and behind them a
+        float32 scale of each.
+    weights
+        float32 [B * next_n, heads].
+    context_lens
+        int32 [B, next_n], the keys that each token sees; or [B], those that the last one does, and
+        each before it one less.
+    block_table
+        int32 [B, most pages]. max_context_len: columns of the result.
+    schedule_meta
+        Is accepted for compatibility; indices must be None. clean_logits: what a token does not see
+        is -inf, which it always is on the CPU; on a GPU else anything.
 
-    Returns float32 [B * next_n, max_context_len]. A GPU serves up to 64 heads of 64 or 128 columns,
-    with lengths [B], which it cuts to what there is room for. `sparse.select` scores and chooses
-    without such a matrix. Raises ArgumentError and UnsupportedError. Semantics: DeepGEMM's function
-    of the same name.
+    Returns
+    -------
+    result
+        float32 [B * next_n, max_context_len]. A GPU serves up to 64 heads of 64 or 128 columns,
+        with lengths [B], which it cuts to what there is room for. `sparse.select` scores and
+        chooses without such a matrix.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError and UnsupportedError.
+
+    Notes
+    -----
+    Semantics: DeepGEMM's function of the same name.
+
+    Examples
+    --------
+    >>> import ml_dtypes
+    >>> import numpy as np
+    >>> from cupyattn import paged_mqa
+    >>> q = np.ones((2, 1, 32, 64), ml_dtypes.float8_e4m3fn)
+    >>> cache, weights = np.zeros((4, 16, 1, 64 + 4), np.uint8), np.ones((2, 32), np.float32)
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([21, 16], np.int32)
+    >>> paged_mqa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, 32).shape
+    (2, 32)
     """
     vq = array.view(q, "q")
     match_array(vq, "B next_n heads head_dim", dtypes.float8_e4m3fn, "q")

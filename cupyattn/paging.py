@@ -3,10 +3,13 @@
 A request's keys fill pages of `page_size` slots in order; all but its last page are full. Three
 ways to say what a batch has:
 
-lengths      seq_lens [B], keys of each request
-CSR          kv_indptr [B + 1], kv_indices [n], kv_last_page_len [B]: request b has the pages
-             kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with kv_last_page_len[b] keys
-block table  [B, max_pages], row b begins with the pages of request b
+lengths
+    seq_lens [B], keys of each request
+CSR
+    kv_indptr [B + 1], kv_indices [n], kv_last_page_len [B]: request b has the pages
+    kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with kv_last_page_len[b] keys
+block table
+    [B, max_pages], row b begins with the pages of request b
 
 Arguments are NumPy arrays of any integers; answers are int64, which no product of sizes overflows.
 All functions raise ArgumentError for arrays of other kinds and shapes, and for lengths, offsets and
@@ -107,8 +110,11 @@ def positions_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(batch_indices [nnz], positions [nnz]) of new tokens, which are the last of their requests.
 
-    append_indptr [B + 1] offsets of each request's new tokens; seq_lens [B] lengths that include
-    them. Rows of `nnz` that belong to no request get -1 and 0.
+    Parameters
+    ----------
+    append_indptr [B + 1]
+        Offsets of each request's new tokens; seq_lens [B] lengths that include them. Rows of `nnz`
+        that belong to no request get -1 and 0.
     """
     lengths = _lengths(seq_lens, "seq_lens")
     indptr = _check_indptr(append_indptr, "append_indptr", lengths.size)
@@ -138,9 +144,13 @@ def slots(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rows, page, offset): where in a pool of pages each row of `positions` [nnz] is.
 
-    `rows` are those that belong to a request: a negative batch index means none. Raises
-    ArgumentError for a batch index or position beyond the page table, or, given pool_size, a page
-    beyond the pool.
+    `rows` are those that belong to a request: a negative batch index means none.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for a batch index or position beyond the page table, or, given pool_size, a
+        page beyond the pool.
     """
     indptr = _check_indptr(kv_indptr, "kv_indptr")
     _check_indices(indptr, kv_indices)

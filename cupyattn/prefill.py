@@ -150,64 +150,106 @@ def single_prefill_with_kv_cache(
 ) -> Any:
     """Attention of one request's new tokens, which end its KV cache.
 
-    q       [qo_len, num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too), or
-            float8_e4m3fn or int8, which are multiplied as they are: with k of the same dtype, v of
-            float8_e4m3fn and head dims that are multiples of 16.
-    k, v    [kv_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads, kv_len, head_dim] ("HND"),
-            dtype of q, float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims
-            are multiples of 8 up to 256 and may differ between k and v. q is NHD in both layouts.
-    scale_q, scale_k, scale_v  a number, or float32 arrays [num_qo_heads], [num_kv_heads],
-            [num_kv_heads]: the first two multiply the logits, the last the output. They multiply
-            q_scale, k_scale and v_scale, which are numbers. Default 1.
-    o_dtype dtype of the output: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default
-            that of q, and bfloat16 for q of 8 bits. fp8 is saturated; v_scale multiplies it before
-            it is rounded.
-    custom_mask         bool [qo_len, kv_len], or flattened, True where a row sees a key; causal is
-            then ignored.
-    packed_custom_mask  uint8 [>= ceil(qo_len * kv_len / 8)]: the same as little-endian bits
-            (`packbits(mask.flatten(), bitorder="little")`), without the packing; it wins over
-            custom_mask.
-    causal  row i sees keys up to i + kv_len - qo_len; rows that see none give 0.
-    pos_encoding_mode   "NONE", or with row i at position p = i + kv_len - qo_len "ROPE_LLAMA" or
-            "ALIBI" (bias slope * (key - p); FlashInfer's counts from i, which shows in the LSE and
-            under a soft cap).
-    use_fp16_qk_reduction, backend, enable_pdl  accepted for compatibility: products accumulate in
-            float32, the kernel is chosen by the device, launches are ordinary ones.
-    sm_scale            logit scale; default 1 / sqrt(head_dim_qk).
-    window_left, window_right  row i sees keys from i + kv_len - qo_len - window_left up to
-            i + kv_len - qo_len + window_right; -1: all to that side. Both hold besides a mask.
-    logits_soft_cap     c > 0: logits become c * tanh(logits / c). Default: off.
-    rope_scale, rope_theta  default 1 and 1e4.
-    kv_cache_sf         scale factors of 4-bit caches: not supported, must be None.
-    sinks               float32 [num_qo_heads]: extra natural-log logits in the denominator.
-    logits_transform  an expression over logit, q_idx, kv_idx, head, ... and logits_params in place
-            of each logit after its scale: docs/logits.md. Default: none.
-    mask_fn a condition of the same language, False where a row does not see a key; causality and
-            windows hold besides. Default: none.
-    logits_params       what the two read by name: numbers, and arrays of 1 to 4 axes (float32,
-            float16, bfloat16, int32, uint8 or bool; contiguous).
-    output_gate         [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo], dtype of q or
-            float32: the output is multiplied by its sigmoid before it is rounded.
-    q_block_scales, k_block_scales, v_block_scales  float32 [ceil(tokens / block_size), heads],
-            beside q, k and v of 8 bits: what each block of block_size (64 or 128) tokens is
-            multiplied by, as `quantize_qkv` gives them. They multiply with the scales above. On
-            GPUs: Hopper, where products with those of k and v are rounded to float16. Default 1.
-    k_mean  float32 [1, num_kv_heads, head_dim_qk], what was subtracted from keys before they were
-            quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it where
-            there are none of these. Default 0.
-    skip_softmax_threshold_scale_factor  tiles of keys may be left out whose probabilities, taken
-            against the largest logit that the row has seen before, are less than it divided by
-            kv_len: a row loses less than this factor of its weight. Hopper leaves them out of plain
-            attention in 16 bits; all else is exact. Default, and 0: none.
-    out, lse            arrays to write instead of new ones; lse float32, base 2.
+    Parameters
+    ----------
+    q
+        [qo_len, num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too), or
+        float8_e4m3fn or int8, which are multiplied as they are: with k of the same dtype, v of
+        float8_e4m3fn and head dims that are multiples of 16.
+    k, v
+        [kv_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads, kv_len, head_dim] ("HND"), dtype
+        of q, float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims are
+        multiples of 8 up to 256 and may differ between k and v. q is NHD in both layouts.
+    scale_q, scale_k, scale_v
+        A number, or float32 arrays [num_qo_heads], [num_kv_heads], [num_kv_heads]: the first two
+        multiply the logits, the last the output. They multiply q_scale, k_scale and v_scale, which
+        are numbers. Default 1.
+    o_dtype
+        Dtype of the output: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that
+        of q, and bfloat16 for q of 8 bits. fp8 is saturated; v_scale multiplies it before it is
+        rounded.
+    custom_mask
+        bool [qo_len, kv_len], or flattened, True where a row sees a key; causal is then ignored.
+    packed_custom_mask
+        uint8 [>= ceil(qo_len * kv_len / 8)]: the same as little-endian bits
+        (`packbits(mask.flatten(), bitorder="little")`), without the packing; it wins over
+        custom_mask.
+    causal
+        Row i sees keys up to i + kv_len - qo_len; rows that see none give 0.
+    pos_encoding_mode
+        "NONE", or with row i at position p = i + kv_len - qo_len "ROPE_LLAMA" or "ALIBI" (bias
+        slope * (key - p); FlashInfer's counts from i, which shows in the LSE and under a soft cap).
+    use_fp16_qk_reduction, backend, enable_pdl
+        Accepted for compatibility: products accumulate in float32, the kernel is chosen by the
+        device, launches are ordinary ones.
+    sm_scale
+        Logit scale; default 1 / sqrt(head_dim_qk).
+    window_left, window_right
+        Row i sees keys from i + kv_len - qo_len - window_left up to i + kv_len - qo_len +
+        window_right; -1: all to that side. Both hold besides a mask.
+    logits_soft_cap
+        c > 0: logits become c * tanh(logits / c). Default: off.
+    rope_scale, rope_theta
+        Default 1 and 1e4.
+    kv_cache_sf
+        Scale factors of 4-bit caches: not supported, must be None.
+    sinks
+        float32 [num_qo_heads]: extra natural-log logits in the denominator.
+    logits_transform
+        An expression over logit, q_idx, kv_idx, head, ... and logits_params in place of each logit
+        after its scale: docs/logits.md. Default: none.
+    mask_fn
+        A condition of the same language, False where a row does not see a key; causality and
+        windows hold besides. Default: none.
+    logits_params
+        What the two read by name: numbers, and arrays of 1 to 4 axes (float32, float16, bfloat16,
+        int32, uint8 or bool; contiguous).
+    output_gate
+        [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo], dtype of q or float32: the
+        output is multiplied by its sigmoid before it is rounded.
+    q_block_scales, k_block_scales, v_block_scales
+        float32 [ceil(tokens / block_size), heads], beside q, k and v of 8 bits: what each block of
+        block_size (64 or 128) tokens is multiplied by, as `quantize_qkv` gives them. They multiply
+        with the scales above. On GPUs: Hopper, where products with those of k and v are rounded to
+        float16. Default 1.
+    k_mean
+        float32 [1, num_kv_heads, head_dim_qk], what was subtracted from keys before they were
+        quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it where there
+        are none of these. Default 0.
+    skip_softmax_threshold_scale_factor
+        Tiles of keys may be left out whose probabilities, taken against the largest logit that the
+        row has seen before, are less than it divided by kv_len: a row loses less than this factor
+        of its weight. Hopper leaves them out of plain attention in 16 bits; all else is exact.
+        Default, and 0: none.
+    out, lse
+        Arrays to write instead of new ones; lse float32, base 2.
 
-    Returns out [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse
-    [qo_len, num_qo_heads]) if `return_lse`.
+    Returns
+    -------
+    out
+        [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse [qo_len,
+        num_qo_heads]) if `return_lse`.
 
-    Raises ArgumentError for arguments that do not fit each other, UnsupportedError for dtypes and
-    head dims without a kernel, before anything is written. The old positional order (custom_mask,
-    packed_custom_mask, causal, kv_layout, ...) is recognised by the types of its arguments.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for arguments that do not fit each other, UnsupportedError for dtypes and head
+        dims without a kernel, before anything is written. The old positional order (custom_mask,
+        packed_custom_mask, causal, kv_layout, ...) is recognised by the types of its arguments.
+
+    Notes
+    -----
     Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q = np.ones((5, 8, 64), np.float16)  # the last 5 of 20 tokens
+    >>> k = v = np.ones((20, 2, 64), np.float16)
+    >>> o, lse = cupyattn.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
+    >>> o.shape, lse.shape
+    ((5, 8, 64), (5, 8))
     """
     if backend is not _AUTO or use_fp16_qk_reduction is not False:
         geometry.backend(backend, None)
@@ -286,7 +328,22 @@ def single_prefill_with_kv_cache_return_lse(
     q: ArrayT, *args: Any, **kwargs: Any
 ) -> tuple[ArrayT, ArrayT]:
     """`single_prefill_with_kv_cache` that returns (out, lse) by default; arguments and errors as
-    there. Semantics: FlashInfer's function of the same name."""
+    there.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q = np.ones((5, 8, 64), np.float16)
+    >>> k = v = np.ones((20, 2, 64), np.float16)
+    >>> o, lse = cupyattn.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True)
+    >>> o.shape, lse.shape
+    ((5, 8, 64), (5, 8))
+    """
     result: Any = single_prefill_with_kv_cache(q, *args, **{"return_lse": True, **kwargs})
     return result
 

@@ -24,11 +24,34 @@ if not TYPE_CHECKING:
 def packbits(x: ArrayT, bitorder: str = "big") -> ArrayT:
     """Pack booleans into bits, eight to a byte; the last byte is filled up with zeros.
 
-    x  bool [n], any framework, CPU or GPU.  bitorder  "big" (the first element is the highest bit
-    of its byte, as numpy.packbits) or "little" (the lowest: what attention masks use).
+    Parameters
+    ----------
+    x
+        bool [n], any framework, CPU or GPU.
+    bitorder
+        "big" (the first element is the highest bit of its byte, as numpy.packbits) or "little" (the
+        lowest: what attention masks use).
 
-    Returns uint8 [ceil(n / 8)] in x's framework and device. Raises ArgumentError for another rank,
-    dtype or bitorder. Semantics: numpy.packbits.
+    Returns
+    -------
+    result
+        uint8 [ceil(n / 8)] in x's framework and device.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for another rank, dtype or bitorder.
+
+    Notes
+    -----
+    Semantics: numpy.packbits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> cupyattn.packbits(np.array([True, False, False, True]), bitorder="little")
+    array([9], dtype=uint8)
     """
     vx = _view_bits(x, bitorder)
     if vx.device.kind == "cpu":
@@ -42,12 +65,38 @@ def packbits(x: ArrayT, bitorder: str = "big") -> ArrayT:
 def segment_packbits(x: ArrayT, indptr: Array, bitorder: str = "big") -> tuple[ArrayT, ArrayT]:
     """Pack each segment x[indptr[b]:indptr[b + 1]] on its own, so that each starts on a byte.
 
-    x  bool [n].  indptr  int32 or int64 [B + 1], offsets into x that never fall; on a GPU it is
-    copied to the host, since it decides the size of the result.  bitorder  as `packbits`.
+    Parameters
+    ----------
+    x
+        bool [n].
+    indptr
+        int32 or int64 [B + 1], offsets into x that never fall; on a GPU it is copied to the host,
+        since it decides the size of the result.
+    bitorder
+        As in `packbits`.
 
-    Returns (uint8 [new_indptr[B]], new_indptr int32 [B + 1]), offsets in bytes, in x's framework
-    and device. Raises ArgumentError for other ranks and dtypes, or offsets that fall or leave x.
+    Returns
+    -------
+    tuple of arrays
+        (uint8 [new_indptr[B]], new_indptr int32 [B + 1]), offsets in bytes, in x's framework and
+        device.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other ranks and dtypes, or offsets that fall or leave x.
+
+    Notes
+    -----
     Semantics: FlashInfer's segment_packbits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> mask = np.array([True, True, False, True, True])
+    >>> cupyattn.segment_packbits(mask, np.array([0, 2, 5]), bitorder="little")
+    (array([3, 6], dtype=uint8), array([0, 1, 2], dtype=int32))
     """
     vx = _view_bits(x, bitorder)
     vi = array.view(indptr, "indptr")

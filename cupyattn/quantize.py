@@ -42,16 +42,30 @@ _FORMS = {
 class QuantizedQKV(NamedTuple):
     """What `quantize_qkv` returns; None for what there is not. real = stored * scale.
 
-    q, k, v    in eight bits, of the shapes given
-    scale_q, scale_k, scale_v   numbers or arrays as they were given, or as they were found: float32
-               [heads] of scales="head", [1] of scales="tensor", which calls without a plan take as
-               it is. single_prefill_with_kv_cache and run() want one for each head: in torch,
-               scale.expand(heads).contiguous()
-    q_block_scales, k_block_scales, v_block_scales   float32: the scale of each block of tokens and
-               head. Ragged [ceil(n / block_size) + requests, heads]: block b of a request whose
-               rows begin at `start` is row start // block_size + request + b, and rows of no block
-               are 1. Dense [batch, ceil(tokens / block_size), heads]
-    k_mean     float32 [requests, kv heads, head_dim], what was subtracted from k
+    Parameters
+    ----------
+    q, k, v
+        In eight bits, of the shapes given.
+    scale_q, scale_k, scale_v
+        Numbers or arrays as they were given, or as they were found: float32 [heads] of
+        scales="head", [1] of scales="tensor", which calls without a plan take as it is.
+        single_prefill_with_kv_cache and run() want one for each head: in torch,
+        scale.expand(heads).contiguous().
+    q_block_scales, k_block_scales, v_block_scales
+        float32: the scale of each block of tokens and head. Ragged [ceil(n / block_size) +
+        requests, heads]: block b of a request whose rows begin at `start` is row start //
+        block_size + request + b, and rows of no block are 1. Dense [batch, ceil(tokens /
+        block_size), heads].
+    k_mean
+        float32 [requests, kv heads, head_dim], what was subtracted from k.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> x = cupyattn.quantize_qkv(k=np.ones((100, 2, 64), np.float16))
+    >>> x.k.dtype, x.k_block_scales.shape, x.q
+    (dtype(float8_e4m3fn), (3, 2), None)
     """
 
     q: Any = None
@@ -87,36 +101,62 @@ def quantize_qkv(
     """Queries, keys and values of 16 bits to eight bits with their scales, in one launch; in two
     where scales are of all rows.
 
-    q, k, v      float16 or bfloat16 [n, heads, head_dim], ragged, or [batch, tokens, heads,
-                 head_dim], any of them or all; head dims to 256, a contiguous last dimension
-    qo_indptr, kv_indptr   int32 or int64 [requests + 1] rows of q, and of k and v, where they are
-                 ragged (default: one request). On a GPU their values are not known to the host:
-                 rows of offsets that fall, or leave the array, are not written
-    dtype        of q and k: "float8_e4m3fn" or "int8"; v is float8_e4m3fn
-    scales       what shares a scale that is not given: "block", tokens of a request, for each head;
-                 "head", all rows of a head; "tensor", all of q, of k or of v
-    block_size   the tokens of a block, 64 or 128
-    scale_q, scale_k, scale_v   scales that are given: numbers above 0, or float32 arrays of one
-                 element, [heads] or [requests, heads]
-    k_mean       float32 [requests, kv heads, head_dim], subtracted from k (where `hadamard` rotates
-                 keys, the mean of rotated ones). Logits of a row change by a constant, which
-                 attention does not see but in its LSE
-    smooth_k     find k_mean, the mean of each request and head, by two launches ahead
-    hadamard     rotate q and k by a Hadamard matrix over sqrt(head_dim), which spreads outliers
-                 over a head and leaves their products; head dims that are powers of two
+    Parameters
+    ----------
+    q, k, v
+        float16 or bfloat16 [n, heads, head_dim], ragged, or [batch, tokens, heads, head_dim], any
+        of them or all; head dims to 256, a contiguous last dimension.
+    qo_indptr, kv_indptr
+        int32 or int64 [requests + 1] rows of q, and of k and v, where they are ragged (default: one
+        request). On a GPU their values are not known to the host: rows of offsets that fall, or
+        leave the array, are not written.
+    dtype
+        Of q and k: "float8_e4m3fn" or "int8"; v is float8_e4m3fn.
+    scales
+        What shares a scale that is not given: "block", tokens of a request, for each head; "head",
+        all rows of a head; "tensor", all of q, of k or of v.
+    block_size
+        The tokens of a block, 64 or 128.
+    scale_q, scale_k, scale_v
+        Scales that are given: numbers above 0, or float32 arrays of one element, [heads] or
+        [requests, heads].
+    k_mean
+        float32 [requests, kv heads, head_dim], subtracted from k (where `hadamard` rotates keys,
+        the mean of rotated ones). Logits of a row change by a constant, which attention does not
+        see but in its LSE.
+    smooth_k
+        Find k_mean, the mean of each request and head, by two launches ahead.
+    hadamard
+        Rotate q and k by a Hadamard matrix over sqrt(head_dim), which spreads outliers over a head
+        and leaves their products; head dims that are powers of two.
 
+    Returns
+    -------
+    result
+        A QuantizedQKV, whose fields are named as the arguments of attention.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other shapes, dtypes and devices.
+
+    Notes
+    -----
     Stored is x times 1 / scale, rounded to nearest, ties to even; beyond the largest value it is
     that value. A scale that is found is the largest finite magnitude of what shares it over 448
     (int8: 127), 1 for zeros. A NaN stays one, but is 0 in int8.
 
-    Returns a QuantizedQKV, whose fields are named as the arguments of attention. Raises
-    ArgumentError for other shapes, dtypes and devices. Semantics: SageAttention's smoothing and
-    scales of blocks (arXiv 2410.02367), FlashAttention-3's rotation (arXiv 2407.08608).
+    Semantics: SageAttention's smoothing and scales of blocks (arXiv 2410.02367), FlashAttention-3's
+    rotation (arXiv 2407.08608).
 
-    Example:
-
-        x = cupyattn.quantize_qkv(q, k, v, hadamard=True)
-        x.q, x.q_block_scales
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q, k = np.ones((100, 8, 64), np.float16), np.ones((100, 2, 64), np.float16)
+    >>> x = cupyattn.quantize_qkv(q, k, k, hadamard=True)
+    >>> x.q.dtype, x.q_block_scales.shape  # blocks of 64 tokens
+    (dtype(float8_e4m3fn), (3, 8))
     """
     rows = {
         name: _Rows.of(x, indptr, scale, name)

@@ -82,48 +82,82 @@ def rope_and_cache(
     """What comes between a layer's projections and its attention, in one launch: RMS norm and
     rotary positions of q and k, and keys and values into the slots of a cache.
 
-    q, k, v        [n, heads, head_dim] of one dtype, float16 or bfloat16; q may be None. Head dims
-                   to 256, any strides but a contiguous last dimension, as slices of a packed qkv
-    k_cache, v_cache   as in `reshape_and_cache`: [slots, kv heads, head_dim] or pages, of k's
-                   dtype, float8_e4m3fn, float8_e5m2 or int8 (v then of float8_e4m3fn)
-    slot_mapping   int32 or int64 [n]: page * page_size + offset; a negative one writes no key. Or
-                   batch_indices, kv_indices, kv_indptr and positions, as in `append_paged_kv_cache`
-    positions      int32 or int64 [n] of what rotates q and k
-    kv_layout      "NHD" or "HND", of pages
-    cos_sin_cache  [positions, rotary_dim] float32 or 16 bits: cosines of the pairs, then their
-                   sines; a position that it does not have gives NaN. Or
-    rope_theta, rope_scale, rotary_dim   angles position / rope_scale * theta^(-2 i / rotary_dim)
-                   (rotary_dim: multiples of 16, default head_dim). With neither nothing rotates
-    interleave     pairs are neighbours; else element i and i + rotary_dim / 2
-    q_weight, k_weight   [head_dim] of an RMS norm of each head, ahead of the rotation: x /
-                   sqrt(mean of squares + eps) * (weight + weight_bias). None: none
-    hadamard       rotate q and k by a Hadamard matrix over sqrt(head_dim), behind all that
-    scale_q, k_scale, v_scale   what values of eight bits are to be multiplied by later: numbers, or
-                   float32 arrays of one element or of one for each head (default 1)
-    k_block_scales, v_block_scales   float32 [num_pages, page_size / size, kv heads], size 64, or
-                   128 up to head_dim 128: the scale of each block of a page, written. A block that
-                   is written from its first slot on has the scale of its largest value. Tokens
-                   behind others keep theirs, or let it grow by a power of two, which what is there
-                   is divided by. Tokens of one block must be neighbours in a call, in the order of
-                   their slots
-    k_mean         float32 [requests, kv heads, head_dim], subtracted from k at last; batch_indices
-                   say which request a token is of, where there are several
-    q_dtype, q_out what q becomes: "float8_e4m3fn", "int8" or its own dtype (default); or an
-                   array to write, which may be q itself
-    k_out          [n, kv heads, head_dim] of k's dtype, which may be k itself: the rotated keys
+    Parameters
+    ----------
+    q, k, v
+        [n, heads, head_dim] of one dtype, float16 or bfloat16; q may be None. Head dims to 256, any
+        strides but a contiguous last dimension, as slices of a packed qkv.
+    k_cache, v_cache
+        As in `reshape_and_cache`: [slots, kv heads, head_dim] or pages, of k's dtype,
+        float8_e4m3fn, float8_e5m2 or int8 (v then of float8_e4m3fn).
+    slot_mapping
+        int32 or int64 [n]: page * page_size + offset; a negative one writes no key. Or
+        batch_indices, kv_indices, kv_indptr and positions, as in `append_paged_kv_cache`.
+    positions
+        int32 or int64 [n] of what rotates q and k.
+    kv_layout
+        "NHD" or "HND", of pages.
+    cos_sin_cache
+        [positions, rotary_dim] float32 or 16 bits: cosines of the pairs, then their sines; a
+        position that it does not have gives NaN. Or.
+    rope_theta, rope_scale, rotary_dim
+        Angles position / rope_scale * theta^(-2 i / rotary_dim) (rotary_dim: multiples of 16,
+        default head_dim). With neither nothing rotates.
+    interleave
+        Pairs are neighbours; else element i and i + rotary_dim / 2.
+    q_weight, k_weight
+        [head_dim] of an RMS norm of each head, ahead of the rotation: x / sqrt(mean of squares +
+        eps) * (weight + weight_bias). None: none.
+    hadamard
+        Rotate q and k by a Hadamard matrix over sqrt(head_dim), behind all that.
+    scale_q, k_scale, v_scale
+        What values of eight bits are to be multiplied by later: numbers, or float32 arrays of one
+        element or of one for each head (default 1).
+    k_block_scales, v_block_scales
+        float32 [num_pages, page_size / size, kv heads], size 64, or 128 up to head_dim 128: the
+        scale of each block of a page, written. A block that is written from its first slot on has
+        the scale of its largest value. Tokens behind others keep theirs, or let it grow by a power
+        of two, which what is there is divided by. Tokens of one block must be neighbours in a call,
+        in the order of their slots.
+    k_mean
+        float32 [requests, kv heads, head_dim], subtracted from k at last; batch_indices say which
+        request a token is of, where there are several.
+    q_dtype, q_out
+        What q becomes: "float8_e4m3fn", "int8" or its own dtype (default); or an array to write,
+        which may be q itself.
+    k_out
+        [n, kv heads, head_dim] of k's dtype, which may be k itself: the rotated keys.
+    other arguments
+        The work is float32's inside: what separate kernels round between them is not rounded here.
+        Values of eight bits are rounded as in `quantize_qkv`.
 
-    The work is float32's inside: what separate kernels round between them is not rounded here.
-    Values of eight bits are rounded as in `quantize_qkv`.
+    Returns
+    -------
+    result
+        q as [n, heads, head_dim], None without q.
 
-    Returns q as [n, heads, head_dim], None without q. Raises ArgumentError for other shapes, dtypes
-    and devices, and a cache that cannot be written; on the CPU for slots beyond the cache, which a
-    GPU leaves out. Semantics: vLLM's rms_norm, rotary_embedding and reshape_and_cache_flash.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other shapes, dtypes and devices, and a cache that cannot be written; on
+        the CPU for slots beyond the cache, which a GPU leaves out.
 
-    Example:
+    Notes
+    -----
+    Semantics: vLLM's rms_norm, rotary_embedding and reshape_and_cache_flash.
 
-        q = rope_and_cache(
-            q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin_cache=table
-        )
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q, k = np.ones((3, 8, 64), np.float16), np.ones((3, 2, 64), np.float16)
+    >>> k_cache, v_cache = np.zeros((2, 128, 2, 64), np.float16)  # 128 slots
+    >>> slots, positions = np.array([40, 41, 42]), np.array([8, 9, 10])
+    >>> rotated = cupyattn.rope_and_cache(
+    ...     q, k, k, k_cache, v_cache, slots, positions, rope_theta=1e4
+    ... )
+    >>> rotated.shape, v_cache[41].min()
+    ((3, 8, 64), np.float16(1.0))
     """
     call = _Call.of(
         views=_view_sources(q, k, v),

@@ -52,14 +52,31 @@ def get_share_seq_lens(
 ) -> ArrayT:
     """How many keys of each request a rank holds.
 
-    seq_lens  int32 or int64, any shape: whole lengths, or any other numbers of first tokens;
-              negative ones count as 0
-    out       int32 of seq_lens' shape, to write into (default: a new array)
+    Parameters
+    ----------
+    seq_lens
+        int32 or int64, any shape: whole lengths, or any other numbers of first tokens; negative
+        ones count as 0.
+    out
+        int32 of seq_lens' shape, to write into (default: a new array).
 
-    Returns int32 of seq_lens' shape in its framework and device; on a GPU nothing waits for it, and
-    a graph may capture it. Raises ArgumentError for other dtypes, devices, and numbers that name no
-    rank. Semantics: vLLM's get_dcp_local_seq_lens of one rank.
+    Returns
+    -------
+    result
+        int32 of seq_lens' shape in its framework and device; on a GPU nothing waits for it, and a
+        graph may capture it.
 
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other dtypes, devices, and numbers that name no rank.
+
+    Notes
+    -----
+    Semantics: vLLM's get_dcp_local_seq_lens of one rank.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> get_share_seq_lens(np.array([5, 8]), 2, 0).tolist()
     [3, 4]
@@ -80,13 +97,27 @@ def get_share_slots(
 ) -> ArrayT:
     """The slots that tokens have on a rank, -1 for tokens that other ranks hold.
 
-    slots  int32 or int64, any shape: slots of the whole cache, whose pages hold those of all ranks,
-           or positions in a request; negative ones stay -1
-    out    int32 of slots' shape, to write into (default: a new array)
+    Parameters
+    ----------
+    slots
+        int32 or int64, any shape: slots of the whole cache, whose pages hold those of all ranks, or
+        positions in a request; negative ones stay -1.
+    out
+        int32 of slots' shape, to write into (default: a new array).
 
-    `reshape_and_cache` takes the result as slot_mapping, and writes nothing for -1. Returns int32,
-    and raises ArgumentError, as `get_share_seq_lens`. Semantics: SGLang's localize_dcp_indices.
+    Returns
+    -------
+    result
+        int32, and raises ArgumentError, as `get_share_seq_lens`.
 
+    Notes
+    -----
+    `reshape_and_cache` takes the result as slot_mapping, and writes nothing for -1.
+
+    Semantics: SGLang's localize_dcp_indices.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> get_share_slots(np.array([0, 1, 2, 3, -1]), 2, 1).tolist()
     [-1, 0, -1, 1, -1]
@@ -111,20 +142,40 @@ def get_share_lists(
 ) -> tuple[ArrayT, ArrayT]:
     """Lists of keys as a rank reads them: its own slots in their order, then -1.
 
-    lists   int32 or int64 [..., top_k]: slots of the whole cache, as FlashMLA's `indices` are of
-            one GPU, or with block_tables positions in each row's request. Negative ones are no keys
-    lens    int32 or int64 [...]: how many of each list count (default: all)
-    block_tables, page_size   int32 or int64 [B, max_pages], the rank's pages of each request, and
-            tokens of a page. Rows of lists are as many for each request, one request behind the
-            other. A key behind the table, and one of a negative page, is left out
-    out, counts   int32 of lists' shape, and without top_k, to write into (default: new arrays)
+    Parameters
+    ----------
+    lists
+        int32 or int64 [..., top_k]: slots of the whole cache, as FlashMLA's `indices` are of one
+        GPU, or with block_tables positions in each row's request. Negative ones are no keys.
+    lens
+        int32 or int64 [...]: how many of each list count (default: all).
+    block_tables, page_size
+        int32 or int64 [B, max_pages], the rank's pages of each request, and tokens of a page. Rows
+        of lists are as many for each request, one request behind the other. A key behind the table,
+        and one of a negative page, is left out.
+    out, counts
+        int32 of lists' shape, and without top_k, to write into (default: new arrays).
 
-    Returns (lists, counts): int32, counts the rank's own of each list. They are what
-    `flash_mla_with_kvcache` takes as indices and topk_length, and
-    `trtllm_batch_decode_with_kv_cache_mla` as block_tables and sparse_mla_top_k_lens. Nothing waits
-    on a GPU. Errors as `get_share_seq_lens`. Semantics: SGLang's remap_dcp_sparse_indices; with
-    block_tables, vLLM's triton_filter_and_convert_dcp_index.
+    Returns
+    -------
+    tuple of arrays
+        (lists, counts): int32, counts the rank's own of each list. They are what
+        `flash_mla_with_kvcache` takes as indices and topk_length, and
+        `trtllm_batch_decode_with_kv_cache_mla` as block_tables and sparse_mla_top_k_lens. Nothing
+        waits on a GPU.
 
+    Raises
+    ------
+    CupyAttnError
+        Errors as `get_share_seq_lens`.
+
+    Notes
+    -----
+    Semantics: SGLang's remap_dcp_sparse_indices; with block_tables, vLLM's
+    triton_filter_and_convert_dcp_index.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> got = get_share_lists(np.array([[7, 2, 3, -1]]), 2, 1)
     >>> [x.tolist() for x in got]

@@ -46,23 +46,47 @@ def reshape_and_cache(
 ) -> None:
     """Write the keys and values of tokens into the slots of a cache, in place and in one launch.
 
-    k, v            [n, Hkv, Dk] and [n, Hkv, Dv] of one dtype: float16, bfloat16, float32 or fp8
-    k_cache, v_cache   [slots, Hkv, D], or pages [num_pages, page_size, Hkv, D] ("HND": [num_pages,
-                    Hkv, page_size, D]), of k's dtype, or fp8 while k has 16 or 32 bits: then it is
-                    converted. K and V have any strides of their own but a contiguous last dimension
-    slot_mapping    int32 or int64 [n]: the slot of each token, page * page_size + offset; a
-                    negative one skips its token
-    k_scale, v_scale   what fp8 values are to be multiplied by later: stored is x / scale, rounded
-                    and saturated as in `append_paged_kv_cache`. Numbers above 0, or float32 arrays
-                    of one element or of one for each KV head, read where they are
-    slot_map        int32 or int64 [m]: the slot of the cache for each slot that slot_mapping names,
-                    for a pool whose slots follow those of another
+    Parameters
+    ----------
+    k, v
+        [n, Hkv, Dk] and [n, Hkv, Dv] of one dtype: float16, bfloat16, float32 or fp8.
+    k_cache, v_cache
+        [slots, Hkv, D], or pages [num_pages, page_size, Hkv, D] ("HND": [num_pages, Hkv, page_size,
+        D]), of k's dtype, or fp8 while k has 16 or 32 bits: then it is converted. K and V have any
+        strides of their own but a contiguous last dimension.
+    slot_mapping
+        int32 or int64 [n]: the slot of each token, page * page_size + offset; a negative one skips
+        its token.
+    k_scale, v_scale
+        What fp8 values are to be multiplied by later: stored is x / scale, rounded and saturated as
+        in `append_paged_kv_cache`. Numbers above 0, or float32 arrays of one element or of one for
+        each KV head, read where they are.
+    slot_map
+        int32 or int64 [m]: the slot of the cache for each slot that slot_mapping names, for a pool
+        whose slots follow those of another.
 
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for other shapes, dtypes and devices, and for a cache that cannot be written.
+
+    Notes
+    -----
     Two tokens for one slot leave either of them. On a GPU a repeated call takes a few microseconds
     of host time, any number of tokens is one signature, and a CUDA graph may capture it. A slot
-    beyond the cache is left out there, and raises ArgumentError on the CPU. Raises ArgumentError
-    for other shapes, dtypes and devices, and for a cache that cannot be written. Semantics: vLLM's
-    reshape_and_cache_flash.
+    beyond the cache is left out there, and raises ArgumentError on the CPU.
+
+    Semantics: vLLM's reshape_and_cache_flash.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import serving
+    >>> k_cache, v_cache = np.zeros((2, 4, 16, 2, 64), np.float16)
+    >>> k = v = np.ones((2, 2, 64), np.float16)
+    >>> serving.reshape_and_cache(k, v, k_cache, v_cache, np.array([17, -1]))  # -1: skipped
+    >>> k_cache[1, 1].min(), k_cache.sum()
+    (np.float16(1.0), np.float16(128.0))
     """
     number_k, scale_k = _number_or_array(k_scale)
     number_v, scale_v = _number_or_array(v_scale)

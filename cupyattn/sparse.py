@@ -83,56 +83,85 @@ def attend(
     """Attention of each token to the blocks of keys that a list of its own names. Lists, lengths
     and tables stay where they are, on the device, so that a CUDA graph may capture the call.
 
-    q       [tokens, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too): the
-            tokens of one request after those of another.
-    cache   keys and values, of q's dtype, float8_e4m3fn or float8_e5m2, in one of three forms:
-            pages, with `table`: a pair (K, V) of [num_pages, page_size, num_kv_heads, head_dim], or
-            heads before slots with kv_layout "HND"; or one array [num_pages, 2, ...] of both. Any
-            page size and strides; V may have a head dim of its own.
-            Rows, with `kv_indptr`: a pair of [rows, num_kv_heads, head_dim].
-            Requests of one size: a pair of [requests, keys, num_kv_heads, head_dim], or [keys,
-            num_kv_heads, head_dim] of one request.
-            With `head_dim_v` one array of latent rows, see there.
-    lists   int32 [tokens, groups, entries], in which each entry is the number of a block of
-            `granularity` keys, counted within the request of the token. groups is 1 (or there is
-            no such axis), num_kv_heads or num_qo_heads: the heads that share a list are neighbours.
-            Negative entries, and blocks that the token does not see, are no keys, wherever they
-            stand; of a block that the last key cuts, the keys up to that count. A block is attended
-            as often as it is listed: list it once. `select` makes such lists.
-    table   int32 [requests, most pages], pages of each request in the order of its keys. What no
-            list names is not read: other entries, pages and keys may hold anything.
-    lengths int32 [requests], keys of each request, those of its new tokens among them; needed with
-            `table`, else all rows of a request by default.
-    granularity  keys of a block, a power of two from 1 to 256.
-    indptr  int32 [requests + 1], the first token of each request and their number. By default all
-            requests have equally many tokens. Rows of q past the last offset are left alone.
-    kv_indptr  int32 [requests + 1], the first row of each request's keys and their number.
-    causal  a token sees no key behind its own, for tokens are the last of their requests: token i
-            of n sees lengths - (n - 1 - i) keys. False: all of them.
-    window  so many last keys that a token sees are attended besides those of its list, each once,
-            whether they are listed or not.
-    sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator and in the LSE.
-    output_gate  [tokens, num_qo_heads] or [tokens, num_qo_heads, head_dim], q's dtype or float32:
-            the output is multiplied by its sigmoid.
-    sm_scale   multiplies the logits; default 1 / sqrt(head_dim). logits_soft_cap: c > 0 makes
-            c * tanh(logit / c) of them.
-    k_scale, v_scale  what fp8 keys and values are multiplied by: numbers, or float32 [num_kv_heads]
-            or [requests, num_kv_heads].
-    head_dim_v  the latent columns of a key, 512 or 256, which are its value too: cache is pages of
-            latent rows, [num_pages, page_size, head_dim] with an axis of one head or none, all
-            heads share a list, and a launch first finds the slots of its keys. Scales are numbers
-            then, gates and caps are not served, and rows of q past the last offset become 0.
-    o_dtype float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or q.
-    out, lse   arrays to write instead of new ones; lse float32 [tokens, num_qo_heads], base 2.
+    Parameters
+    ----------
+    q
+        [tokens, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too): the tokens
+        of one request after those of another.
+    cache
+        Keys and values, of q's dtype, float8_e4m3fn or float8_e5m2, in one of three forms: pages,
+        with `table`: a pair (K, V) of [num_pages, page_size, num_kv_heads, head_dim], or heads
+        before slots with kv_layout "HND"; or one array [num_pages, 2, ...] of both. Any page size
+        and strides; V may have a head dim of its own. Rows, with `kv_indptr`: a pair of [rows,
+        num_kv_heads, head_dim]. Requests of one size: a pair of [requests, keys, num_kv_heads,
+        head_dim], or [keys, num_kv_heads, head_dim] of one request. With `head_dim_v` one array of
+        latent rows, see there.
+    lists
+        int32 [tokens, groups, entries], in which each entry is the number of a block of
+        `granularity` keys, counted within the request of the token. groups is 1 (or there is no
+        such axis), num_kv_heads or num_qo_heads: the heads that share a list are neighbours.
+        Negative entries, and blocks that the token does not see, are no keys, wherever they stand;
+        of a block that the last key cuts, the keys up to that count. A block is attended as often
+        as it is listed: list it once. `select` makes such lists.
+    table
+        int32 [requests, most pages], pages of each request in the order of its keys. What no list
+        names is not read: other entries, pages and keys may hold anything.
+    lengths
+        int32 [requests], keys of each request, those of its new tokens among them; needed with
+        `table`, else all rows of a request by default.
+    granularity
+        Keys of a block, a power of two from 1 to 256.
+    indptr
+        int32 [requests + 1], the first token of each request and their number. By default all
+        requests have equally many tokens. Rows of q past the last offset are left alone.
+    kv_indptr
+        int32 [requests + 1], the first row of each request's keys and their number.
+    causal
+        A token sees no key behind its own, for tokens are the last of their requests: token i of n
+        sees lengths - (n - 1 - i) keys. False: all of them.
+    window
+        So many last keys that a token sees are attended besides those of its list, each once,
+        whether they are listed or not.
+    sinks
+        float32 [num_qo_heads]: extra natural-log logits in the denominator and in the LSE.
+    output_gate
+        [tokens, num_qo_heads] or [tokens, num_qo_heads, head_dim], q's dtype or float32: the output
+        is multiplied by its sigmoid.
+    sm_scale
+        Multiplies the logits; default 1 / sqrt(head_dim). logits_soft_cap: c > 0 makes c *
+        tanh(logit / c) of them.
+    k_scale, v_scale
+        What fp8 keys and values are multiplied by: numbers, or float32 [num_kv_heads] or [requests,
+        num_kv_heads].
+    head_dim_v
+        The latent columns of a key, 512 or 256, which are its value too: cache is pages of latent
+        rows, [num_pages, page_size, head_dim] with an axis of one head or none, all heads share a
+        list, and a launch first finds the slots of its keys. Scales are numbers then, gates and
+        caps are not served, and rows of q past the last offset become 0.
+    o_dtype
+        float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or q.
+    out, lse
+        Arrays to write instead of new ones; lse float32 [tokens, num_qo_heads], base 2.
 
-    Returns out [tokens, num_qo_heads, head_dim], or (out, lse) if `return_lse`, a state that merges
-    with others (`merge_state`). A token without keys gives 0 and -inf, with a sink 0 and the sink.
+    Returns
+    -------
+    out
+        [tokens, num_qo_heads, head_dim], or (out, lse) if `return_lse`, a state that merges with
+        others (`merge_state`). A token without keys gives 0 and -inf, with a sink 0 and the sink.
 
-    Raises ArgumentError for shapes, dtypes and values that do not fit, and UnsupportedError for
-    what no kernel serves, before anything is launched. On the CPU lengths and listed pages are
-    checked.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for shapes, dtypes and values that do not fit, and UnsupportedError for what
+        no kernel serves, before anything is launched. On the CPU lengths and listed pages are
+        checked.
+
+    Notes
+    -----
     Semantics of lists: those of cuDNN's sparse attention (`indices` and `index_granularity`).
 
+    Examples
+    --------
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> q = rng.standard_normal((2, 4, 64)).astype(np.float16)  # a token each of two requests
@@ -331,56 +360,87 @@ def select(
     """The blocks of keys that each token attends to: those of the greatest scores of an index,
     which has a key of one head for every key or few keys. `attend` takes such lists.
 
-    q_index [tokens, index_heads, head_dim], float16, bfloat16 or float8_e4m3fn (on the CPU float32
-            too): the tokens of one request after those of another.
-    index_cache  rows of q_index's dtype or float8_e4m3fn: pages [num_pages, page_size, head_dim]
-            with `table`, [rows, head_dim] of all requests with `kv_indptr`, or [requests, rows,
-            head_dim]. An axis of one head behind page_size is allowed. Pages may be DeepGEMM's,
-            uint8 [num_pages, page_size, 1, head_dim + 4]: the e4m3 rows of a page, and behind them
-            a float32 scale of each.
-    table   int32 [requests, most pages], the pages of each request's index rows.
-    lengths int32 [requests], keys (not index rows) of each request, those of its new tokens among
-            them; needed with `table`, else as many as there is room for.
-    topk    entries of a list, 1 to 2048. block: keys of the block that an entry names, a power of
-            two from 1 to 256.
-    score   of a block, by products of index queries and rows times sm_scale:
-            "max": the largest of the block's rows and the group's heads. "relu_sum": of each row
-            the sum over the group's heads of weight * max(product, 0); of a block its largest row.
-            "softmax": the sum over the block's rows and the group's heads of weight * probability,
-            where a head's probabilities are over all rows that the token sees.
-    weights float32 or q_index's dtype [tokens, index_heads]; default 1. Not with "max".
-    groups  lists of a token, for each of which neighbouring heads vote; default index_heads for
-            "max", else 1.
-    first, last  so many first and last blocks that the token sees are in its list whatever their
-            scores, and count in topk.
-    ratio   keys that an index row stands for. A token that sees n keys sees n // ratio rows.
-    tail    where block equals ratio, above 1: one more entry, for the last block where the token
-            sees only some of its keys, so that no row stands for it.
-    causal  token i of a request's n sees lengths - (n - 1 - i) keys. False: all of them.
-    indptr  int32 [requests + 1], the first token of each request and their number. By default all
-            requests have equally many tokens.
-    kv_indptr  int32 [requests + 1], the first index row of each request and their number.
-    candidates  int32 [tokens, groups or 1, entries], -1 for none, each once: blocks of
-            `candidate_block` keys (a multiple of block, by default the same) that alone compete.
-    sm_scale  multiplies the products; default 1, for "softmax" 1 / sqrt(head_dim).
-    k_scale, k_scales  of fp8 rows: a number or float32 [1], and float32 [num_pages, page_size] (or
-            like index_cache without its last axis), one for each row.
-    out, values  arrays to write instead of new ones: int32 and float32 [tokens, groups, topk].
-    return_values  return the scores too.
+    Parameters
+    ----------
+    q_index
+        [tokens, index_heads, head_dim], float16, bfloat16 or float8_e4m3fn (on the CPU float32
+        too): the tokens of one request after those of another.
+    index_cache
+        Rows of q_index's dtype or float8_e4m3fn: pages [num_pages, page_size, head_dim] with
+        `table`, [rows, head_dim] of all requests with `kv_indptr`, or [requests, rows, head_dim].
+        An axis of one head behind page_size is allowed. Pages may be DeepGEMM's, uint8 [num_pages,
+        page_size, 1, head_dim + 4]: the e4m3 rows of a page, and behind them a float32 scale of
+        each.
+    table
+        int32 [requests, most pages], the pages of each request's index rows.
+    lengths
+        int32 [requests], keys (not index rows) of each request, those of its new tokens among them;
+        needed with `table`, else as many as there is room for.
+    topk
+        Entries of a list, 1 to 2048. block: keys of the block that an entry names, a power of two
+        from 1 to 256.
+    score
+        Of a block, by products of index queries and rows times sm_scale: "max": the largest of the
+        block's rows and the group's heads. "relu_sum": of each row the sum over the group's heads
+        of weight * max(product, 0); of a block its largest row. "softmax": the sum over the block's
+        rows and the group's heads of weight * probability, where a head's probabilities are over
+        all rows that the token sees.
+    weights
+        float32 or q_index's dtype [tokens, index_heads]; default 1. Not with "max".
+    groups
+        Lists of a token, for each of which neighbouring heads vote; default index_heads for "max",
+        else 1.
+    first, last
+        So many first and last blocks that the token sees are in its list whatever their scores, and
+        count in topk.
+    ratio
+        Keys that an index row stands for. A token that sees n keys sees n // ratio rows.
+    tail
+        Where block equals ratio, above 1: one more entry, for the last block where the token sees
+        only some of its keys, so that no row stands for it.
+    causal
+        Token i of a request's n sees lengths - (n - 1 - i) keys. False: all of them.
+    indptr
+        int32 [requests + 1], the first token of each request and their number. By default all
+        requests have equally many tokens.
+    kv_indptr
+        int32 [requests + 1], the first index row of each request and their number.
+    candidates
+        int32 [tokens, groups or 1, entries], -1 for none, each once: blocks of `candidate_block`
+        keys (a multiple of block, by default the same) that alone compete.
+    sm_scale
+        Multiplies the products; default 1, for "softmax" 1 / sqrt(head_dim).
+    k_scale, k_scales
+        Of fp8 rows: a number or float32 [1], and float32 [num_pages, page_size] (or like
+        index_cache without its last axis), one for each row.
+    out, values
+        Arrays to write instead of new ones: int32 and float32 [tokens, groups, topk].
+    return_values
+        Return the scores too.
 
-    Returns int32 [tokens, groups, topk], with a tail topk + 1: block numbers within the token's
-    request, ascending, then -1. Which blocks is exact: the greatest scores, of equal ones the lower
-    block; NaN counts as -inf. All blocks that the token sees compete. Tokens of no request have -1.
-    With `return_values` (lists, values), float32: the scores of what is listed, -inf beside -1 and
-    the tail.
+    Returns
+    -------
+    result
+        int32 [tokens, groups, topk], with a tail topk + 1: block numbers within the token's
+        request, ascending, then -1. Which blocks is exact: the greatest scores, of equal ones the
+        lower block; NaN counts as -inf. All blocks that the token sees compete. Tokens of no
+        request have -1. With `return_values` (lists, values), float32: the scores of what is
+        listed, -inf beside -1 and the tail.
 
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError and UnsupportedError, before anything is launched.
+
+    Notes
+    -----
     On a GPU a call is two launches: scores of all blocks, then the greatest of each list. Kernels
     have no "softmax"; candidates in one list for all groups; up to 64 heads in groups of 1, 2, 4 or
     multiples of 8; head dims of whole 32 up to 256, over fp8 rows 64 and 128; rows on 16-byte
     boundaries. What is wrong in lengths, tables or candidates goes unnoticed there.
 
-    Raises ArgumentError and UnsupportedError, before anything is launched.
-
+    Examples
+    --------
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> q_index = rng.standard_normal((2, 4, 32)).astype(np.float16)  # a token each of two requests

@@ -44,23 +44,52 @@ def top_k_page_table_transform(
 ) -> Any:
     """The slots of the k greatest scores of each row.
 
-    input   float32, float16 or bfloat16 [rows, columns]; row i has scores from row_starts[i]
-            (default 0) on, lengths[i] of them.
-    src_page_table  int32 [B, most pages]: page p of row i's request holds its keys p * page_size
-            and on. row_to_batch int32 [rows] is its row of the table, by default i.
-    lengths, row_starts, page_table_row_starts  int32 [rows]; the last says where in its row of the
-            table a row's pages begin, by default row_starts where page_size is 1.
-    k       entries of a row of the result.
-    tie_break  0 or 1: of equal scores the lower index; 2: the higher one.
-    page_size  a power of two.
-    out, out_raw_indices  int32 [rows, k], arrays to write: the result, and the indices from which
-            it is made. deterministic and dsa_graph_safe are accepted for compatibility.
+    Parameters
+    ----------
+    input
+        float32, float16 or bfloat16 [rows, columns]; row i has scores from row_starts[i] (default
+        0) on, lengths[i] of them.
+    src_page_table
+        int32 [B, most pages]: page p of row i's request holds its keys p * page_size and on.
+        row_to_batch int32 [rows] is its row of the table, by default i.
+    lengths, row_starts, page_table_row_starts
+        int32 [rows]; the last says where in its row of the table a row's pages begin, by default
+        row_starts where page_size is 1.
+    k
+        Entries of a row of the result.
+    tie_break
+        0 or 1: of equal scores the lower index; 2: the higher one.
+    page_size
+        A power of two.
+    out, out_raw_indices
+        int32 [rows, k], arrays to write: the result, and the indices from which it is made.
+        deterministic and dsa_graph_safe are accepted for compatibility.
 
-    Returns int32 [rows, k]: table[row_to_batch[i], start + j // page_size] * page_size + j %
-    page_size for each index j that is chosen, ascending, then -1. A GPU's indices are not looked
-    at before the launch: there, scores beyond the input do not count, and what lies beyond the
-    table is -1. Raises ArgumentError. Semantics: FlashInfer's function of the same name, whose
-    order within a row is not ours.
+    Returns
+    -------
+    result
+        int32 [rows, k]: table[row_to_batch[i], start + j // page_size] * page_size + j % page_size
+        for each index j that is chosen, ascending, then -1. A GPU's indices are not looked at
+        before the launch: there, scores beyond the input do not count, and what lies beyond the
+        table is -1.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, whose order within a row is not ours.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> scores = np.array([[0.1, 0.9, 0.3, 0.8]], np.float32)
+    >>> slots = np.array([[70, 71, 72, 73]], np.int32)  # of the request's keys: pages of one
+    >>> cupyattn.top_k_page_table_transform(scores, slots, np.array([4], np.int32), k=2)
+    array([[71, 73]], dtype=int32)
     """
     table = array.view(src_page_table, "src_page_table")
     match_array(table, "B pages", dtypes.int32, "src_page_table")
@@ -110,17 +139,44 @@ def top_k_ragged_transform(
 ) -> Any:
     """The rows of all keys that have the k greatest scores of each row.
 
-    input   float32, float16 or bfloat16 [rows, columns]; row i has scores from row_starts[i]
-            (default 0) on, lengths[i] of them.
-    offsets, lengths, row_starts  int32 [rows]; offsets[i] is added to what is chosen for row i,
-            which counts from row_starts[i] on.
-    k       entries of a row of the result.
-    tie_break  0 or 1: of equal scores the lower index; 2: the higher one.
-    deterministic, dsa_graph_safe  accepted for compatibility.
+    Parameters
+    ----------
+    input
+        float32, float16 or bfloat16 [rows, columns]; row i has scores from row_starts[i] (default
+        0) on, lengths[i] of them.
+    offsets, lengths, row_starts
+        int32 [rows]; offsets[i] is added to what is chosen for row i, which counts from
+        row_starts[i] on.
+    k
+        Entries of a row of the result.
+    tie_break
+        0 or 1: of equal scores the lower index; 2: the higher one.
+    deterministic, dsa_graph_safe
+        Accepted for compatibility.
 
-    Returns int32 [rows, k], ascending, then -1. A GPU's lengths are not looked at before the
-    launch: there, scores beyond the input do not count. Raises ArgumentError. Semantics:
-    FlashInfer's function of the same name, whose order within a row is not ours.
+    Returns
+    -------
+    result
+        int32 [rows, k], ascending, then -1. A GPU's lengths are not looked at before the launch:
+        there, scores beyond the input do not count.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, whose order within a row is not ours.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> scores = np.array([[0.1, 0.9, 0.3, 0.8]], np.float32)
+    >>> first, lengths = np.array([100], np.int32), np.array([4], np.int32)
+    >>> cupyattn.top_k_ragged_transform(scores, first, lengths, k=2)
+    array([[101, 103]], dtype=int32)
     """
     by_row = {"lengths": lengths, "row_starts": row_starts, "offsets": offsets}
     scores = _Scores.of(input, k, tie_break, by_row)

@@ -97,59 +97,102 @@ def trtllm_batch_decode_with_kv_cache(
     """Attention of a batch's last tokens over paged keys; page table and lengths stay where they
     are, on the device, so that a CUDA graph may capture the call and follow their changes.
 
-    query   [B * q_len_per_req, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32
-            too): request after request, the last tokens of each, causal among themselves. With
-            cum_seq_lens_q any number of rows of each.
-    kv_cache   [num_pages, 2, num_kv_heads, page_size, head_dim] ("HND") or [num_pages, 2,
-            page_size, num_kv_heads, head_dim] ("NHD"); with an axis of 1 in place of the 2 keys
-            are values too; or a pair (K, V) without that axis. dtype of query, float8_e4m3fn or
-            float8_e5m2. Any page size; head dims any multiple of 8 up to 256.
-    workspace_buffer   bytes on a 16-byte boundary, whatever they hold: work list and partial
-            states; 128 MB are enough for any batch that fits a GPU, and too few are an error that
-            names the need. Calls that overlap in time need one each. None, or a JAX array, which
-            cannot be written: memory for this call.
-    block_tables   int32 [B, max_pages], pages of each request in the order of its keys; entries
-            past its last page may hold anything. int64 is converted at each call.
-    seq_lens   int32, uint32 or int64 [B], keys of each request, the new tokens among them; 0: its
-            rows give 0 and -inf. Lengths beyond the table are cut to it.
-    max_seq_len   an upper bound of seq_lens, as far as is known: it affects speed only, by how
-            finely keys are split.
-    bmm1_scale   the whole scale of the logits (k_scale / sqrt(head_dim), say); bmm2_scale that of
-            the output (v_scale). Numbers, or float32 arrays of one element: on a GPU they are read
-            there, without waiting.
-    window_left   keys to the left of a row's own that it sees; -1: all.
-    out, lse   arrays to write instead of new ones; lse float32 [rows, num_qo_heads], base 2.
-    out_dtype  float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or
-            of query. fp8 is saturated, after bmm2_scale.
-    sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator.
-    q_len_per_req   rows of each request. cum_seq_lens_q: [B + 1], the first row of each and their
-            number, in its place; max_q_len (or a q_len_per_req above 1) is then the most of one.
-    skip_softmax_threshold_scale_factor   as in `single_prefill_with_kv_cache`. Few rows are exact.
+    Parameters
+    ----------
+    query
+        [B * q_len_per_req, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too):
+        request after request, the last tokens of each, causal among themselves. With cum_seq_lens_q
+        any number of rows of each.
+    kv_cache
+        [num_pages, 2, num_kv_heads, page_size, head_dim] ("HND") or [num_pages, 2, page_size,
+        num_kv_heads, head_dim] ("NHD"); with an axis of 1 in place of the 2 keys are values too; or
+        a pair (K, V) without that axis. dtype of query, float8_e4m3fn or float8_e5m2. Any page
+        size; head dims any multiple of 8 up to 256.
+    workspace_buffer
+        Bytes on a 16-byte boundary, whatever they hold: work list and partial states; 128 MB are
+        enough for any batch that fits a GPU, and too few are an error that names the need. Calls
+        that overlap in time need one each. None, or a JAX array, which cannot be written: memory
+        for this call.
+    block_tables
+        int32 [B, max_pages], pages of each request in the order of its keys; entries past its last
+        page may hold anything. int64 is converted at each call.
+    seq_lens
+        int32, uint32 or int64 [B], keys of each request, the new tokens among them; 0: its rows
+        give 0 and -inf. Lengths beyond the table are cut to it.
+    max_seq_len
+        An upper bound of seq_lens, as far as is known: it affects speed only, by how finely keys
+        are split.
+    bmm1_scale
+        The whole scale of the logits (k_scale / sqrt(head_dim), say); bmm2_scale that of the output
+        (v_scale). Numbers, or float32 arrays of one element: on a GPU they are read there, without
+        waiting.
+    window_left
+        Keys to the left of a row's own that it sees; -1: all.
+    out, lse
+        Arrays to write instead of new ones; lse float32 [rows, num_qo_heads], base 2.
+    out_dtype
+        float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or of
+        query. fp8 is saturated, after bmm2_scale.
+    sinks
+        float32 [num_qo_heads]: extra natural-log logits in the denominator.
+    q_len_per_req
+        Rows of each request. cum_seq_lens_q: [B + 1], the first row of each and their number, in
+        its place; max_q_len (or a q_len_per_req above 1) is then the most of one.
+    skip_softmax_threshold_scale_factor
+        As in `single_prefill_with_kv_cache`. Few rows are exact.
     o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode
-            accepted for compatibility; they change nothing here.
-    mask    over the query tokens of each request, in place of causality: bools [B, q_len_per_req,
-            q_len_per_req], or their bits, lowest first, in words of any size with an axis of words
-            behind (uint16 [B, q, 2 * ceil(q / 32)], say). Earlier keys are visible. With
-            cum_seq_lens_q a row for each row of query, of max_q_len bools or bits.
-    bmm1_scale_log2   bmm1_scale times log2(e), which then counts in its place: a number, or float32
-            array of one element.
-    cp_world, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every request, of
-            which this is one: runs of so many tokens in turn (cupyattn.shares). block_tables and
-            seq_lens are those of this rank's keys; the states of all ranks, with their LSEs, merge
-            into the answer. sinks on rank 0 alone.
-    causal_seqlens_kv_global   [B]: keys of each whole request ahead of its rows of query, where
-            several rows, a window or a mask go by places in it.
-    o_sf_scale, o_sf_vec_size, kv_cache_sf   must be None; enable_block_sparse_attention False.
-    uses_shared_paged_kv_idx   False: block_tables is [B, 2, max_pages], the pages of K and those of
-            V.
+        Accepted for compatibility; they change nothing here.
+    mask
+        Over the query tokens of each request, in place of causality: bools [B, q_len_per_req,
+        q_len_per_req], or their bits, lowest first, in words of any size with an axis of words
+        behind (uint16 [B, q, 2 * ceil(q / 32)], say). Earlier keys are visible. With cum_seq_lens_q
+        a row for each row of query, of max_q_len bools or bits.
+    bmm1_scale_log2
+        bmm1_scale times log2(e), which then counts in its place: a number, or float32 array of one
+        element.
+    cp_world, cp_rank, cp_kv_cache_interleave_size
+        So many GPUs hold the keys of every request, of which this is one: runs of so many tokens in
+        turn (cupyattn.shares). block_tables and seq_lens are those of this rank's keys; the states
+        of all ranks, with their LSEs, merge into the answer. sinks on rank 0 alone.
+    causal_seqlens_kv_global
+        [B]: keys of each whole request ahead of its rows of query, where several rows, a window or
+        a mask go by places in it.
+    o_sf_scale, o_sf_vec_size, kv_cache_sf
+        Must be None; enable_block_sparse_attention False.
+    uses_shared_paged_kv_idx
+        False: block_tables is [B, 2, max_pages], the pages of K and those of V.
 
-    Returns out [rows, num_qo_heads, head_dim] in query's framework and device, or (out, lse) if
-    `return_lse`. Nothing is copied to the host and nothing waits. Rows of no request are not
-    written. Raises ArgumentError for arguments that do not fit each other, UnsupportedError for
-    what has no kernel, WorkspaceError, all before anything is written. The values of tables on a
-    GPU are not known to the host: CUPYATTN_DEBUG=1 reads and checks them; on the CPU they always
-    are. Semantics: FlashInfer's function of the same name, which on Hopper has no LSE, no
+    Returns
+    -------
+    out
+        [rows, num_qo_heads, head_dim] in query's framework and device, or (out, lse) if
+        `return_lse`. Nothing is copied to the host and nothing waits. Rows of no request are not
+        written.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for arguments that do not fit each other, UnsupportedError for what has no
+        kernel, WorkspaceError, all before anything is written. The values of tables on a GPU are
+        not known to the host: CUPYATTN_DEBUG=1 reads and checks them; on the CPU they always are.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which on Hopper has no LSE, no
     cum_seq_lens_q, and pages of 16 to 128 only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([21, 16], np.int32)
+    >>> q = np.ones((2, 8, 64), np.float16)  # a token of each request
+    >>> o = cupyattn.trtllm_batch_decode_with_kv_cache(
+    ...     q, pool, None, table, lengths, max_seq_len=32, bmm1_scale=64**-0.5, kv_layout="NHD"
+    ... )
+    >>> o.shape
+    (2, 8, 64)
     """
     k, v = kv_cache, None
     if isinstance(kv_cache, (tuple, list)):
@@ -229,8 +272,23 @@ def xqa_batch_decode_with_kv_cache(
     """`trtllm_batch_decode_with_kv_cache` with its arguments in another order, and NHD by default.
 
     q_cu_seq_lens is that function's cum_seq_lens_q. Nothing in workspace_buffer needs to be zero.
-    Answers and errors as there. Semantics: FlashInfer's function of the same name, which has no
-    LSE.
+    Answers and errors as there.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which has no LSE.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([21, 16], np.int32)
+    >>> q = np.ones((2, 8, 64), np.float16)
+    >>> cupyattn.xqa_batch_decode_with_kv_cache(
+    ...     q, pool, None, table, lengths, max_seq_len=32, bmm1_scale=64**-0.5
+    ... ).shape
+    (2, 8, 64)
     """
     return trtllm_batch_decode_with_kv_cache(  # type: ignore[call-overload]
         query,
@@ -291,19 +349,53 @@ def trtllm_batch_context_with_kv_cache(
     """Attention of a batch's new tokens over paged keys; page table, lengths and offsets stay on
     the device, so that a CUDA graph may capture the call and follow their changes.
 
-    query   [rows, num_qo_heads, head_dim], request after request, the last tokens of each.
-    cum_seq_lens_q   int32, uint32 or int64 [B + 1]: the first row of each, and their number.
-    max_q_len   the most rows of one request, as far as is known: it chooses the kernel.
-    max_kv_len  the most of seq_lens, likewise; batch_size must be B.
-    cum_seq_lens_kv   accepted for compatibility: seq_lens says the same. So are use_fp16_softmax
-            and uses_spcompress, which allow less exact outputs.
-    causal  row i of n sees keys up to i + seq_len - n, else all of its request.
-    All other arguments as in `trtllm_batch_decode_with_kv_cache`.
+    Parameters
+    ----------
+    query
+        [rows, num_qo_heads, head_dim], request after request, the last tokens of each.
+    cum_seq_lens_q
+        int32, uint32 or int64 [B + 1]: the first row of each, and their number.
+    max_q_len
+        The most rows of one request, as far as is known: it chooses the kernel.
+    max_kv_len
+        The most of seq_lens, likewise; batch_size must be B.
+    cum_seq_lens_kv
+        Accepted for compatibility: seq_lens says the same. So are use_fp16_softmax and
+        uses_spcompress, which allow less exact outputs.
+    causal
+        Row i of n sees keys up to i + seq_len - n, else all of its request.
+    other arguments
+        All other arguments as in `trtllm_batch_decode_with_kv_cache`.
 
-    Returns out [rows, num_qo_heads, head_dim], or (out, lse [rows, num_qo_heads], base 2) if
-    `return_lse`. Errors likewise. Semantics: FlashInfer's function of the same name, which does not
-    run on Hopper, nor with a window where it is not causal: here a row's window ends at its own
-    position plus what follows.
+    Returns
+    -------
+    out
+        [rows, num_qo_heads, head_dim], or (out, lse [rows, num_qo_heads], base 2) if `return_lse`.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors likewise.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which does not run on Hopper, nor with a
+    window where it is not causal: here a row's window ends at its own position plus what follows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([21, 16], np.int32)
+    >>> q, offsets = np.ones((20, 8, 64), np.float16), np.array([0, 4, 20], np.int32)
+    >>> o = cupyattn.trtllm_batch_context_with_kv_cache(
+    ...     q, pool, None, table, lengths, max_q_len=16, max_kv_len=32, bmm1_scale=64**-0.5,
+    ...     bmm2_scale=1.0, batch_size=2, cum_seq_lens_q=offsets, cum_seq_lens_kv=None,
+    ...     kv_layout="NHD",
+    ... )
+    >>> o.shape
+    (20, 8, 64)
     """
     k, v = kv_cache, None
     if isinstance(kv_cache, (tuple, list)):
@@ -378,24 +470,63 @@ def trtllm_ragged_attention_deepseek(
     """Attention of a batch's new tokens over keys in rows; lengths and offsets stay on the device,
     so that a CUDA graph may capture the call and follow their changes.
 
-    query   [rows, num_qo_heads, head_dim_qk], request after request, the last tokens of each.
-    key, value   [n, num_kv_heads, head_dim], request after request; head dims may differ. Beside
-            keys of 16 bits, values may be fp8: they are widened to the dtype of the keys first.
-    seq_lens   int32, uint32 or int64 [B]: keys of each request; 0: its rows give 0 and -inf.
-    cum_seq_lens_q, cum_seq_lens_kv   likewise [B + 1]: the first row of each in query, and in key.
-    max_q_len, max_kv_len, batch_size   as in `trtllm_batch_context_with_kv_cache`.
-    bmm1_scale, bmm2_scale, window_left, workspace_buffer, out, lse, and all dtypes   as in
-            `trtllm_batch_decode_with_kv_cache`; attention_sinks as sinks there.
-    skip_softmax_threshold_scale_factor   as in `single_prefill_with_kv_cache`.
-    is_causal  row i of n sees keys up to i + seq_len - n, else all of its request.
-    sage_attn_sfs   must be Nones.
-    o_sf_scale, enable_pdl, num_elts_per_sage_attn_blk, backend, q_seq_lens_cpu, kv_seq_lens_cpu,
-    use_fp16_softmax, uses_spcompress   accepted for compatibility: o_sf_scale belongs to 4-bit
-            outputs, the lengths are those on the device.
+    Parameters
+    ----------
+    query
+        [rows, num_qo_heads, head_dim_qk], request after request, the last tokens of each.
+    key, value
+        [n, num_kv_heads, head_dim], request after request; head dims may differ. Beside keys of 16
+        bits, values may be fp8: they are widened to the dtype of the keys first.
+    seq_lens
+        int32, uint32 or int64 [B]: keys of each request; 0: its rows give 0 and -inf.
+    cum_seq_lens_q, cum_seq_lens_kv
+        Likewise [B + 1]: the first row of each in query, and in key.
+    max_q_len, max_kv_len, batch_size
+        As in `trtllm_batch_context_with_kv_cache`.
+    bmm1_scale, bmm2_scale, window_left, workspace_buffer, out, lse
+        As in `trtllm_batch_decode_with_kv_cache`, and so are all dtypes.
+    attention_sinks
+        As sinks there.
+    skip_softmax_threshold_scale_factor
+        As in `single_prefill_with_kv_cache`.
+    is_causal
+        Row i of n sees keys up to i + seq_len - n, else all of its request.
+    sage_attn_sfs
+        Must be Nones. o_sf_scale, enable_pdl, num_elts_per_sage_attn_blk, backend, q_seq_lens_cpu,
+        kv_seq_lens_cpu,.
+    use_fp16_softmax, uses_spcompress
+        Accepted for compatibility: o_sf_scale belongs to 4-bit outputs, the lengths are those on
+        the device.
 
-    Returns out [rows, num_qo_heads, head_dim_vo], or (out, lse [rows, num_qo_heads], base 2) if
-    `return_lse`. Errors as in `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function
-    of the same name, which does not run on Hopper and takes three pairs of head dims.
+    Returns
+    -------
+    out
+        [rows, num_qo_heads, head_dim_vo], or (out, lse [rows, num_qo_heads], base 2) if
+        `return_lse`.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as in `trtllm_batch_decode_with_kv_cache`.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name, which does not run on Hopper and takes three
+    pairs of head dims.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q, k = np.ones((20, 8, 192), np.float16), np.ones((20, 8, 192), np.float16)
+    >>> v = np.ones((20, 8, 128), np.float16)
+    >>> lengths, offsets = np.array([4, 16], np.int32), np.array([0, 4, 20], np.int32)
+    >>> cupyattn.trtllm_ragged_attention_deepseek(
+    ...     q, k, v, None, lengths, max_q_len=16, max_kv_len=16, bmm1_scale=192**-0.5,
+    ...     bmm2_scale=1.0, o_sf_scale=1.0, batch_size=2, window_left=-1, cum_seq_lens_q=offsets,
+    ...     cum_seq_lens_kv=offsets, enable_pdl=False, is_causal=True, return_lse=False,
+    ... ).shape
+    (20, 8, 128)
     """
     if not isinstance(sage_attn_sfs, (tuple, list)) or any(x is not None for x in sage_attn_sfs):
         raise UnsupportedError("sage_attn_sfs: scale factors by block are not supported; pass None")
@@ -462,24 +593,48 @@ def trtllm_fmha_v2_prefill(
     """`trtllm_ragged_attention_deepseek`, or with pages `trtllm_batch_context_with_kv_cache`, whose
     q, k and v come in one of several layouts.
 
-    input_layout   says what qkv is: "PACKED_QKV" one array [rows, 3, num_heads, head_dim];
-            "CONTIGUOUS_Q_KV" (Q, KV), KV [n, 2, num_kv_heads, head_dim]; "SEPARATE_Q_K_V" (Q, K,
-            V); "Q_PAGED_KV_NHD" and "Q_PAGED_KV_HND" (Q, pages), pages as kv_cache there, found
-            through block_tables [B, max_pages], which the others do not take. With pages (K, V)
-            block_tables may be [B, 2, max_pages], K's and V's of each request. Those of V count
-            from K's first page too, so V lies whole pages behind K in one allocation.
-    mask_mode   "causal", "sliding_window" (the same: window_left always holds), or "padding": rows
-            see all keys of their request. "chunked": a row sees those of its own chunk up to
-            itself; chunks are chunked_attention_size keys from the first key of a request on.
-    max_q_len   under "chunked" no request may have more rows.
-    pos_encoding_mode   None or "alibi", which is always causal.
-    logits_soft_cap_scale   c > 0: logits become c * tanh(logits / c); None or 0: off.
-    save_softmax_stats   return (out, stats [rows, num_qo_heads, 2]): m and s of each row, where
-            m + ln(s) is the LSE, natural log. (m is no row's maximum: the LSE itself, with s = 1,
-            and under a soft cap 0.)
-    skip_softmax_threshold_scale_factor   as in `single_prefill_with_kv_cache`.
-    All other arguments, results and errors as there. Semantics: FlashInfer's function of the same
-    name.
+    Parameters
+    ----------
+    input_layout
+        Says what qkv is: "PACKED_QKV" one array [rows, 3, num_heads, head_dim]; "CONTIGUOUS_Q_KV"
+        (Q, KV), KV [n, 2, num_kv_heads, head_dim]; "SEPARATE_Q_K_V" (Q, K, V); "Q_PAGED_KV_NHD" and
+        "Q_PAGED_KV_HND" (Q, pages), pages as kv_cache there, found through block_tables [B,
+        max_pages], which the others do not take. With pages (K, V) block_tables may be [B, 2,
+        max_pages], K's and V's of each request. Those of V count from K's first page too, so V lies
+        whole pages behind K in one allocation.
+    mask_mode
+        "causal", "sliding_window" (the same: window_left always holds), or "padding": rows see all
+        keys of their request. "chunked": a row sees those of its own chunk up to itself; chunks are
+        chunked_attention_size keys from the first key of a request on.
+    max_q_len
+        Under "chunked" no request may have more rows.
+    pos_encoding_mode
+        None or "alibi", which is always causal.
+    logits_soft_cap_scale
+        c > 0: logits become c * tanh(logits / c); None or 0: off.
+    save_softmax_stats
+        Return (out, stats [rows, num_qo_heads, 2]): m and s of each row, where m + ln(s) is the
+        LSE, natural log. (m is no row's maximum: the LSE itself, with s = 1, and under a soft cap
+        0).
+    skip_softmax_threshold_scale_factor
+        As in `single_prefill_with_kv_cache`.
+    other arguments
+        As there, and so are results and errors.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> qkv = np.ones((20, 3, 8, 64), np.float16)  # [tokens, q and k and v, heads, head dim]
+    >>> lengths, offsets = np.array([4, 16], np.int32), np.array([0, 4, 20], np.int32)
+    >>> cupyattn.trtllm_fmha_v2_prefill(
+    ...     qkv, "PACKED_QKV", None, lengths, 16, 16, 64**-0.5, 1.0, 2, offsets, offsets
+    ... ).shape
+    (20, 8, 64)
     """
     parse.choice(input_layout, tuple(_LAYOUTS), "input_layout")
     has_stats = parse.flag(save_softmax_stats, "save_softmax_stats")

@@ -81,33 +81,65 @@ def xqa(
 ) -> Any:
     """`trtllm_batch_decode_with_kv_cache` in XQA's terms; capture, workspace and errors as there.
 
-    q       [B, 1, num_qo_heads, head_dim], or [B, 1, q_seq_len, num_qo_heads, head_dim]: the last
-            tokens of each request, causal among themselves. Also [rows, num_qo_heads, head_dim],
-            and with q_cu_seq_lens (int32, uint32 or int64 [B + 1], the first row of each request
-            and their number) so many rows of each, q_seq_len at most.
-    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages,
-            num_kv_heads, page_size, head_dim] ("HND"). Two arrays [num_pages, 2, ...] have keys at
-            0 of the first, values at 1 of the second.
-    page_table, seq_lens   block_tables and seq_lens there; seq_lens may be [B, 1].
-    output  the array to write, in q's shape, float16, bfloat16, float32, float8_e4m3fn or
-            float8_e5m2 (saturated, after rcp_out_scale); default: a new one.
-    semaphores, sm_count, enable_pdl   accepted for compatibility; semaphores are left alone.
-    num_kv_heads, page_size, head_dim   if given, must be those of the arrays.
-    sinks   float32 [num_kv_heads, group] or [num_qo_heads]: extra natural-log logits in the
-            denominator.
-    q_scale, kv_scale   logits are q·k * q_scale / sqrt(head_dim), and where the caches are fp8
-            times kv_scale, as is the output. Numbers, or float32 arrays of one element, read on
-            the device without waiting.
-    sliding_win_size   keys that a row sees, its own among them; 0: all.
-    rcp_out_scale   multiplies the output.
-    mask    over the query tokens of each request: uint16 [B, q_seq_len, 2 * ceil(q_seq_len / 32)]
-            or the other forms there.
-    k_sf_cache, v_sf_cache   must be None.
-    lse, return_lse  also give the LSE, float32 in q's shape without head_dim, base 2.
+    Parameters
+    ----------
+    q
+        [B, 1, num_qo_heads, head_dim], or [B, 1, q_seq_len, num_qo_heads, head_dim]: the last
+        tokens of each request, causal among themselves. Also [rows, num_qo_heads, head_dim], and
+        with q_cu_seq_lens (int32, uint32 or int64 [B + 1], the first row of each request and their
+        number) so many rows of each, q_seq_len at most.
+    k_cache, v_cache
+        [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages, num_kv_heads,
+        page_size, head_dim] ("HND"). Two arrays [num_pages, 2, ...] have keys at 0 of the first,
+        values at 1 of the second.
+    page_table, seq_lens
+        block_tables and seq_lens there; seq_lens may be [B, 1].
+    output
+        The array to write, in q's shape, float16, bfloat16, float32, float8_e4m3fn or float8_e5m2
+        (saturated, after rcp_out_scale); default: a new one.
+    semaphores, sm_count, enable_pdl
+        Accepted for compatibility; semaphores are left alone.
+    num_kv_heads, page_size, head_dim
+        If given, must be those of the arrays.
+    sinks
+        float32 [num_kv_heads, group] or [num_qo_heads]: extra natural-log logits in the
+        denominator.
+    q_scale, kv_scale
+        Logits are q·k * q_scale / sqrt(head_dim), and where the caches are fp8 times kv_scale, as
+        is the output. Numbers, or float32 arrays of one element, read on the device without
+        waiting.
+    sliding_win_size
+        Keys that a row sees, its own among them; 0: all.
+    rcp_out_scale
+        Multiplies the output.
+    mask
+        Over the query tokens of each request: uint16 [B, q_seq_len, 2 * ceil(q_seq_len / 32)] or
+        the other forms there.
+    k_sf_cache, v_sf_cache
+        Must be None.
+    lse, return_lse
+        Also give the LSE, float32 in q's shape without head_dim, base 2.
 
-    Returns None where `output` is given, else the output; (output, lse) if `return_lse`.
+    Returns
+    -------
+    result
+        None where `output` is given, else the output; (output, lse) if `return_lse`.
+
+    Notes
+    -----
     Semantics: FlashInfer's function of the same name, which has no LSE, pages of 16 to 128, and
     groups of up to 32 rows; without `output`, the short form of its documentation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> k_cache = v_cache = np.ones((4, 16, 2, 64), np.float16)
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([[21], [16]], np.uint32)
+    >>> q, output = np.ones((2, 1, 8, 64), np.float16), np.empty((2, 1, 8, 64), np.float16)
+    >>> _ = cupyattn.xqa(q, k_cache, v_cache, table, lengths, output, num_kv_heads=2, page_size=16)
+    >>> output.max()
+    np.float16(1.0)
     """
     sm_scale, scale_q = number_or_array(q_scale)
     kv_number, scale_k = number_or_array(kv_scale)

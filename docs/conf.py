@@ -15,14 +15,21 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cupyattn import __version__, cli  # noqa: E402
-from docs.tools import docstrings  # noqa: E402
 
 project = "cupyattn"
 author = "The cupyattn authors"
 project_copyright = "The cupyattn authors, Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 root_doc = "docs/index"
 include_patterns = [
     "README.md",
@@ -45,7 +52,15 @@ autodoc_use_type_comments = False
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 80
-toc_object_entries = False
+toc_object_entries = True
+toc_object_entries_show_parents = "hide"
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_use_admonition_for_notes = False
+autosummary_generate = False
+# `name` in a docstring is a link where it names something of ours, and code elsewhere.
+default_role = "py:obj"
 
 smartquotes = False
 html_theme = "furo"
@@ -83,16 +98,11 @@ def _parsers(name: str, parser: Any) -> Iterator[tuple[str, Any]]:
 
 
 def setup(app: Any) -> None:
-    """Read our docstrings as plain text, and show the help of our commands."""
+    """Show the help of our commands, and links of folders as words."""
     # argparse asks the terminal how wide it is; the site is as wide everywhere.
     os.environ["COLUMNS"] = "88"
-    app.connect("autodoc-process-docstring", _to_rest)
     app.add_directive("commands", Commands)
     app.connect("source-read", _unlinked)
-
-
-def _to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = docstrings.to_rest(lines)
 
 
 def _unlinked(app: Any, docname: str, content: list[str]) -> None:

@@ -167,28 +167,55 @@ class _ContextParallel:
 class ContextParallelCall(_ContextParallel):
     """A call without a plan over keys that ranks share, as one function of the same arguments.
 
-    function  `flash_attn_with_kvcache`, `flash_attn_varlen_func` (with a table),
-              `trtllm_batch_decode_with_kv_cache` or `trtllm_batch_decode_with_kv_cache_mla`, lists
-              of keys among them. Lengths, tables and lists that a call gets are this rank's own
-              (`cupyattn.shares`); whole lengths, where rows see keys by places, have the function's
-              own name: cp_tot_seqused_k, or causal_seqlens_kv_global. Sinks, scales and all else by
-              head are of all heads.
+    Parameters
+    ----------
+    group
+        The ranks.
+    function
+        `flash_attn_with_kvcache`, `flash_attn_varlen_func` (with a table),
+        `trtllm_batch_decode_with_kv_cache` or `trtllm_batch_decode_with_kv_cache_mla`, lists of
+        keys among them. Lengths, tables and lists that a call gets are this rank's own
+        (`cupyattn.shares`); whole lengths, where rows see keys by places, have the function's own
+        name: cp_tot_seqused_k, or causal_seqlens_kv_global. Sinks, scales and all else by head are
+        of all heads.
+    max_rows
+        The most query tokens of a call.
+    num_qo_heads
+        Query heads of all ranks.
+    head_dim
+        Columns of a row of the output.
+    cp_kv_cache_interleave_size
+        Tokens of a run, see `cupyattn.shares`.
+    q_is_replicated
+        Whether a call is given the queries of all heads.
+    out_dtype
+        Of outputs.
+    timeout, uses_windows
+        As in StateExchange.
 
+    Notes
+    -----
     The ranks of `group` make it together, and call it together, in one order. A call gathers the
     queries of all heads, unless every rank has them (`q_is_replicated`), attends to this rank's
     keys into states of float32, and exchanges them in the order of ranks: the result is the same
     every time. Nothing waits on the host, and where `can_capture` is true a CUDA graph holds it.
 
-    Args:
-        group: the ranks.
-        function: what attends.
-        max_rows: the most query tokens of a call.
-        num_qo_heads: query heads of all ranks.
-        head_dim: columns of a row of the output.
-        cp_kv_cache_interleave_size: tokens of a run, see `cupyattn.shares`.
-        q_is_replicated: whether a call is given the queries of all heads.
-        out_dtype: of outputs.
-        timeout, uses_windows: as in StateExchange.
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> from cupyattn.distributed import ContextParallelCall, simulate
+    >>> pages = np.ones((4, 16, 2, 64), np.float16)  # of each rank's keys
+    >>> table, lengths = np.array([[3, 0]], np.int32), np.array([20], np.int32)  # likewise
+    >>> q = np.ones((1, 1, 4, 64), np.float16)  # 4 of 8 heads
+    >>> def work(group):
+    ...     function = flash_attn.flash_attn_with_kvcache
+    ...     call = ContextParallelCall(
+    ...         group, function, max_rows=1, num_qo_heads=8, head_dim=64, out_dtype="float16"
+    ...     )
+    ...     return call(q, pages, pages, cache_seqlens=lengths, page_table=table).shape
+    >>> simulate(2, work)
+    [(1, 1, 4, 64), (1, 1, 4, 64)]
     """
 
     def __init__(
@@ -250,13 +277,33 @@ class ContextParallelCall(_ContextParallel):
 class ContextParallelWrapper(_ContextParallel):
     """A planned wrapper over keys that ranks share.
 
-    wrapper  BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper (drafts that
-             are verified, prompts over a cache) or BatchMLAPagedAttentionWrapper, or one that is
-             derived from these. `plan` takes its arguments: tables and lengths are this rank's own,
-             `cp_tot_seqused_k` whole lengths, heads those of all ranks.
+    Parameters
+    ----------
+    wrapper
+        BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper (drafts that are
+        verified, prompts over a cache) or BatchMLAPagedAttentionWrapper, or one that is derived
+        from these. `plan` takes its arguments: tables and lengths are this rank's own,
+        `cp_tot_seqused_k` whole lengths, heads those of all ranks.
+    other arguments
+        The rest is as in `ContextParallelCall`. lse_base_on_e: of the wrapper's LSEs; only
+        BatchMLAPagedAttentionWrapper can be planned for natural logarithms (lse_mode="basee").
 
-    The rest is as in `ContextParallelCall`. lse_base_on_e: of the wrapper's LSEs; only
-    BatchMLAPagedAttentionWrapper can be planned for natural logarithms (lse_mode="basee").
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> from cupyattn.distributed import ContextParallelWrapper, simulate
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # of each rank's keys
+    >>> indptr, indices, last = np.array([0, 2]), np.array([3, 0]), np.array([4])
+    >>> def work(group):
+    ...     wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+    ...     shared = ContextParallelWrapper(
+    ...         group, wrapper, max_rows=1, num_qo_heads=8, head_dim=64, out_dtype="float16"
+    ...     )
+    ...     shared.plan(indptr, indices, last, 8, 2, 64, 16)
+    ...     return shared.run(np.ones((1, 4, 64), np.float16), pool).shape
+    >>> simulate(2, work)
+    [(1, 4, 64), (1, 4, 64)]
     """
 
     def __init__(
@@ -309,7 +356,11 @@ class ContextParallelWrapper(_ContextParallel):
 
         q is [rows, own heads, columns] (with `q_is_replicated`: of all heads), of
         BatchMLAPagedAttentionWrapper two arguments, q_nope and q_pe; other arguments are run()'s.
-        Returns as `ContextParallelCall`.
+
+        Returns
+        -------
+        result
+            As `ContextParallelCall`.
         """
         queries = [q, *args[:1]] if self._is_latent else [q]
         rest = args[len(queries) - 1 :]

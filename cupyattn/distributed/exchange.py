@@ -77,8 +77,8 @@ class StateExchange:
     """Hands each rank the states of its heads, and merges them in the order of ranks.
 
     Every rank of `group` attends with all `num_heads` heads to the keys that it has. `run` makes of
-    these states those over all keys, of the rank's own heads: rank r has heads r * own to
-    (r + 1) * own - 1, where own = num_heads / group.size.
+    these states those over all keys, of the rank's own heads: rank r has heads r * own to (r + 1) *
+    own - 1, where own = num_heads / group.size.
 
     Where peers can write each other's memory, which is on one host, the exchange is one kernel:
     blocks write their states to the owners, wait for those of the peers, and merge. Elsewhere
@@ -94,22 +94,46 @@ class StateExchange:
     compiled during a run make a rank late too: where a number of rows is new, ranks wait for each
     other on the host first.
 
-    Args:
-        group: the ranks; each of them makes a StateExchange of the same arguments.
-        max_rows: the most rows (query tokens) of a call.
-        num_heads: query heads of all ranks.
-        head_dim: columns of a state, those of v.
-        dtype: of the states to exchange: "float32", or "bfloat16" or "float16" for half the bytes
-            and a larger error.
-        out_dtype: of the answers.
-        lse_base_on_e: whether LSEs are natural logarithms; base 2 otherwise.
-        timeout: seconds for which a peer is waited for on the GPU.
-        uses_windows: False: by the group's all_to_all, in one level; True: raise UnsupportedError
-            where the memory of a host's peers cannot be written; None: as the group allows.
+    Parameters
+    ----------
+    group
+        The ranks; each of them makes a StateExchange of the same arguments.
+    max_rows
+        The most rows (query tokens) of a call.
+    num_heads
+        Query heads of all ranks.
+    head_dim
+        Columns of a state, those of v.
+    dtype
+        Of the states to exchange: "float32", or "bfloat16" or "float16" for half the bytes and a
+        larger error.
+    out_dtype
+        Of the answers.
+    lse_base_on_e
+        Whether LSEs are natural logarithms; base 2 otherwise.
+    timeout
+        Seconds for which a peer is waited for on the GPU.
+    uses_windows
+        False: by the group's all_to_all, in one level; True: raise UnsupportedError where the
+        memory of a host's peers cannot be written; None: as the group allows.
 
-    Raises:
-        ArgumentError: heads that the ranks do not divide, and other arguments of no meaning.
-        DistributedError: a rank that gave other arguments.
+    Raises
+    ------
+    ArgumentError
+        Heads that the ranks do not divide, and other arguments of no meaning.
+    DistributedError
+        A rank that gave other arguments.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn.distributed import StateExchange, simulate
+    >>> o, lse = np.ones((3, 8, 64), np.float32), np.zeros((3, 8), np.float32)  # of a rank's keys
+    >>> def work(group):
+    ...     exchange = StateExchange(group, 3, 8, 64, out_dtype="float16")
+    ...     return exchange.run(o, lse).shape  # of 4 of the 8 heads
+    >>> simulate(2, work)
+    [(3, 4, 64), (3, 4, 64)]
     """
 
     def __init__(
@@ -172,13 +196,21 @@ class StateExchange:
     ) -> Any:
         """The states of this rank's heads over the keys of all ranks.
 
-        Args:
-            o: [rows, num_heads, head_dim] of `dtype`, over this rank's keys.
-            lse: [rows, num_heads] of float32; -inf where a row has no key here.
-            out: [rows, own heads, head_dim] of `out_dtype` to write, or None.
-            lse_out: [rows, own heads] of float32 to write, or None.
-            return_lse: return (out, lse_out) instead of out.
+        Parameters
+        ----------
+        o
+            [rows, num_heads, head_dim] of `dtype`, over this rank's keys.
+        lse
+            [rows, num_heads] of float32; -inf where a row has no key here.
+        out
+            [rows, own heads, head_dim] of `out_dtype` to write, or None.
+        lse_out
+            [rows, own heads] of float32 to write, or None.
+        return_lse
+            Return (out, lse_out) instead of out.
 
+        Notes
+        -----
         It is launched on the current stream of the arrays' framework; the host waits for nothing.
         """
         if self._is_closed:

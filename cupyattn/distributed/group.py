@@ -27,11 +27,24 @@ class Group:
     and make a new one. Used in a `with` statement, it is closed at the end, and an error in the
     block makes the other ranks raise.
 
-    rank, size   who this rank is, and how many there are
-    hosts        for every rank, the number of its host, counted from 0
-    transport    what carries the bytes (see `Transport`)
-    on_gpu       whether arrays are CuPy's; NumPy's otherwise
-    can_capture  whether CUDA graphs may hold the collectives
+    Attributes
+    ----------
+    rank, size
+        Who this rank is, and how many there are.
+    hosts
+        For every rank, the number of its host, counted from 0.
+    transport
+        What carries the bytes (see `Transport`).
+    on_gpu
+        Whether arrays are CuPy's; NumPy's otherwise.
+    can_capture
+        Whether CUDA graphs may hold the collectives.
+
+    Examples
+    --------
+    >>> from cupyattn.distributed import simulate
+    >>> simulate(2, lambda group: (group.rank, group.size))  # in threads
+    [(0, 2), (1, 2)]
     """
 
     def __init__(self, transport: Transport) -> None:

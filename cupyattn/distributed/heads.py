@@ -15,9 +15,14 @@ _NAMES = "num_qo_heads, num_kv_heads"
 class HeadRange:
     """The heads of one rank: those from a first one on.
 
-    first_qo_head, num_qo_heads   of q and of the output
-    first_kv_head, num_kv_heads   of keys and values
-    num_replicas                  how many ranks have the same KV heads; 1: each has its own
+    Parameters
+    ----------
+    first_qo_head, num_qo_heads
+        Of q and of the output.
+    first_kv_head, num_kv_heads
+        Of keys and values.
+    num_replicas
+        How many ranks have the same KV heads; 1: each has its own.
     """
 
     first_qo_head: int
@@ -50,9 +55,12 @@ def head_range(num_qo_heads: int, num_kv_heads: int, size: int, rank: int) -> He
         >>> head_range(32, 8, size=16, rank=3).kv_heads
         slice(1, 2, None)
 
-    Raises ArgumentError where num_kv_heads does not divide num_qo_heads, size does not divide
-    num_qo_heads, neither of size and num_kv_heads is a multiple of the other, or rank is none of
-    the group's.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError where num_kv_heads does not divide num_qo_heads, size does not divide
+        num_qo_heads, neither of size and num_kv_heads is a multiple of the other, or rank is none
+        of the group's.
     """
     num_qo_heads = parse.require_int(num_qo_heads, "num_qo_heads")
     num_kv_heads = parse.require_int(num_kv_heads, "num_kv_heads")

@@ -22,9 +22,20 @@ class ZigZag:
     one sees more, so causal work is the same on all ranks. A rank's tokens lie request after
     request, in order of position. A request of fewer tokens has empty pieces.
 
-    qo_indptr   int32 or int64 [B + 1] from 0 on: the rows of each whole request
-    size        the number of ranks
+    Parameters
+    ----------
+    qo_indptr
+        int32 or int64 [B + 1] from 0 on: the rows of each whole request.
+    size
+        The number of ranks.
 
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for offsets that fall or do not begin at 0, and for a size below 1.
+
+    Notes
+    -----
     `cut` and `join` are for any array with one row a token: q, k, v, ids, positions, answers::
 
         >>> import numpy as np
@@ -36,8 +47,6 @@ class ZigZag:
         (array([0, 1, 6, 7, 0, 3]), array([0, 4, 6]))
         >>> share.join([share.cut(np.arange(12), rank) for rank in (0, 1)])
         array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11])
-
-    Raises ArgumentError for offsets that fall or do not begin at 0, and for a size below 1.
     """
 
     def __init__(self, qo_indptr: Array, size: int) -> None:

@@ -38,21 +38,31 @@ class ContextParallelPrefill(Untraced):
     the answers of these tokens. Three ways lead there, and plan() takes the one that a model of
     cost says is the soonest:
 
-    gather    keys of all ranks are gathered, and each rank's rows attend to them in one launch; or
-              in two, the first of which runs while the second half of the keys is on its way
-    overlap   a rank's tokens attend to each other while the keys of the other ranks come in chunks,
-              to which they attend as they come; the states are merged in a fixed order
-    ulysses   an all-to-all gives each rank all tokens of a part of the heads, and another one
-              brings the answers back. It needs heads that the ranks divide (`head_range`)
+    gather
+        keys of all ranks are gathered, and each rank's rows attend to them in one launch; or in
+        two, the first of which runs while the second half of the keys is on its way
+    overlap
+        A rank's tokens attend to each other while the keys of the other ranks come in chunks, to
+        which they attend as they come; the states are merged in a fixed order
+    ulysses
+        an all-to-all gives each rank all tokens of a part of the heads, and another one brings the
+        answers back. It needs heads that the ranks divide (`head_range`)
 
     Collectives of keys run on a stream of their own; nothing waits on the host. Answers are the
     same bits at every call, and within rounding those of one GPU.
 
-    group    of all ranks that call; their arrays are on its GPUs (CuPy's or torch's), or on the CPU
-    method   "auto", or one of the three
-    rates    what the model of cost takes for granted (`Rates`), for other GPUs and networks; the
-             same on all ranks
+    Parameters
+    ----------
+    group
+        Of all ranks that call; their arrays are on its GPUs (CuPy's or torch's), or on the CPU.
+    method
+        "auto", or one of the three.
+    rates
+        What the model of cost takes for granted (`Rates`), for other GPUs and networks; the same on
+        all ranks.
 
+    Notes
+    -----
     On each of two ranks::
 
         >>> import numpy as np
@@ -104,22 +114,36 @@ class ContextParallelPrefill(Untraced):
     ) -> None:
         """Schedule the batch that the next runs are for. All ranks call it, with equal arguments.
 
-        qo_indptr    int32 or int64 [B + 1] from 0 on: the rows of each whole request, all ranks'
-                tokens together; needed on the host
-        num_qo_heads to head_dim_vo   of the whole model, as in
-                BatchPrefillWithRaggedKVCacheWrapper.plan
-        causal       True by default, as prompts are. Windows without it need "ulysses"
-        q_data_type  float16 or bfloat16, of k and v too; float32 on the CPU
-        o_data_type  of the answer: that of q by default, or float32
-        num_chunks   of keys that come one after another: 1 or 2 for "gather", 1 or an even number
-                for "overlap", if the method is named; None: by the model of cost
-        options      sm_scale, logits_soft_cap, windows, pos_encoding_mode and what belongs to it,
-                as in BatchPrefillWithRaggedKVCacheWrapper.plan; positions are those in the whole
-                request. "overlap" has no windows and no pos_encoding_mode, "ulysses" no ALiBi
+        Parameters
+        ----------
+        qo_indptr
+            int32 or int64 [B + 1] from 0 on: the rows of each whole request, all ranks' tokens
+            together; needed on the host.
+        num_qo_heads to head_dim_vo
+            Of the whole model, as in BatchPrefillWithRaggedKVCacheWrapper.plan.
+        causal
+            True by default, as prompts are. Windows without it need "ulysses".
+        q_data_type
+            float16 or bfloat16, of k and v too; float32 on the CPU.
+        o_data_type
+            Of the answer: that of q by default, or float32.
+        num_chunks
+            Of keys that come one after another: 1 or 2 for "gather", 1 or an even number for
+            "overlap", if the method is named; None: by the model of cost.
+        options
+            sm_scale, logits_soft_cap, windows, pos_encoding_mode and what belongs to it, as in
+            BatchPrefillWithRaggedKVCacheWrapper.plan; positions are those in the whole request.
+            "overlap" has no windows and no pos_encoding_mode, "ulysses" no ALiBi.
 
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError and UnsupportedError as plan() of one GPU does, and for heads that
+            "ulysses" does not divide, before anything is launched.
+
+        Notes
+        -----
         Ranks compare their arguments first: DistributedError says which rank differs, and in what.
-        Raises ArgumentError and UnsupportedError as plan() of one GPU does, and for heads that
-        "ulysses" does not divide, before anything is launched.
         """
         problem: CupyAttnError | None = None
         facts: dict[str, Any] = {}
@@ -166,18 +190,32 @@ class ContextParallelPrefill(Untraced):
     ) -> Any:
         """Attention of this rank's tokens. All ranks call it.
 
-        q            [n, num_qo_heads, head_dim_qk]: this rank's rows, `ZigZag.rows(rank)` of the
-                batch
-        k, v         [n, num_kv_heads, head_dim]: those of the same tokens
-        out, lse     arrays to write instead of new ones: [n, num_qo_heads, head_dim_vo] of
-                o_data_type, float32 [n, num_qo_heads]
+        Parameters
+        ----------
+        q
+            [n, num_qo_heads, head_dim_qk]: this rank's rows, `ZigZag.rows(rank)` of the batch.
+        k, v
+            [n, num_kv_heads, head_dim]: those of the same tokens.
+        out, lse
+            Arrays to write instead of new ones: [n, num_qo_heads, head_dim_vo] of o_data_type,
+            float32 [n, num_qo_heads].
 
+        Returns
+        -------
+        result
+            out, or (out, lse) if `return_lse`; LSE have base 2. The first run of a plan makes
+            memory for what ranks exchange; a CUDA graph may capture later ones where the group can
+            be captured.
+
+        Raises
+        ------
+        CupyAttnError
+            PlanError without a plan, ArgumentError for arrays that do not fit it, before anything
+            is sent; DeviceError if another rank has ended.
+
+        Notes
+        -----
         Arrays have any strides but for a contiguous last dimension.
-
-        Returns out, or (out, lse) if `return_lse`; LSE have base 2. The first run of a plan makes
-        memory for what ranks exchange; a CUDA graph may capture later ones where the group can be
-        captured. Raises PlanError without a plan, ArgumentError for arrays that do not fit it,
-        before anything is sent; DeviceError if another rank has ended.
         """
         way = self._way
         if way is None:

@@ -22,12 +22,18 @@ _TILE_ROWS, _SLOTS = 128, 132  # query rows of a tile, and tiles that run at a t
 class Rates:
     """What a rank does in a second. The defaults are those of H100s and H200s of one host.
 
-    attention   floating point operations of prefill
-    memory      bytes that copies read and write in the GPU's memory
-    link        bytes that a rank takes from the others, by the slowest link of the group; None:
-                3e11 by copies to the memory of peers, 2.4e11 by collectives of NCCL (measured on a
-                pair of H100s without NVLink multicast; a network of 400 Gbit/s has 4e10)
-    launch      seconds, not a rate: what one more launch or collective takes
+    Parameters
+    ----------
+    attention
+        floating point operations of prefill.
+    memory
+        Bytes that copies read and write in the GPU's memory.
+    link
+        Bytes that a rank takes from the others, by the slowest link of the group; None: 3e11 by
+        copies to the memory of peers, 2.4e11 by collectives of NCCL (measured on a pair of H100s
+        without NVLink multicast; a network of 400 Gbit/s has 4e10).
+    launch
+        Seconds, not a rate: what one more launch or collective takes.
     """
 
     attention: float = 7.5e14

@@ -11,13 +11,21 @@ import numpy as np
 class Window:
     """Zeroed memory of this rank that every peer can write, and where a rank sees each peer's.
 
-    nbytes     its size on every rank
-    local      this rank's own, [nbytes] of uint8, a CuPy array or a NumPy one
-    peers      uint64 [size], NumPy: the address at which this rank sees each rank's window, its
-               own among them
-    table      the same addresses where kernels read them: in device memory, or `peers` itself
-    memories   every rank's array where all are in this process (simulated ranks); None otherwise
-    source     what gave it, such as "CUDA IPC" or "simulated"
+    Attributes
+    ----------
+    nbytes
+        Its size on every rank.
+    local
+        This rank's own, [nbytes] of uint8, a CuPy array or a NumPy one.
+    peers
+        uint64 [size], NumPy: the address at which this rank sees each rank's window, its own among
+        them.
+    table
+        The same addresses where kernels read them: in device memory, or `peers` itself.
+    memories
+        Every rank's array where all are in this process (simulated ranks); None otherwise.
+    source
+        What gave it, such as "CUDA IPC" or "simulated".
     """
 
     def __init__(
@@ -54,9 +62,8 @@ class Transport(Protocol):
     ranks make the same calls in the same order. A call that cannot go on because another rank
     ended, raised or called something else raises DeviceError, or DistributedError; none hangs.
 
-    name         in words, for `Group.describe()`
-    hosts        for every rank, the number of its host, counted from 0
-    can_capture  whether a CUDA graph may hold the collectives
+    name in words, for `Group.describe()` hosts for every rank, the number of its host, counted from
+    0 can_capture whether a CUDA graph may hold the collectives
     """
 
     @property

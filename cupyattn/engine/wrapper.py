@@ -294,7 +294,11 @@ class BatchWrapper(Untraced):
 
         int_workspace_buffer is checked and kept for compatibility: the wrapper's own memory for
         integers grows as it must.
-        Raises WorkspaceError if the new one is misaligned, or too small for the plan.
+
+        Raises
+        ------
+        CupyAttnError
+            WorkspaceError if the new one is misaligned, or too small for the plan.
         """
         v = view_workspace(float_workspace_buffer)
         with self._turns.planning:

@@ -46,20 +46,43 @@ _SOME_MEMORY_RATE, _SOME_CLOCK = 1000.0, 1500.0
 def explain(wrapper: Any) -> Explanation:
     """Why the kernels of a wrapper's plan run.
 
-    wrapper  any of the batch wrappers (decode, prefill, mixed, latent, cascade, sparse, POD, shared
-            prefix) after plan().
+    Parameters
+    ----------
+    wrapper
+        Any of the batch wrappers (decode, prefill, mixed, latent, cascade, sparse, POD, shared
+        prefix) after plan().
 
-    Returns an Explanation: `print` it for a table of the candidates with their estimated times in
-    microseconds, of what was refused and why, and of the launches with their tiles, blocks, waves
-    and splits; its fields have the same as values, and `picture()` is an SVG of the SMs over time.
-    It is about the variant that the last run needed, such as one of arrays off 16-byte boundaries,
-    or else the planned one. A wrapper of CPU arrays is explained as if on an H100, by which its
-    plans are sized.
+    Returns
+    -------
+    result
+        An Explanation: `print` it for a table of the candidates with their estimated times in
+        microseconds, of what was refused and why, and of the launches with their tiles, blocks,
+        waves and splits; its fields have the same as values, and `picture()` is an SVG of the SMs
+        over time. It is about the variant that the last run needed, such as one of arrays off
+        16-byte boundaries, or else the planned one. A wrapper of CPU arrays is explained as if on
+        an H100, by which its plans are sized.
 
-    Nothing is launched and nothing changes; it takes milliseconds. Raises ArgumentError for what is
-    no batch wrapper, PlanError before plan(). Semantics: this library's own.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for what is no batch wrapper, PlanError before plan().
 
-    Example: print(cupyattn.explain(wrapper))
+    Notes
+    -----
+    Nothing is launched and nothing changes; it takes milliseconds.
+
+    Semantics: this library's own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+    >>> wrapper.plan(indptr, indices, last, 8, 2, 64, 16)
+    >>> cupyattn.explain(wrapper).launches[0].kernel
+    'decode_sm80'
     """
     notes: tuple[str, ...] = ()
     if isinstance(wrapper, PODWithPagedKVCacheWrapper):

@@ -16,8 +16,12 @@ _NO_TIME = "—"
 class Choice:
     """One way to serve the batch.
 
-    time      when all would be done, in microseconds; None where nothing is known of it
-    is_taken  it is what the plan has
+    Parameters
+    ----------
+    time
+        When all would be done, in microseconds; None where nothing is known of it.
+    is_taken
+        It is what the plan has.
     """
 
     name: str
@@ -37,19 +41,31 @@ class Refusal:
 class PlannedLaunch:
     """One launch of a plan.
 
-    kernel, tiles   the entry of kernels/, and which of its tiles
-    tile_rows, tile_keys  of a tile: query tokens times heads of a group, and keys; two of each
-            where blocks are of two kinds
-    grid, blocks    the shape of the launch; `cluster` blocks share an item
-    blocks_at_a_time  that the card runs
-    waves           how often these are filled; of persistent blocks, the items of each
-    items           tiles of rows times parts of their keys, for all key heads
-    splits          the fewest and the most parts of the keys of a tile of rows
-    key_tiles       the fewest and the most of a block
-    read_bytes      of keys and values that all blocks read; most of it comes from L2 where tiles
-            share keys
-    states, state_bytes  partial results, which `merge` merges
-    is_beside       it begins beside the launch before it; else behind it
+    Parameters
+    ----------
+    kernel, tiles
+        The entry of kernels/, and which of its tiles.
+    tile_rows, tile_keys
+        Of a tile: query tokens times heads of a group, and keys; two of each where blocks are of
+        two kinds.
+    grid, blocks
+        The shape of the launch; `cluster` blocks share an item.
+    blocks_at_a_time
+        That the card runs.
+    waves
+        How often these are filled; of persistent blocks, the items of each.
+    items
+        Tiles of rows times parts of their keys, for all key heads.
+    splits
+        The fewest and the most parts of the keys of a tile of rows.
+    key_tiles
+        The fewest and the most of a block.
+    read_bytes
+        Of keys and values that all blocks read; most of it comes from L2 where tiles share keys.
+    states, state_bytes
+        Partial results, which `merge` merges.
+    is_beside
+        It begins beside the launch before it; else behind it.
     """
 
     kernel: str
@@ -76,16 +92,27 @@ class PlannedLaunch:
 class Explanation:
     """Why the kernels of a plan run. `str()` is a table, and `picture()` an SVG of the SMs.
 
-    card        that the plan is for, and `times`, where its times come from
-    problem, batch  what is asked, in words
-    key_bytes   of all keys and values that rows see, once each, and `key_time`, what memory takes
-            for them in microseconds; None where its rate is not known
-    candidates  every way to serve the batch, the soonest first
-    refusals    what does not serve it
-    launches    of the plan, in their order
-    workspace_bytes, word_bytes  of partial results, and of lists that go to the device
-    notes       what else decided
-    parts       the explanations of further batches that the wrapper has planned
+    Parameters
+    ----------
+    card
+        That the plan is for, and `times`, where its times come from.
+    problem, batch
+        What is asked, in words.
+    key_bytes
+        Of all keys and values that rows see, once each, and `key_time`, what memory takes for them
+        in microseconds; None where its rate is not known.
+    candidates
+        Every way to serve the batch, the soonest first.
+    refusals
+        What does not serve it.
+    launches
+        Of the plan, in their order.
+    workspace_bytes, word_bytes
+        Of partial results, and of lists that go to the device.
+    notes
+        What else decided.
+    parts
+        The explanations of further batches that the wrapper has planned.
     """
 
     card: str

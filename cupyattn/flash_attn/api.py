@@ -73,44 +73,84 @@ def flash_attn_func(
 ) -> Any:
     """Attention of requests of one length.
 
-    q       [b, seqlen_q, num_heads, head_dim], float16 or bfloat16 (on the CPU float32 too); also
-            float8_e4m3fn and float8_e5m2, computed in 16 bits, with an output in bfloat16. On a GPU
-            fp8 keys and values in rows that many queries read are first copied in q's 16 bits.
-    k, v    [b, seqlen_k, num_heads_k, head_dim], v's head_dim may differ; q's dtype, or fp8. Any
-            strides but a contiguous last dimension. Head dims up to 256: those that are no multiple
-            of 8 are copied into arrays with columns of zeros, as FlashAttention does.
-    dropout_p   must be 0.
-    softmax_scale   of the logits, not 0; default 1 / sqrt(head_dim).
-    causal  row i sees keys up to i + seqlen_k - seqlen_q.
-    window_size   (left, right): keys beside that one that a row sees, both ends included; -1 or
-            None: all. An array of two numbers too, on the CPU.
-    softcap   c > 0: logits become c * tanh(logit / c); 0: off.
-    alibi_slopes   float32 [num_heads] or [b, num_heads]: slope * |i + seqlen_k - seqlen_q - j| is
-            taken from the logits, behind the soft cap.
-    return_attn_probs   return three values, as FlashAttention-2 does.
-    return_softmax_lse   return the LSE too.
-    attention_chunk   keys of a chunk: a row sees the chunk that it lies in; 0: all keys.
-    q_descale, k_descale, v_descale   what fp8 values are multiplied by; no effect on other dtypes.
-            float32: one number, [num_heads_k], or [b, num_heads_k].
-    sinks, s_aux   two names of [num_heads] logits of keys without values, natural and unscaled, of
-            any float dtype.
-    output_gate   [b, seqlen_q, num_heads] or [b, seqlen_q, num_heads, head_dim of v], without b for
-            rows of all requests, in q's dtype or float32: the output is multiplied by its sigmoid
-            before it is rounded.
-    out     array to write instead of a new one.
-    num_splits   1: keys are not split; any other number lets the plan on the GPU decide.
-    deterministic, pack_gqa, sm_margin   accepted; outputs are the same each time.
-    qv      [b, seqlen_q, num_heads, head_dim of v]: queries that are multiplied with v; the logits
-            are the sums of both products, and softmax_scale is 1 / sqrt(the sum of both head dims)
-            by default. q, k, v and qv are copied side by side first.
+    Parameters
+    ----------
+    q
+        [b, seqlen_q, num_heads, head_dim], float16 or bfloat16 (on the CPU float32 too); also
+        float8_e4m3fn and float8_e5m2, computed in 16 bits, with an output in bfloat16. On a GPU fp8
+        keys and values in rows that many queries read are first copied in q's 16 bits.
+    k, v
+        [b, seqlen_k, num_heads_k, head_dim], v's head_dim may differ; q's dtype, or fp8. Any
+        strides but a contiguous last dimension. Head dims up to 256: those that are no multiple of
+        8 are copied into arrays with columns of zeros, as FlashAttention does.
+    dropout_p
+        Must be 0.
+    softmax_scale
+        Of the logits, not 0; default 1 / sqrt(head_dim).
+    causal
+        Row i sees keys up to i + seqlen_k - seqlen_q.
+    window_size
+        (left, right): keys beside that one that a row sees, both ends included; -1 or None: all. An
+        array of two numbers too, on the CPU.
+    softcap
+        c > 0: logits become c * tanh(logit / c); 0: off.
+    alibi_slopes
+        float32 [num_heads] or [b, num_heads]: slope * abs(i + seqlen_k - seqlen_q - j) is taken
+        from the logits, behind the soft cap.
+    return_attn_probs
+        Return three values, as FlashAttention-2 does.
+    return_softmax_lse
+        Return the LSE too.
+    attention_chunk
+        Keys of a chunk: a row sees the chunk that it lies in; 0: all keys.
+    q_descale, k_descale, v_descale
+        What fp8 values are multiplied by; no effect on other dtypes. float32: one number,
+        [num_heads_k], or [b, num_heads_k].
+    sinks, s_aux
+        Two names of [num_heads] logits of keys without values, natural and unscaled, of any float
+        dtype.
+    output_gate
+        [b, seqlen_q, num_heads] or [b, seqlen_q, num_heads, head_dim of v], without b for rows of
+        all requests, in q's dtype or float32: the output is multiplied by its sigmoid before it is
+        rounded.
+    out
+        Array to write instead of a new one.
+    num_splits
+        1: keys are not split; any other number lets the plan on the GPU decide.
+    deterministic, pack_gqa, sm_margin
+        Accepted; outputs are the same each time.
+    qv
+        [b, seqlen_q, num_heads, head_dim of v]: queries that are multiplied with v; the logits are
+        the sums of both products, and softmax_scale is 1 / sqrt(the sum of both head dims) by
+        default. q, k, v and qv are copied side by side first.
 
-    Returns out [b, seqlen_q, num_heads, head_dim of v]; with return_softmax_lse (out, lse): lse
-    float32 [b, num_heads, seqlen_q], natural logarithms; with return_attn_probs (out, lse, an empty
-    array, for there is no dropout whose mask it would be). A row that sees no key gives 0 and -inf.
-    Nothing is copied to the host and nothing waits, so a CUDA graph may capture the call. Raises
-    ArgumentError for arguments that do not fit each other, UnsupportedError for what is not served,
-    and nothing is written then. Semantics: flash_attn's function of the same name, without a
-    backward pass; `cupyattn.flash_attn_interface` has it in FlashAttention-3's order.
+    Returns
+    -------
+    out
+        [b, seqlen_q, num_heads, head_dim of v]; with return_softmax_lse (out, lse): lse float32 [b,
+        num_heads, seqlen_q], natural logarithms; with return_attn_probs (out, lse, an empty array,
+        for there is no dropout whose mask it would be). A row that sees no key gives 0 and -inf.
+        Nothing is copied to the host and nothing waits, so a CUDA graph may capture the call.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for arguments that do not fit each other, UnsupportedError for what is not
+        served, and nothing is written then.
+
+    Notes
+    -----
+    Semantics: flash_attn's function of the same name, without a backward pass;
+    `cupyattn.flash_attn_interface` has it in FlashAttention-3's order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> q = np.ones((2, 5, 8, 64), np.float16)  # [requests, tokens, heads, head dim]
+    >>> k = v = np.ones((2, 9, 2, 64), np.float16)
+    >>> flash_attn.flash_attn_func(q, k, v, causal=True).shape
+    (2, 5, 8, 64)
     """
     if type(dropout_p) is not float or dropout_p != 0.0:
         refuse_dropout(dropout_p)
@@ -201,35 +241,67 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention of requests of any lengths, whose rows follow each other.
 
-    q       [rows, num_heads, head_dim].
-    k, v    [n, num_heads_k, head_dim]; with a table pages [num_pages, page_size, num_heads_k,
-            head_dim], of any size and strides.
-    cu_seqlens_q, cu_seqlens_k   int32 or int64 [b + 1]: the first row of each request and the end
-            of the last, of q and of k. They may repeat their last value: such requests are empty.
-            With a table, cu_seqlens_k only says lengths.
-    max_seqlen_q, max_seqlen_k   upper bounds of one request: integers, or arrays of one element,
-            which are not read where they are on a GPU. They affect speed only: the kernel and how
-            keys are split; but under attention_chunk max_seqlen_q must not be too small.
-    block_table, page_table   two names of int32 or int64 [b, max_pages]: the pages of each request;
-            entries past its last page may hold anything.
-    seqused_q, seqused_k   [b]: how many of a request's rows count; default: all.
-    scheduler_metadata, fa_version, ver   accepted for compatibility.
-    dynamic_causal   [b], bool or an integer, with causal=True: 0 for requests whose rows see all
-            their keys.
-    cp_world_size, cp_rank, cp_kv_cache_interleave_size   so many GPUs hold the keys of every
-            request, of which this is one: runs of so many tokens in turn. With block_table;
-            seqused_k and the table are those of this rank's keys, see `cupyattn.shares`. States of
-            all ranks, with their LSEs, merge into the answer (`merge_states`). Not with
-            alibi_slopes and attention_chunk; sinks on rank 0 alone.
-    cp_tot_seqused_k   [b]: whole lengths, by which rows see keys. Only where causal or with a
-            window; of one rank it decides nothing.
-    q_v, output_scale, score_mod, mask_mod, block_sparse_tensors, aux_tensors,
-    aux_tensor_leading_dims   must be None.
-    All other arguments as in `flash_attn_func`.
+    Parameters
+    ----------
+    q
+        [rows, num_heads, head_dim].
+    k, v
+        [n, num_heads_k, head_dim]; with a table pages [num_pages, page_size, num_heads_k,
+        head_dim], of any size and strides.
+    cu_seqlens_q, cu_seqlens_k
+        int32 or int64 [b + 1]: the first row of each request and the end of the last, of q and of
+        k. They may repeat their last value: such requests are empty. With a table, cu_seqlens_k
+        only says lengths.
+    max_seqlen_q, max_seqlen_k
+        Upper bounds of one request: integers, or arrays of one element, which are not read where
+        they are on a GPU. They affect speed only: the kernel and how keys are split; but under
+        attention_chunk max_seqlen_q must not be too small.
+    block_table, page_table
+        Two names of int32 or int64 [b, max_pages]: the pages of each request; entries past its last
+        page may hold anything.
+    seqused_q, seqused_k
+        [b]: how many of a request's rows count; default: all.
+    scheduler_metadata, fa_version, ver
+        Accepted for compatibility.
+    dynamic_causal
+        [b], bool or an integer, with causal=True: 0 for requests whose rows see all their keys.
+    cp_world_size, cp_rank, cp_kv_cache_interleave_size
+        So many GPUs hold the keys of every request, of which this is one: runs of so many tokens in
+        turn. With block_table; seqused_k and the table are those of this rank's keys, see
+        `cupyattn.shares`. States of all ranks, with their LSEs, merge into the answer
+        (`merge_states`). Not with alibi_slopes and attention_chunk; sinks on rank 0 alone.
+    cp_tot_seqused_k
+        [b]: whole lengths, by which rows see keys. Only where causal or with a window; of one rank
+        it decides nothing. q_v, output_scale, score_mod, mask_mod, block_sparse_tensors,
+        aux_tensors,.
+    aux_tensor_leading_dims
+        Must be None.
+    other arguments
+        All other arguments as in `flash_attn_func`.
 
-    Returns out [rows, num_heads, head_dim of v], and as there an LSE, float32 [num_heads, rows],
-    natural logarithms. Rows of no request hold anything, in a given `out` what they held. Errors as
-    there. Semantics: flash_attn's function of the same name.
+    Returns
+    -------
+    out
+        [rows, num_heads, head_dim of v], and as there an LSE, float32 [num_heads, rows], natural
+        logarithms. Rows of no request hold anything, in a given `out` what they held.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as there.
+
+    Notes
+    -----
+    Semantics: flash_attn's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> q, k = np.ones((20, 8, 64), np.float16), np.ones((20, 2, 64), np.float16)
+    >>> offsets = np.array([0, 4, 20], np.int32)  # two prompts, of 4 and of 16 tokens
+    >>> flash_attn.flash_attn_varlen_func(q, k, k, offsets, offsets, 16, 16, causal=True).shape
+    (20, 8, 64)
     """
     if type(dropout_p) is not float or dropout_p != 0.0:
         refuse_dropout(dropout_p)
@@ -343,44 +415,82 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of a batch's last tokens over a cache, to which their keys may be added first.
 
-    q       [b, seqlen_q, num_heads, head_dim], or [rows, num_heads, head_dim] with cu_seqlens_q
-            (int32 or int64 [b + 1]) and max_seqlen_q.
-    k_cache, v_cache   [b, seqlen_cache, num_heads_k, head_dim]; with block_table pages [num_pages,
-            page_size, num_heads_k, head_dim]. Any page size, any strides but a contiguous last
-            dimension. Caches whose head_dim is no multiple of 8 are copied in each call.
-    block_table   int32 or int64 [b, max_pages]: the pages of each request; entries past its last
-            page may hold anything. page_table is another name, which the signature does not show.
-    cache_seqlens   keys of each request before the new ones: int32 or int64 [b], or an integer;
-            default: as many as the cache has room for.
-    k, v    new keys and values [b, seqlen_new, num_heads_k, head_dim], or with cu_seqlens_k_new
-            ([b + 1]) [rows, num_heads_k, head_dim], of the caches' dtype: written to the caches
-            from position cache_seqlens on, before attention. A negative length stands for a request
-            without any key, to which nothing is written.
-    rotary_cos, rotary_sin   [positions, rotary_dim / 2]: k is rotated to the positions that it is
-            written to before that, and q to the same where causal or with a window, else all rows
-            to cache_seqlens. rotary_interleaved: pairs are neighbours, else halves of rotary_dim.
-            rotary_seqlens [b]: positions to begin at instead. Rotated q and k are rounded to their
-            dtype, fp8 q to 16 bits. On a GPU a position beyond the tables gives NaN; q is float16,
-            bfloat16 or fp8 there, and k too.
-    cache_batch_idx   int32 or int64 [b]: the row of the caches, or of block_table, of each request.
-    cache_leftpad   [b]: the first key of each request; those before it do not exist.
-    qv      as in `flash_attn_func`, for the whole caches. With q and k_cache of 64 columns and
-            v_cache [num_pages, page_size, 1, 512], without new keys and options that change a logit
-            or hide a key, it is latent attention, which copies nothing.
-    cp_world_size, cp_rank, cp_tot_seqused_k, cp_kv_cache_interleave_size   as in
-            `flash_attn_varlen_func`, without new keys, rotation and cache_leftpad: block_table and
-            cache_seqlens are those of this rank's keys. One row of each request needs no
-            cp_tot_seqused_k, but for a window.
-    scheduler_metadata, fa_version, ver   accepted for compatibility.
-    score_mod, aux_tensors   must be None.
-    All other arguments as in `flash_attn_func`.
+    Parameters
+    ----------
+    q
+        [b, seqlen_q, num_heads, head_dim], or [rows, num_heads, head_dim] with cu_seqlens_q (int32
+        or int64 [b + 1]) and max_seqlen_q.
+    k_cache, v_cache
+        [b, seqlen_cache, num_heads_k, head_dim]; with block_table pages [num_pages, page_size,
+        num_heads_k, head_dim]. Any page size, any strides but a contiguous last dimension. Caches
+        whose head_dim is no multiple of 8 are copied in each call.
+    block_table
+        int32 or int64 [b, max_pages]: the pages of each request; entries past its last page may
+        hold anything. page_table is another name, which the signature does not show.
+    cache_seqlens
+        Keys of each request before the new ones: int32 or int64 [b], or an integer; default: as
+        many as the cache has room for.
+    k, v
+        New keys and values [b, seqlen_new, num_heads_k, head_dim], or with cu_seqlens_k_new ([b +
+        1]) [rows, num_heads_k, head_dim], of the caches' dtype: written to the caches from position
+        cache_seqlens on, before attention. A negative length stands for a request without any key,
+        to which nothing is written.
+    rotary_cos, rotary_sin
+        [positions, rotary_dim / 2]: k is rotated to the positions that it is written to before
+        that, and q to the same where causal or with a window, else all rows to cache_seqlens.
+        rotary_interleaved: pairs are neighbours, else halves of rotary_dim. rotary_seqlens [b]:
+        positions to begin at instead. Rotated q and k are rounded to their dtype, fp8 q to 16 bits.
+        On a GPU a position beyond the tables gives NaN; q is float16, bfloat16 or fp8 there, and k
+        too.
+    cache_batch_idx
+        int32 or int64 [b]: the row of the caches, or of block_table, of each request.
+    cache_leftpad
+        [b]: the first key of each request; those before it do not exist.
+    qv
+        As in `flash_attn_func`, for the whole caches. With q and k_cache of 64 columns and v_cache
+        [num_pages, page_size, 1, 512], without new keys and options that change a logit or hide a
+        key, it is latent attention, which copies nothing.
+    cp_world_size, cp_rank, cp_tot_seqused_k, cp_kv_cache_interleave_size
+        As in `flash_attn_varlen_func`, without new keys, rotation and cache_leftpad: block_table
+        and cache_seqlens are those of this rank's keys. One row of each request needs no
+        cp_tot_seqused_k, but for a window.
+    scheduler_metadata, fa_version, ver
+        Accepted for compatibility.
+    score_mod, aux_tensors
+        Must be None.
+    other arguments
+        All other arguments as in `flash_attn_func`.
 
-    Returns out in q's shape (v's head_dim), or (out, lse): float32 [b, num_heads, seqlen_q], with
-    cu_seqlens_q [num_heads, rows], natural logarithms. Errors as there. A cache or a table that is
-    too short for the keys is an error where the host knows the lengths: in CPU arrays, as an
-    integer, and under CUPYATTN_DEBUG=1; else, for the call waits for nothing, keys past the end are
-    neither written nor seen (FlashAttention-2 waits for the lengths there). Semantics: flash_attn's
-    function of the same name.
+    Returns
+    -------
+    result
+        out in q's shape (v's head_dim), or (out, lse): float32 [b, num_heads, seqlen_q], with
+        cu_seqlens_q [num_heads, rows], natural logarithms.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as there. A cache or a table that is too short for the keys is an error where the
+        host knows the lengths: in CPU arrays, as an integer, and under CUPYATTN_DEBUG=1; else, for
+        the call waits for nothing, keys past the end are neither written nor seen (FlashAttention-2
+        waits for the lengths there).
+
+    Notes
+    -----
+    Semantics: flash_attn's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> k_cache, v_cache = np.zeros((2, 4, 16, 2, 64), np.float16)  # 4 pages of 16 tokens
+    >>> table, lengths = np.array([[3, 0], [1, -1]], np.int32), np.array([20, 15], np.int32)
+    >>> q, new = np.ones((2, 1, 8, 64), np.float16), np.ones((2, 1, 2, 64), np.float16)
+    >>> o = flash_attn.flash_attn_with_kvcache(
+    ...     q, k_cache, v_cache, new, new, cache_seqlens=lengths, block_table=table, causal=True
+    ... )
+    >>> o.shape, k_cache[0, 4].min()
+    ((2, 1, 8, 64), np.float16(1.0))
     """
     if not score_mod is aux_tensors is None:
         forward.refuse_given(score_mod=score_mod, aux_tensors=aux_tensors)

@@ -32,7 +32,18 @@ __all__ = [
 def index_first_axis(x: Any, indices: Any) -> Any:
     """Rows of x [rows, ...] by their numbers, integers [n]: [n, ...].
 
+    Notes
+    -----
     Semantics: flash_attn.bert_padding's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn.flash_attn import bert_padding
+    >>> x = np.array([[10], [20], [30]], np.float32)
+    >>> bert_padding.index_first_axis(x, np.array([2, 0]))
+    array([[30.],
+           [10.]], dtype=float32)
     """
     v, vi = _view(x, "x"), array.view(indices, "indices")
     if len(v.shape) < 2 or len(vi.shape) != 1:
@@ -47,7 +58,20 @@ def index_first_axis(x: Any, indices: Any) -> Any:
 def index_put_first_axis(values: Any, indices: Any, first_axis_dim: int) -> Any:
     """Rows [first_axis_dim, ...] of zeros, but for those at `indices`, which are the values'.
 
+    Notes
+    -----
     Semantics: flash_attn.bert_padding's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn.flash_attn import bert_padding
+    >>> values = np.array([[10], [20]], np.float32)
+    >>> bert_padding.index_put_first_axis(values, np.array([2, 0]), 4)
+    array([[20.],
+           [ 0.],
+           [10.],
+           [ 0.]], dtype=float32)
     """
     v, vi = _view(values, "values"), array.view(indices, "indices")
     count = require_int(first_axis_dim, "first_axis_dim", 0)
@@ -70,13 +94,40 @@ def unpad_input(
 ) -> tuple[Any, Any, Any, int, Any]:
     """The tokens of a padded batch that a mask names.
 
-    hidden_states   [batch, seqlen, ...].
-    attention_mask  [batch, seqlen], bool or integers: 1 for a token that counts.
-    unused_mask     the same, 1 for a token that gets a row and does not count.
+    Parameters
+    ----------
+    hidden_states
+        [batch, seqlen, ...].
+    attention_mask
+        [batch, seqlen], bool or integers: 1 for a token that counts.
+    unused_mask
+        The same, 1 for a token that gets a row and does not count.
 
-    Returns (rows [n, ...], indices [n] of the flattened batch, cu_seqlens int32 [batch + 1] of the
-    rows, the longest request's rows, and seqused int32 [batch], the tokens that count). Raises
-    ArgumentError. Semantics: flash_attn.bert_padding's function of the same name.
+    Returns
+    -------
+    tuple of arrays
+        (rows [n, ...], indices [n] of the flattened batch, cu_seqlens int32 [batch + 1] of the
+        rows, the longest request's rows, and seqused int32 [batch], the tokens that count).
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError.
+
+    Notes
+    -----
+    Semantics: flash_attn.bert_padding's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn.flash_attn import bert_padding
+    >>> mask = np.array([[1, 1, 0], [1, 0, 0]])
+    >>> rows, indices, offsets, most, used = bert_padding.unpad_input(
+    ...     np.ones((2, 3, 8), np.float16), mask
+    ... )
+    >>> rows.shape, indices, offsets, most, used
+    ((3, 8), array([0, 1, 3]), array([0, 2, 3], dtype=int32), 2, array([2, 1], dtype=int32))
     """
     vx = _view(hidden_states, "hidden_states")
     masks = [_mask(attention_mask, "attention_mask", vx)]
@@ -95,12 +146,33 @@ def unpad_input_for_concatenated_sequences(
 ) -> tuple[Any, Any, Any, int]:
     """The tokens of a padded batch whose rows hold several sequences, one behind the other.
 
-    hidden_states   [batch, seqlen, ...].
-    attention_mask_in_length   integers [batch, seqlen]: the lengths of a row's sequences from its
-            beginning on, then zeros.
+    Parameters
+    ----------
+    hidden_states
+        [batch, seqlen, ...].
+    attention_mask_in_length
+        Integers [batch, seqlen]: the lengths of a row's sequences from its beginning on, then
+        zeros.
 
-    Returns (rows, indices, cu_seqlens of the sequences, the longest one's rows), as `unpad_input`
-    does. Semantics: flash_attn.bert_padding's function of the same name.
+    Returns
+    -------
+    tuple of arrays
+        (rows, indices, cu_seqlens of the sequences, the longest one's rows), as `unpad_input` does.
+
+    Notes
+    -----
+    Semantics: flash_attn.bert_padding's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn.flash_attn import bert_padding
+    >>> lengths = np.array([[2, 1, 0], [3, 0, 0]])  # two sequences in the first row
+    >>> rows, indices, offsets, most = bert_padding.unpad_input_for_concatenated_sequences(
+    ...     np.ones((2, 3, 8), np.float16), lengths
+    ... )
+    >>> rows.shape, offsets, most
+    ((6, 8), array([0, 2, 3, 6], dtype=int32), 3)
     """
     vx = _view(hidden_states, "hidden_states")
     lengths = _mask(attention_mask_in_length, "attention_mask_in_length", vx)
@@ -115,9 +187,23 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
     """Rows [n, ...] at their indices in a batch: [batch, seqlen, ...], zeros elsewhere.
 
-    indices   of the flattened batch, as `unpad_input` returns them.
+    Parameters
+    ----------
+    indices
+        Of the flattened batch, as `unpad_input` returns them.
 
+    Notes
+    -----
     Semantics: flash_attn.bert_padding's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn.flash_attn import bert_padding
+    >>> rows = np.array([[10], [20], [30]], np.float32)
+    >>> bert_padding.pad_input(rows, np.array([0, 1, 3]), 2, 3)[..., 0]
+    array([[10., 20.,  0.],
+           [30.,  0.,  0.]], dtype=float32)
     """
     batch, seqlen = require_int(batch, "batch", 0), require_int(seqlen, "seqlen", 0)
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)

@@ -25,8 +25,22 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of qkv [b, seqlen, 3, num_heads, head_dim], which is not copied.
 
-    Errors call its parts q, k and v. All else as there. Semantics: flash_attn's function of the
-    same name.
+    Raises
+    ------
+    CupyAttnError
+        Errors call its parts q, k and v. All else as there.
+
+    Notes
+    -----
+    Semantics: flash_attn's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> qkv = np.ones((2, 5, 3, 8, 64), np.float16)
+    >>> flash_attn.flash_attn_qkvpacked_func(qkv, causal=True).shape
+    (2, 5, 8, 64)
     """
     q, k, v = parts_of(qkv, "qkv", 2, 3, 5)
     return flash_attn_func(
@@ -60,8 +74,22 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` of q and of kv [b, seqlen_k, 2, num_heads_k, head_dim], which is not
     copied.
 
-    Errors call its parts k and v. All else as there. Semantics: flash_attn's function of the same
-    name.
+    Raises
+    ------
+    CupyAttnError
+        Errors call its parts k and v. All else as there.
+
+    Notes
+    -----
+    Semantics: flash_attn's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> q, kv = np.ones((2, 5, 8, 64), np.float16), np.ones((2, 9, 2, 2, 64), np.float16)
+    >>> flash_attn.flash_attn_kvpacked_func(q, kv, causal=True).shape
+    (2, 5, 8, 64)
     """
     k, v = parts_of(kv, "kv", 2, 2, 5)
     return flash_attn_func(
@@ -95,10 +123,27 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of qkv [rows, 3, num_heads, head_dim], which is not copied.
 
-    cu_seqlens, max_seqlen   those of the queries and of the keys.
+    Parameters
+    ----------
+    cu_seqlens, max_seqlen
+        Those of the queries and of the keys.
 
-    Errors call its parts q, k and v. All else as there. Semantics: flash_attn's function of the
-    same name.
+    Raises
+    ------
+    CupyAttnError
+        Errors call its parts q, k and v. All else as there.
+
+    Notes
+    -----
+    Semantics: flash_attn's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> qkv, offsets = np.ones((20, 3, 8, 64), np.float16), np.array([0, 4, 20], np.int32)
+    >>> flash_attn.flash_attn_varlen_qkvpacked_func(qkv, offsets, 16, causal=True).shape
+    (20, 8, 64)
     """
     q, k, v = parts_of(qkv, "qkv", 1, 3, 4)
     return flash_attn_varlen_func(
@@ -139,8 +184,24 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of q and of kv [n, 2, num_heads_k, head_dim], which is not copied.
 
-    Errors call its parts k and v. All else as there. Semantics: flash_attn's function of the same
-    name.
+    Raises
+    ------
+    CupyAttnError
+        Errors call its parts k and v. All else as there.
+
+    Notes
+    -----
+    Semantics: flash_attn's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> q, kv = np.ones((20, 8, 64), np.float16), np.ones((20, 2, 2, 64), np.float16)
+    >>> offsets = np.array([0, 4, 20], np.int32)
+    >>> o = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 16, 16, causal=True)
+    >>> o.shape
+    (20, 8, 64)
     """
     k, v = parts_of(kv, "kv", 1, 2, 4)
     return flash_attn_varlen_func(

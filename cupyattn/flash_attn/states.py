@@ -36,13 +36,38 @@ def merge_state_v2(
 ) -> tuple[Any, Any]:
     """The output over the keys of two states, which have none in common.
 
-    v_a, v_b   [rows, num_heads, head_dim], float16, bfloat16 or float32.
-    s_a, s_b   [rows, num_heads]: their LSE, natural logarithms. An infinite one, of either sign,
-            stands for no keys.
-    v_merged, s_merged   arrays to write instead of new ones; s_merged may be s_a or s_b.
+    Parameters
+    ----------
+    v_a, v_b
+        [rows, num_heads, head_dim], float16, bfloat16 or float32.
+    s_a, s_b
+        [rows, num_heads]: their LSE, natural logarithms. An infinite one, of either sign, stands
+        for no keys.
+    v_merged, s_merged
+        Arrays to write instead of new ones; s_merged may be s_a or s_b.
 
-    Returns (v, s), s float32; without any key 0 and -inf. Errors as in `merge_state`. Semantics:
-    sgl_kernel's function of the same name, which gives NaN there.
+    Returns
+    -------
+    tuple of arrays
+        (v, s), s float32; without any key 0 and -inf.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as in `merge_state`.
+
+    Notes
+    -----
+    Semantics: sgl_kernel's function of the same name, which gives NaN there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> v, s = np.ones((3, 8, 64), np.float16), np.zeros((3, 8), np.float32)
+    >>> o, lse = flash_attn.merge_state_v2(v, s, v, s)
+    >>> o.shape, lse.shape
+    ((3, 8, 64), (3, 8))
     """
     s_a, s_b = (
         _without_infinity(s, tuple(array.view(v, of).shape[:-1]), name)
@@ -65,18 +90,47 @@ def merge_attn_states(
 ) -> None:
     """Write the output over the keys of a prefix and of a suffix, which have none in common.
 
-    output   [rows, num_heads, head_dim], float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
-    prefix_output, suffix_output   likewise, of one dtype that is not fp8.
-    prefix_lse, suffix_lse   float32 [num_heads, rows]: their LSE, natural logarithms. An infinite
-            one, of either sign, stands for no keys.
-    output_lse   float32 [num_heads, rows] to write, or None.
-    prefill_tokens_with_context   rows that have a prefix; later ones get the suffix's as they are.
-            Default: all.
-    output_scale   of an fp8 output, which holds the output divided by it, saturated: a number, or a
-            float32 array of one element, read on the device.
+    Parameters
+    ----------
+    output
+        [rows, num_heads, head_dim], float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+    prefix_output, suffix_output
+        Likewise, of one dtype that is not fp8.
+    prefix_lse, suffix_lse
+        float32 [num_heads, rows]: their LSE, natural logarithms. An infinite one, of either sign,
+        stands for no keys.
+    output_lse
+        float32 [num_heads, rows] to write, or None.
+    prefill_tokens_with_context
+        Rows that have a prefix; later ones get the suffix's as they are. Default: all.
+    output_scale
+        Of an fp8 output, which holds the output divided by it, saturated: a number, or a float32
+        array of one element, read on the device.
 
-    Returns None. Errors as in `merge_state`. Semantics: vLLM's function of the same name, which
-    gives NaN where neither has keys; here 0 and -inf.
+    Returns
+    -------
+    result
+        None.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as in `merge_state`.
+
+    Notes
+    -----
+    Semantics: vLLM's function of the same name, which gives NaN where neither has keys; here 0 and
+    -inf.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> output, states = np.empty((3, 8, 64), np.float16), np.ones((2, 3, 8, 64), np.float16)
+    >>> lse = np.zeros((2, 8, 3), np.float32)
+    >>> flash_attn.merge_attn_states(output, states[0], lse[0], states[1], lse[1])
+    >>> output.min()
+    np.float16(1.0)
     """
     vo, vs = array.view(output, "output"), array.view(suffix_lse, "suffix_lse")
     num_rows = count = vo.shape[0] if vo.shape else 0
@@ -118,15 +172,40 @@ def flash_attn_combine(
 ) -> tuple[Any, Any]:
     """The output over the keys of several states, which have none in common.
 
-    out_partial   float32 [num_splits, b, seqlen, num_heads, head_dim], or [num_splits, rows,
-            num_heads, head_dim].
-    lse_partial   float32, the same without head_dim: natural logarithms, -inf for no keys.
-    out     the array to write, contiguous in its rows; out_dtype the dtype of a new one, default
-            float32.
+    Parameters
+    ----------
+    out_partial
+        float32 [num_splits, b, seqlen, num_heads, head_dim], or [num_splits, rows, num_heads,
+        head_dim].
+    lse_partial
+        float32, the same without head_dim: natural logarithms, -inf for no keys.
+    out
+        The array to write, contiguous in its rows; out_dtype the dtype of a new one, default
+        float32.
 
-    Returns (out, lse): out_partial without num_splits, in its dtype or as asked, and lse float32
-    [b, seqlen, num_heads] or [rows, num_heads]. Raises ArgumentError. Semantics: FA3's function of
-    the same name.
+    Returns
+    -------
+    tuple of arrays
+        (out, lse): out_partial without num_splits, in its dtype or as asked, and lse float32 [b,
+        seqlen, num_heads] or [rows, num_heads].
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError.
+
+    Notes
+    -----
+    Semantics: FA3's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> states, lse = np.ones((4, 2, 5, 8, 64), np.float32), np.zeros((4, 2, 5, 8), np.float32)
+    >>> o, whole = flash_attn.flash_attn_combine(states, lse)
+    >>> o.shape, whole.shape
+    ((2, 5, 8, 64), (2, 5, 8))
     """
     v, s = array.view(out_partial, "out_partial"), array.view(lse_partial, "lse_partial")
     if len(v.shape) not in (4, 5):
@@ -189,9 +268,23 @@ def get_scheduler_metadata(
     """What programs pass on as scheduler_metadata, which attention here ignores: it plans in each
     call, on the device.
 
-    Returns int32 [1], a zero that must not be written, where cache_seqlens is. Only batch_size,
-    numbers of heads and headdim are checked: ArgumentError. Semantics: FA3's function of the same
-    name.
+    Returns
+    -------
+    result
+        int32 [1], a zero that must not be written, where cache_seqlens is. Only batch_size, numbers
+        of heads and headdim are checked: ArgumentError.
+
+    Notes
+    -----
+    Semantics: FA3's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import flash_attn
+    >>> lengths = np.array([20, 15], np.int32)
+    >>> flash_attn.get_scheduler_metadata(2, 1, 32, 8, 2, 64, lengths)
+    array([0], dtype=int32)
     """
     for name, x in (
         ("batch_size", batch_size),

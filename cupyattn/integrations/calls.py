@@ -294,13 +294,22 @@ def _pod(arguments: dict[str, Any]) -> Any:
 class Call:
     """A public call in a graph.
 
-    path      "module:function", or "module:Class.method" of a planned wrapper
-    outputs   what it returns
-    writes    arguments that it writes, besides OUTPUTS
-    appends   the argument of new keys, without which it only reads what `writes` names
-    results   how many arrays its own operator returns; None: the output, and the LSE if asked for
-    is_operator   whether it has an operator of its own
-    also      another module whose call of this name has the same arguments in another order
+    Parameters
+    ----------
+    path
+        "module:function", or "module:Class.method" of a planned wrapper.
+    outputs
+        What it returns.
+    writes
+        Arguments that it writes, besides OUTPUTS.
+    appends
+        The argument of new keys, without which it only reads what `writes` names.
+    results
+        How many arrays its own operator returns; None: the output, and the LSE if asked for.
+    is_operator
+        Whether it has an operator of its own.
+    also
+        Another module whose call of this name has the same arguments in another order.
     """
 
     path: str
@@ -504,8 +513,9 @@ def is_default(x: Any, default: Any) -> bool:
 
 
 def leaves(path: str, x: Any) -> list[tuple[str, Any]]:
-    """The parts of an argument or of a result, each with where it is: "kv_cache.1" is the second
-    of a tuple, "logits_params.slopes" an item of a dict."""
+    """The parts of an argument or of a result, each with where it is: "kv_cache.1" is the second of
+    a tuple, "logits_params.slopes" an item of a dict.
+    """
     if isinstance(x, dict):
         parts = list(x.items())
     elif isinstance(x, (list, tuple)):

@@ -77,18 +77,33 @@ def attention_fn(
 ) -> Any:
     """What flax's attention layers take as attention_fn, linen's and nnx's.
 
-    query   [batch..., tokens, num_heads, head_dim].
-    key, value  [batch..., keys, num_heads, head_dim]; fewer heads than query's are shared.
-    bias, mask  broadcastable to [batch..., num_heads, tokens, keys]. A mask may be of numbers, as
-            flax's are: 0 where a row does not see a key.
-    dtype   of the computation: arrays are cast to it. Default: their common one.
-    is_causal   the first query is at the first key, as in flax.
-    dropout_rate    must be 0 where deterministic is False; module None (sow_weights).
-    broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax   accepted, and change
-            nothing: softmax is computed in float32.
+    Parameters
+    ----------
+    query
+        [batch..., tokens, num_heads, head_dim].
+    key, value
+        [batch..., keys, num_heads, head_dim]; fewer heads than query's are shared.
+    bias, mask
+        Broadcastable to [batch..., num_heads, tokens, keys]. A mask may be of numbers, as flax's
+        are: 0 where a row does not see a key.
+    dtype
+        Of the computation: arrays are cast to it. Default: their common one.
+    is_causal
+        The first query is at the first key, as in flax.
+    dropout_rate
+        Must be 0 where deterministic is False; module None (sow_weights).
+    broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax
+        Accepted, and change nothing: softmax is computed in float32.
 
-    Returns [batch..., tokens, num_heads, head_dim]. A row that sees no key gives 0. Errors as in
-    dot_product_attention here.
+    Returns
+    -------
+    array
+        [batch..., tokens, num_heads, head_dim]. A row that sees no key gives 0.
+
+    Raises
+    ------
+    CupyAttnError
+        Errors as in dot_product_attention here.
     """
     import jax
 
@@ -135,14 +150,24 @@ def exchange_states(
     and LSE go to the devices whose heads they are, by one all-to-all, and merge there in the order
     of devices. Device r has heads r * H / size to (r + 1) * H / size - 1.
 
-    o       float32 [n, H, D]; H is a multiple of the devices along the axis. float16 and bfloat16
-            are exchanged as float32.
-    lse     float32 [n, H]: in base 2, or natural with lse_base_on_e; -inf where a row has no key.
-    out_dtype   of the first output, default o's.
+    Parameters
+    ----------
+    o
+        float32 [n, H, D]; H is a multiple of the devices along the axis. float16 and bfloat16 are
+        exchanged as float32.
+    lse
+        float32 [n, H]: in base 2, or natural with lse_base_on_e; -inf where a row has no key.
+    out_dtype
+        Of the first output, default o's.
 
-    Returns (out [n, H / size, D], lse float32 [n, H / size]).
-    ArgumentError: shapes that do not fit each other, or heads that the devices do not divide.
+    Returns
+    -------
+    tuple of arrays
+        (out [n, H / size, D], lse float32 [n, H / size]). ArgumentError: shapes that do not fit
+        each other, or heads that the devices do not divide.
 
+    Examples
+    --------
     >>> from functools import partial
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import Mesh, PartitionSpec as P
@@ -272,14 +297,22 @@ _TEXT = """`cupyattn.{path}` of JAX arrays or tracers.
     function: numbers, flags, expressions. out, lse and workspaces must be None: JAX arrays cannot
     be written, and workspaces are memory of the call.
 
-    Returns as that function does{returns}. Under vmap requests are computed one after another.
-    There is no gradient: grad and jvp raise UnsupportedError. Masks of dot_product_attention that
-    are no bools and float32 queries on a GPU are refused while JAX traces; arguments that do not
-    fit each other raise when the compiled function runs, with cupyattn's sentence in JAX's error.
+    Returns
+    -------
+    result
+        As that function returns{returns}. Under vmap requests are computed one after another.
+
+    Raises
+    ------
+    UnsupportedError
+        By grad and jvp, for there is no gradient; while JAX traces also for masks of
+        dot_product_attention that are no bools, and for float32 queries on a GPU. Arguments that
+        do not fit each other raise when the compiled function runs, with cupyattn's sentence in
+        JAX's error.
     """
 _WRITTEN = """, but the cache with the tokens in it, in the form that it was given in: one
-    array, or (K, V). In a function that the cache is donated to (jax.jit's donate_argnums) it is
-    written in place; otherwise XLA copies it first"""
+        array, or (K, V). In a function that the cache is donated to (jax.jit's donate_argnums) it
+        is written in place; otherwise XLA copies it first"""
 
 
 def _function(function: _F) -> _F:

@@ -43,9 +43,14 @@ def create(config: Any) -> Any:
 class Metadata:
     """A batch as `prepare_metadata` found it.
 
-    batch         what the serving backend is told
-    cu_seqlens_q  int32 [requests + 1], on the device
-    is_written    whether the metadata of its launches is in place
+    Parameters
+    ----------
+    batch
+        What the serving backend is told.
+    cu_seqlens_q
+        int32 [requests + 1], on the device.
+    is_written
+        Whether the metadata of its launches is in place.
     """
 
     def __init__(self, batch: BatchInfo, cu_seqlens_q: Any) -> None:

@@ -28,9 +28,11 @@ def register(sparse_models: bool | None = None) -> None:
     """Make attention_backend="cupyattn" known to SGLang, in this process, also for deterministic
     inference. A second call changes nothing.
 
-    sparse_models   whether SGLang's functions of MiniMax-M3 become those of
-            `integrations.sglang_sparse`, as far as these serve a call; default the environment's
-            CUPYATTN_SPARSE_MODELS.
+    Parameters
+    ----------
+    sparse_models
+        Whether SGLang's functions of MiniMax-M3 become those of `integrations.sglang_sparse`, as
+        far as these serve a call; default the environment's CUPYATTN_SPARSE_MODELS.
     """
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import (
@@ -48,7 +50,13 @@ def register(sparse_models: bool | None = None) -> None:
 
 
 def create(runner: Any) -> Any:
-    """The backend of a ModelRunner. Raises UnsupportedError for what it cannot serve."""
+    """The backend of a ModelRunner.
+
+    Raises
+    ------
+    CupyAttnError
+        UnsupportedError for what it cannot serve.
+    """
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
     _refuse(runner)

@@ -33,14 +33,23 @@ def flash_decode_with_gqa_share_sparse(
 ) -> Any:
     """Attention of one token of each request to the blocks of keys of its lists.
 
-    q       [batch, num_q_heads, head_dim]; k_cache, v_cache [slots, num_kv_heads, head_dim] of q's
-            dtype or fp8 with scales. req_to_token int32 [requests, keys]: the slot of each key;
-            slot_ids [batch]: the rows of it that the batch has; seq_lens [batch].
-    topk_idx  int32 [num_kv_heads, batch, topk]: blocks of block_size keys, -1 for none.
-    page_size  so many keys of a request lie side by side, from multiples of it on.
-    sink and hisparse_slots raise UnsupportedError; use_tma is accepted for compatibility.
+    Parameters
+    ----------
+    q
+        [batch, num_q_heads, head_dim]; k_cache, v_cache [slots, num_kv_heads, head_dim] of q's
+        dtype or fp8 with scales. req_to_token int32 [requests, keys]: the slot of each key;
+        slot_ids [batch]: the rows of it that the batch has; seq_lens [batch].
+    topk_idx
+        int32 [num_kv_heads, batch, topk]: blocks of block_size keys, -1 for none.
+    page_size
+        So many keys of a request lie side by side, from multiples of it on.
+    sink, hisparse_slots
+        Raise UnsupportedError; use_tma is accepted for compatibility.
 
-    Returns an array like q. Other errors as `sparse.attend`.
+    Returns
+    -------
+    result
+        An array like q. Other errors as `sparse.attend`.
     """
     _refuse(sink=sink, hisparse_slots=hisparse_slots)
     size = max(1, page_size)
@@ -121,11 +130,15 @@ def flash_decode_with_topk_idx(
     """(None, blocks int32 [index_heads, batch, topk], None): the blocks of the greatest products of
     each index query and row, ascending, then -1.
 
-    q       [batch, index_heads, head_dim]; k_cache [slots, 1, head_dim]. The others as in
-            `flash_decode_with_gqa_share_sparse`.
-    init_blocks, local_blocks  so many first and last blocks are always chosen.
-    Only disable_index_value with score_type "max", and no dense main attention, are served; others
-    raise UnsupportedError. Other errors as `sparse.select`.
+    Parameters
+    ----------
+    q
+        [batch, index_heads, head_dim]; k_cache [slots, 1, head_dim]. The others as in
+        `flash_decode_with_gqa_share_sparse`.
+    init_blocks, local_blocks
+        So many first and last blocks are always chosen. Only disable_index_value with score_type
+        "max", and no dense main attention, are served; others raise UnsupportedError. Other errors
+        as `sparse.select`.
     """
     _require_scores(sink, score_type, disable_index_value, sm_scale)
     if use_dense_main_attn:

@@ -39,7 +39,10 @@ def substitute(
 ) -> None:
     """Put functions in the place of those of the same name, by the name of their module.
 
-    joins   by a function's name, instead of `either`. A second time changes nothing.
+    Parameters
+    ----------
+    joins
+        By a function's name, instead of `either`. A second time changes nothing.
     """
     wanted = {name: tuple(own) for name, own in functions.items() if name not in _asked}
     _asked.update(wanted)

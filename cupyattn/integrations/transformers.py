@@ -216,12 +216,12 @@ def attention_mask(
 ) -> Any:
     """What `attention` is to get as its mask, made once for all layers of a kind.
 
-    None        the layer's causality, its window and whole caches say it all
+    None the layer's causality, its window and whole caches say it all
+
     int32 [b, 2, 1, 1]  the first key of each request, behind its padding, and the end of its last;
-                rows are causal, within their window, and the last one is at the last key. (Of four
-                axes, so that transformers passes it on where generate() has made it.)
-    bool [b, 1, q, kv]  anything else: packed sequences, chunks, images, holes, and models that
-                compute with their mask
+    rows are causal, within their window, and the last one is at the last key. (Of four axes, so
+    that transformers passes it on where generate() has made it.) bool [b, 1, q, kv]  anything else:
+    packed sequences, chunks, images, holes, and models that compute with their mask
 
     A two-dimensional mask on a GPU is waited for once, as transformers' flash path does.
     """
@@ -333,19 +333,33 @@ def attention(
 ) -> tuple[Any, None]:
     """The attention of a layer, as transformers calls it.
 
-    query   [b, heads, q, head_dim]; key and value [b, kv_heads, kv, head_dim], in place. Where
-            autocast is on, or their dtypes differ, they are cast as SDPA casts them.
-    attention_mask   from the function of that name; or of the model's or the user's own, of axes
-            that broadcast to [b, heads, q, kv]: bool, or floats that are added to the logits, of
-            which -1e9 and less (half the least of float16) hide a key.
-    position_bias   floats [1 or b, heads, q, kv], added to the logits.
-    s_aux   sinks [heads].
-    cu_seq_lens_q, cu_seq_lens_k   offsets of sequences in one row of the batch.
-    block_table, k_cache, v_cache   with them: blocks of a cache that key and value go into, one row
-            of each request.
+    Parameters
+    ----------
+    query
+        [b, heads, q, head_dim]; key and value [b, kv_heads, kv, head_dim], in place. Where autocast
+        is on, or their dtypes differ, they are cast as SDPA casts them.
+    attention_mask
+        From the function of that name; or of the model's or the user's own, of axes that broadcast
+        to [b, heads, q, kv]: bool, or floats that are added to the logits, of which -1e9 and less
+        (half the least of float16) hide a key.
+    position_bias
+        floats [1 or b, heads, q, kv], added to the logits.
+    s_aux
+        Sinks [heads].
+    cu_seq_lens_q, cu_seq_lens_k
+        Offsets of sequences in one row of the batch.
+    block_table, k_cache, v_cache
+        With them: blocks of a cache that key and value go into, one row of each request.
 
-    Returns (out [b, q, heads, head_dim of value], None): there are no weights to return. Raises
-    UnsupportedError for dropout and weights.
+    Returns
+    -------
+    tuple of arrays
+        (out [b, q, heads, head_dim of value], None): there are no weights to return.
+
+    Raises
+    ------
+    CupyAttnError
+        UnsupportedError for dropout and weights.
     """
     is_plain = attention_mask is s_aux is None and not dropout
     if is_plain and query.shape[2] == 1 and _is_known(kwargs):
@@ -697,14 +711,21 @@ def paged_attention(
 ) -> tuple[Any, None]:
     """The attention of a layer over continuous batching's cache, to which it adds key and value.
 
-    query   [1, heads, rows, head_dim], rows of all requests; key and value likewise.
-    cu_seq_lens_q, cu_seq_lens_k   offsets of rows and keys; dicts by the type of layer, with
-            max_seqlen_k.
-    block_table   [groups, b, blocks]: for steps of one row a request, whose keys stay in blocks;
-            without it keys are gathered by read_index.
+    Parameters
+    ----------
+    query
+        [1, heads, rows, head_dim], rows of all requests; key and value likewise.
+    cu_seq_lens_q, cu_seq_lens_k
+        Offsets of rows and keys; dicts by the type of layer, with max_seqlen_k.
+    block_table
+        [groups, b, blocks]: for steps of one row a request, whose keys stay in blocks; without it
+        keys are gathered by read_index.
 
-    Returns (out [rows, heads, head_dim], None). attention_mask is not read: offsets, causality and
-    the layer's window say the same.
+    Returns
+    -------
+    tuple of arrays
+        (out [rows, heads, head_dim], None). attention_mask is not read: offsets, causality and the
+        layer's window say the same.
     """
     _refuse(dropout, kwargs)
     if cache is None:

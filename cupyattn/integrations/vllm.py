@@ -45,9 +45,11 @@ def register(sparse_models: bool | None = None) -> None:
     CUSTOM serves dense attention: all of its layers, prompts and decoding. CUPYATTN_MLA serves the
     decoding of latent attention; prompts of such models go vLLM's own way.
 
-    sparse_models   whether vLLM's functions of MiniMax-M3 and QSA become those of
-            `integrations.vllm_sparse`, as far as these serve a call; default the environment's
-            CUPYATTN_SPARSE_MODELS.
+    Parameters
+    ----------
+    sparse_models
+        Whether vLLM's functions of MiniMax-M3 and QSA become those of `integrations.vllm_sparse`,
+        as far as these serve a call; default the environment's CUPYATTN_SPARSE_MODELS.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -84,8 +86,12 @@ def __getattr__(name: str) -> Any:
 class Metadata:
     """A batch, as vLLM's CommonAttentionMetadata has it, under its names; all on the device.
 
-    causal   a bool, or an array of one for each request.
-    dcp_seq_lens   this rank's keys of each request, where ranks share them and vLLM says
+    Parameters
+    ----------
+    causal
+        A bool, or an array of one for each request.
+    dcp_seq_lens
+        This rank's keys of each request, where ranks share them and vLLM says.
     """
 
     num_actual_tokens: int
@@ -318,7 +324,8 @@ class Impl:
         layer_slot_mapping: Any,
     ) -> None:
         """Normalise and rotate the queries and keys of qkv [tokens, (num_heads + 2 * kv_heads) *
-        head_size] to q_out and k_out, and write keys and values to slots of the cache: one launch.
+        head_size] to q_out and k_out, and write keys and values to slots of the cache: one
+        launch.
         """
         of_q, of_kv = (n * self.head_size for n in (self.num_heads, self.num_kv_heads))
         parts = qkv.split([of_q, of_kv, of_kv], dim=-1)
@@ -583,8 +590,12 @@ class MLAImpl:
     ) -> tuple[Any, Any]:
         """(out [tokens, heads, kv_lora_rank], lse [tokens, heads] or None).
 
-        q       [tokens, heads, kv_lora_rank + qk_rope_head_dim], or a pair of its two parts.
-        kv_c_and_k_pe_cache   [blocks, block_size, the same columns].
+        Parameters
+        ----------
+        q
+            [tokens, heads, kv_lora_rank + qk_rope_head_dim], or a pair of its two parts.
+        kv_c_and_k_pe_cache
+            [blocks, block_size, the same columns].
         """
         if isinstance(q, tuple):
             import torch

@@ -46,9 +46,13 @@ def minimax_m3_index_score(
 ) -> Scores:
     """What `minimax_m3_index_topk` takes for scores; nothing is computed yet.
 
-    idx_q   [tokens, index_heads, head_dim]; index_kv_cache [num_blocks, 128, head_dim].
-    block_table int32 [batch, max_blocks]; cu_seqlens_q int32 [batch + 1]; seq_lens int32 [batch],
-            prefix_lens [batch]: keys of a request, and those ahead of its tokens.
+    Parameters
+    ----------
+    idx_q
+        [tokens, index_heads, head_dim]; index_kv_cache [num_blocks, 128, head_dim].
+    block_table
+        int32 [batch, max_blocks]; cu_seqlens_q int32 [batch + 1]; seq_lens int32 [batch],
+        prefix_lens [batch]: keys of a request, and those ahead of its tokens.
     """
     return Scores(
         idx_q,
@@ -76,9 +80,12 @@ def minimax_m3_index_topk(
     """The blocks of each token and index head: int32 [index_heads, tokens, topk], ascending, -1 at
     the end; a view of `out` [index_heads, at least tokens, topk] if that is given.
 
-    score   of `minimax_m3_index_score`; scores in memory raise UnsupportedError.
-    init_blocks, local_blocks  so many first and last blocks are always chosen.
-    Errors as `sparse.select`.
+    Parameters
+    ----------
+    score
+        Of `minimax_m3_index_score`; scores in memory raise UnsupportedError.
+    init_blocks, local_blocks
+        So many first and last blocks are always chosen. Errors as `sparse.select`.
     """
     if type(score) is not Scores:
         raise UnsupportedError("score: is an array; wanted what minimax_m3_index_score returns")
@@ -162,10 +169,14 @@ def minimax_m3_sparse_attn(
 ) -> None:
     """Write attention of each token to its blocks of 128 keys to `output`.
 
-    q, output  [tokens, num_heads, head_dim]; kv_cache [num_blocks, num_kv_heads, page, 2 *
-            head_dim], of q's dtype or float8_e4m3fn or float8_e5m2 with k_scale and v_scale.
-    topk_idx  int32 [num_kv_heads, tokens, topk], -1 for none. The others as in
-            `minimax_m3_index_score`. Errors as `sparse.attend`.
+    Parameters
+    ----------
+    q, output
+        [tokens, num_heads, head_dim]; kv_cache [num_blocks, num_kv_heads, page, 2 * head_dim], of
+        q's dtype or float8_e4m3fn or float8_e5m2 with k_scale and v_scale.
+    topk_idx
+        int32 [num_kv_heads, tokens, topk], -1 for none. The others as in `minimax_m3_index_score`.
+        Errors as `sparse.attend`.
     """
     _attend(
         q,
@@ -261,14 +272,22 @@ def qsa_sparse_paged_attention(
     """Attention of each token to the keys that its row of logical_indices names, times the sigmoid
     of output_gate.
 
-    q       bfloat16 or float16 [tokens, num_heads, head_dim]; k_cache, v_cache [num_blocks, page,
-            num_kv_heads, head_dim] of q's dtype, or e4m3 (as float8_e4m3fn or uint8) with scales.
-    logical_indices  int32 [tokens, width + 1]: positions within the token's request, then -1; the
-            last column is their count, which is not read.
-    block_table  int32 [requests, max_blocks]; token_to_req int32 [tokens]: the request of each.
-    output_gate  q's elements in any shape. out: like q, to write; default a new array.
-            use_prefill_config is accepted for compatibility.
+    Parameters
+    ----------
+    q
+        bfloat16 or float16 [tokens, num_heads, head_dim]; k_cache, v_cache [num_blocks, page,
+        num_kv_heads, head_dim] of q's dtype, or e4m3 (as float8_e4m3fn or uint8) with scales.
+    logical_indices
+        int32 [tokens, width + 1]: positions within the token's request, then -1; the last column is
+        their count, which is not read.
+    block_table
+        int32 [requests, max_blocks]; token_to_req int32 [tokens]: the request of each.
+    output_gate
+        q's elements in any shape. out: like q, to write; default a new array. use_prefill_config is
+        accepted for compatibility.
 
+    Notes
+    -----
     Each token reads by a row of the page table of its own; UnsupportedError where these take more
     than 256 MiB. Other errors as `sparse.attend`.
     """
@@ -311,12 +330,17 @@ def qsa_select_paged_decode(
     """Write to block_indices which rows of the index each token attends to: those of the greatest
     sums over heads of max(q · k, 0).
 
-    q       [requests * decode_query_len, index_heads, head_dim]; k_cache [num_blocks, page, 1,
-            head_dim] of q's dtype. page_table int32 [requests, max_pages].
-    visible_blocks  int32 [tokens]: rows of the index that each token sees.
-    token_topk, compress_ratio  keys of a list, and keys that a row stands for.
-    block_indices  int32 [tokens, token_topk // compress_ratio]: ascending, then -1.
-    Errors as `sparse.select`.
+    Parameters
+    ----------
+    q
+        [requests * decode_query_len, index_heads, head_dim]; k_cache [num_blocks, page, 1,
+        head_dim] of q's dtype. page_table int32 [requests, max_pages].
+    visible_blocks
+        int32 [tokens]: rows of the index that each token sees.
+    token_topk, compress_ratio
+        Keys of a list, and keys that a row stands for.
+    block_indices
+        int32 [tokens, token_topk // compress_ratio]: ascending, then -1. Errors as `sparse.select`.
     """
     if decode_query_len > 1:
         page_table = page_table.repeat_interleave(decode_query_len, 0)

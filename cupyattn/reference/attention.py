@@ -23,14 +23,21 @@ _BLOCK_LOGITS = 1 << 21
 class Visibility:
     """Row i sees key j if every rule that is on allows it.
 
-    causal       bottom-right aligned: j <= i + kv_len - qo_len. Ignored when `mask` is given.
-    window_left  W >= 0: j >= i + kv_len - qo_len - W, so W + 1 keys with causality; -1: off.
-    window_right  the same to the right: j <= i + kv_len - qo_len + W; -1: off.
-    mask         bool [qo_len, kv_len], True = visible; ANDed with the windows.
-    attention_chunk  C > 0: key j is in the chunk of C keys that holds i + kv_len - qo_len; 0: off.
-    key_positions  int64 [kv_len], rising: where these keys lie in a sequence of whole_len keys. All
-                 rules but the mask's then hold of positions in that, j of a key and i + whole_len -
-                 qo_len of a row.
+    Parameters
+    ----------
+    causal
+        Bottom-right aligned: j <= i + kv_len - qo_len. Ignored when `mask` is given.
+    window_left
+        W >= 0: j >= i + kv_len - qo_len - W, so W + 1 keys with causality; -1: off.
+    window_right
+        The same to the right: j <= i + kv_len - qo_len + W; -1: off.
+    mask
+        bool [qo_len, kv_len], True = visible; ANDed with the windows.
+    attention_chunk
+        C > 0: key j is in the chunk of C keys that holds i + kv_len - qo_len; 0: off.
+    key_positions
+        int64 [kv_len], rising: where these keys lie in a sequence of whole_len keys. All rules but
+        the mask's then hold of positions in that, j of a key and i + whole_len - qo_len of a row.
     """
 
     qo_len: int
@@ -130,9 +137,13 @@ def rope(
 ) -> np.ndarray:
     """Rotate x [L, ..., D] to `positions` [L] (may be negative); the result is float64.
 
-    Half-split (NeoX) pairing: element i turns with element i + D/2, by the angle
-    position * rope_theta**(-2i/D) / rope_scale; a larger rope_scale turns more slowly.
-    Raises ArgumentError if D is odd.
+    Half-split (NeoX) pairing: element i turns with element i + D/2, by the angle position *
+    rope_theta**(-2i/D) / rope_scale; a larger rope_scale turns more slowly.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError if D is odd.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
@@ -197,41 +208,61 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention with every option of the library, freely combined.
 
-    q            [qo_len, num_qo_heads, head_dim_qk]; any float dtype, ml_dtypes' too.
-    k, v         [kv_len, num_kv_heads, head_dim_qk | head_dim_vo] ("NHD"), or heads first ("HND");
-                 num_kv_heads divides num_qo_heads.
-    causal, window_left, window_right, mask, attention_chunk   which keys a row sees; see
-                 `Visibility`.
-    sm_scale     multiplies the logits; default 1/sqrt(head_dim_qk).
-    scale_q, scale_k, scale_v   a float or one per q head, kv head, kv head; default 1. The first
-                 two multiply the logits (before the soft cap), the last the output.
-    pos_encoding_mode   "ROPE_LLAMA" rotates q row i to position i + kv_len - qo_len and key j to
-                 j, see `rope`; "ALIBI" adds slope * (j - position of the row) to the scaled
-                 logit.
-    logits_soft_cap     c > 0: logit -> c * tanh(logit / c), after scale and ALiBi, before masking.
-                 sm_scale enters once, with ALiBi too. 0 or None: off.
-    alibi_slopes [num_qo_heads]: adds -slope * |position of the row - j| after the soft cap, as
-                 flash_attn does.
-    sinks        [num_qo_heads] natural-log logits that join the softmax's denominator and the LSE
-                 with no value; not multiplied by sm_scale. -inf: none; +inf: o = 0 and lse = +inf.
-    logits       expressions of the caller's (core.logits.make), their array parameters in
-                 `logits_arrays`: the transform takes the place of each logit after all of the
-                 above, the mask hides keys besides. `batch` is what they read by that name, and
-                 `first_row` the row of all requests' at which `q_token` begins.
-    output_gate  [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo]: the output is
-                 multiplied by its sigmoid; the LSE stays.
-    key_positions, whole_len   k and v are some keys of a sequence of whole_len, those at these
-                 places [kv_len], which rise: rows, windows, rotations and biases go by them. A mask
-                 is of these keys alone.
-    q_block_scales, k_block_scales, v_block_scales   [ceil(tokens / block_size), heads]: what each
-                 block of tokens is multiplied by, besides the scales above.
-    k_mean       [num_kv_heads, head_dim_qk]: was subtracted from the keys that k stands for, with
-                 all scales, and is added to them again.
+    Parameters
+    ----------
+    q
+        [qo_len, num_qo_heads, head_dim_qk]; any float dtype, ml_dtypes' too.
+    k, v
+        [kv_len, num_kv_heads, head_dim_qk | head_dim_vo] ("NHD"), or heads first ("HND");
+        num_kv_heads divides num_qo_heads.
+    causal, window_left, window_right, mask, attention_chunk
+        Which keys a row sees; see `Visibility`.
+    sm_scale
+        Multiplies the logits; default 1/sqrt(head_dim_qk).
+    scale_q, scale_k, scale_v
+        A float or one per q head, kv head, kv head; default 1. The first two multiply the logits
+        (before the soft cap), the last the output.
+    pos_encoding_mode
+        "ROPE_LLAMA" rotates q row i to position i + kv_len - qo_len and key j to j, see `rope`;
+        "ALIBI" adds slope * (j - position of the row) to the scaled logit.
+    logits_soft_cap
+        c > 0: logit -> c * tanh(logit / c), after scale and ALiBi, before masking. sm_scale enters
+        once, with ALiBi too. 0 or None: off.
+    alibi_slopes
+        [num_qo_heads]: adds -slope * abs(position of the row - j) after the soft cap, as flash_attn
+        does.
+    sinks
+        [num_qo_heads] natural-log logits that join the softmax's denominator and the LSE with no
+        value; not multiplied by sm_scale. -inf: none; +inf: o = 0 and lse = +inf.
+    logits
+        Expressions of the caller's (core.logits.make), their array parameters in `logits_arrays`:
+        the transform takes the place of each logit after all of the above, the mask hides keys
+        besides. `batch` is what they read by that name, and `first_row` the row of all requests' at
+        which `q_token` begins.
+    output_gate
+        [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo]: the output is multiplied by
+        its sigmoid; the LSE stays.
+    key_positions, whole_len
+        k and v are some keys of a sequence of whole_len, those at these places [kv_len], which
+        rise: rows, windows, rotations and biases go by them. A mask is of these keys alone.
+    q_block_scales, k_block_scales, v_block_scales
+        [ceil(tokens / block_size), heads]: what each block of tokens is multiplied by, besides the
+        scales above.
+    k_mean
+        [num_kv_heads, head_dim_qk]: was subtracted from the keys that k stands for, with all
+        scales, and is added to them again.
 
-    Returns (o [qo_len, num_qo_heads, head_dim_vo], lse [qo_len, num_qo_heads]), float64; the LSE
-    is base 2. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink's own LSE).
-    K and V of a key affect only the rows that see it, NaN and infinities included.
-    Raises ArgumentError on shapes, modes and values that do not fit.
+    Returns
+    -------
+    tuple of arrays
+        (o [qo_len, num_qo_heads, head_dim_vo], lse [qo_len, num_qo_heads]), float64; the LSE is
+        base 2. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink's own LSE).
+        K and V of a key affect only the rows that see it, NaN and infinities included.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError on shapes, modes and values that do not fit.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:

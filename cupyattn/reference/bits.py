@@ -16,7 +16,11 @@ def packbits(x: np.ndarray, bitorder: BitOrder = "big") -> np.ndarray:
     """uint8 [ceil(n/8)]: eight of x bool [n] to a byte, the last byte filled up with zeros.
 
     bitorder "big": the first element is the byte's highest bit; "little": its lowest.
-    Raises ArgumentError for another bitorder, or x that is not bool and one-dimensional.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for another bitorder, or x that is not bool and one-dimensional.
     """
     _check_bits(x, bitorder)
     return np.packbits(x, bitorder=bitorder)
@@ -27,8 +31,17 @@ def segment_packbits(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pack each segment x[indptr[b]:indptr[b+1]] on its own, so that each starts on a byte.
 
-    x bool [n], indptr integer [B+1]. Returns (uint8 [new_indptr[-1]], new_indptr int32 [B+1]), the
-    new offsets in bytes. Raises ArgumentError if indptr is not a rising list of offsets into x.
+    x bool [n], indptr integer [B+1].
+
+    Returns
+    -------
+    tuple of arrays
+        (uint8 [new_indptr[-1]], new_indptr int32 [B+1]), the new offsets in bytes.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError if indptr is not a rising list of offsets into x.
     """
     _check_bits(x, bitorder)
     offsets, new_indptr = segment_offsets(indptr, x.size)
@@ -42,7 +55,10 @@ def segment_packbits(
 def segment_offsets(indptr: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """int64 offsets [B+1] of segments of `size` elements, and of their packed bytes.
 
-    Raises ArgumentError if indptr is not a rising list of offsets into the elements.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError if indptr is not a rising list of offsets into the elements.
     """
     indptr = np.asarray(indptr)
     if indptr.ndim != 1 or indptr.size == 0 or not np.issubdtype(indptr.dtype, np.integer):
@@ -66,7 +82,10 @@ def segment_offsets(indptr: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarr
 def unpack_mask(packed: np.ndarray, qo_len: int, kv_len: int) -> np.ndarray:
     """bool [qo_len, kv_len] from the little-endian bits uint8 [>= ceil(qo_len*kv_len/8)].
 
-    Raises ArgumentError if `packed` has another dtype or rank, or is too short.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError if `packed` has another dtype or rank, or is too short.
     """
     count = qo_len * kv_len
     if packed.dtype != np.uint8 or packed.ndim != 1 or packed.size < (count + 7) // 8:

@@ -14,7 +14,10 @@ def merge_state(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The state over the keys of a and of b: v [n, H, D] and s [n, H], both float64.
 
-    Raises ArgumentError if the shapes do not match.
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError if the shapes do not match.
     """
     if v_a.shape != v_b.shape or s_a.shape != s_b.shape:
         raise ArgumentError(
@@ -28,7 +31,12 @@ def merge_states(v: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The state over m parts: v [n, m, H, D], s [n, m, H] (base 2) -> [n, H, D], [n, H], float64.
 
     A part with s = -inf saw no key: it adds nothing whatever its v holds, NaN included. No part
-    with a key (m = 0 among them) gives v = 0, s = -inf. Raises ArgumentError on shapes.
+    with a key (m = 0 among them) gives v = 0, s = -inf.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError on shapes.
     """
     if v.ndim != 4 or s.shape != v.shape[:3]:
         raise ArgumentError(
@@ -51,8 +59,8 @@ def variable_length_merge_states(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The states over parts indptr[i] to indptr[i + 1], without the last, for each row i.
 
-    v [num_states, H, D], s [num_states, H], indptr [n + 1], never falling, within the states ->
-    [n, H, D], [n, H], float64.
+    v [num_states, H, D], s [num_states, H], indptr [n + 1], never falling, within the states -> [n,
+    H, D], [n, H], float64.
     """
     merged_v, merged_s = (
         np.zeros((len(indptr) - 1, *v.shape[1:])),

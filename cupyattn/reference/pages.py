@@ -30,7 +30,10 @@ def store_rows(
 ) -> None:
     """Write rows of x [nnz, H, D] to their slots in cache [P, page_size, H, D], in place.
 
-    slots  (rows, page, offset), what `paging.slots` gives. Of two rows for a slot the last stays.
+    Parameters
+    ----------
+    slots
+        (rows, page, offset), what `paging.slots` gives. Of two rows for a slot the last stays.
     """
     rows, page, offset = slots
     new = x[rows]

@@ -19,14 +19,21 @@ def score_blocks(
     """float64 [num_groups, ceil(n / block_rows)]: the scores of blocks of index rows, the last of
     which may be cut.
 
-    q           [heads, head_dim]; neighbouring heads belong to one group
-    rows        [n, head_dim]: the index rows that the token sees
-    score       "max": the largest product of a block's rows and a group's heads. "relu_sum": of
-                each row the sum over heads of weight * max(product, 0), of a block its largest row.
-                "softmax": the sum over a block's rows and a group's heads of weight * probability,
-                each head's over all rows.
-    sm_scale    multiplies the products; row_scales [n] besides, of "relu_sum" the sums
-    weights     [heads]; default 1. Without effect on "max"
+    Parameters
+    ----------
+    q
+        [heads, head_dim]; neighbouring heads belong to one group.
+    rows
+        [n, head_dim]: the index rows that the token sees.
+    score
+        "max": the largest product of a block's rows and a group's heads. "relu_sum": of each row
+        the sum over heads of weight * max(product, 0), of a block its largest row. "softmax": the
+        sum over a block's rows and a group's heads of weight * probability, each head's over all
+        rows.
+    sm_scale
+        Multiplies the products; row_scales [n] besides, of "relu_sum" the sums.
+    weights
+        [heads]; default 1. Without effect on "max".
     """
     products = (q.astype(np.float64) @ rows.astype(np.float64).T) * sm_scale
     heads, n = products.shape

@@ -39,17 +39,45 @@ _UNSIGNED = {
 class AttentionBackend:
     """Attention of all layers of an engine, on torch, CuPy or NumPy arrays.
 
-    config        see BackendConfig
-    pool          keys and values, see KVPool; with is_hybrid it knows which layers are in the
-                  second pool, as LayerSpec does
-    req_to_token  int32 [max_reqs, columns]: the slot of each token of a request
-    full_to_swa   int32 or int64 [slots]: with is_hybrid, the slot of the second pool for each one
-    step          which draft step this backend is of, if DraftInfo does not say
+    Parameters
+    ----------
+    config
+        See BackendConfig.
+    pool
+        Keys and values, see KVPool; with is_hybrid it knows which layers are in the second pool, as
+        LayerSpec does.
+    req_to_token
+        int32 [max_reqs, columns]: the slot of each token of a request.
+    full_to_swa
+        int32 or int64 [slots]: with is_hybrid, the slot of the second pool for each one.
+    step
+        Which draft step this backend is of, if DraftInfo does not say.
 
+    Notes
+    -----
     `init_forward_metadata` enqueues one launch; metadata holds until the next one. In a captured
-    graph `init_graph_state`, `init_forward_metadata_capture` and `init_forward_metadata_replay`
-    are used instead: replays write the same memory. Nothing is read from the device anywhere. All
-    calls work on the current stream of the arrays' framework, and order each other by it.
+    graph `init_graph_state`, `init_forward_metadata_capture` and `init_forward_metadata_replay` are
+    used instead: replays write the same memory. Nothing is read from the device anywhere. All calls
+    work on the current stream of the arrays' framework, and order each other by it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import serving
+    >>> req_to_token = np.arange(4 * 64, dtype=np.int32).reshape(4, 64)
+    >>> pool = serving.MHATokenToKVPool(4 * 64, 2, 64, 1, req_to_token, dtype="float16")
+    >>> config = serving.BackendConfig(8, 2, 64, page_size=16, max_context_len=64)
+    >>> backend = serving.AttentionBackend(config, pool, req_to_token)
+    >>> lengths, rows = np.array([7, 3]), np.array([3, 0])  # keys, and rows of req_to_token
+    >>> mode = serving.ForwardMode.EXTEND
+    >>> batch = serving.BatchInfo(mode, rows, lengths, extend_seq_lens_host=lengths)
+    >>> _ = backend.init_forward_metadata(batch)  # once a step
+    >>> layer = serving.LayerSpec(layer_id=0)
+    >>> slots = np.r_[req_to_token[3, :7], req_to_token[0, :3]]
+    >>> q, k = np.ones((10, 8, 64), np.float16), np.ones((10, 2, 64), np.float16)
+    >>> backend.write_kv(layer, slots, k, k)  # once a layer
+    >>> backend.forward_extend(q, layer).shape
+    (10, 8, 64)
     """
 
     def __init__(
@@ -78,8 +106,11 @@ class AttentionBackend:
     def init_forward_metadata(self, batch: BatchInfo) -> ForwardMetadata:
         """The metadata of a batch, for the forward calls that follow.
 
-        Raises ArgumentError for arrays of other shapes, dtypes and devices and for lengths that the
-        host knows to be beyond max_context_len; on the CPU for any value that makes no sense.
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays of other shapes, dtypes and devices and for lengths that the
+            host knows to be beyond max_context_len; on the CPU for any value that makes no sense.
         """
         bs = self._check(batch)
         store = self._store_for(batch, bs)
@@ -280,12 +311,20 @@ class AttentionBackend:
     ) -> None:
         """Write new keys and values to slots of the pool: one launch.
 
-        loc      slots of the new tokens, [n]
-        k, v     [n, num_kv_heads, head_dim] and [n, num_kv_heads, v_head_dim]
-        k_rope   with use_mla, the rope columns that k lacks. There k is [n, 1, columns], of both
-                 parts or of the latent one, and v is not read
+        Parameters
+        ----------
+        loc
+            Slots of the new tokens, [n].
+        k, v
+            [n, num_kv_heads, head_dim] and [n, num_kv_heads, v_head_dim].
+        k_rope
+            With use_mla, the rope columns that k lacks. There k is [n, 1, columns], of both parts
+            or of the latent one, and v is not read.
 
-        Raises ArgumentError where v is missing.
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError where v is missing.
         """
         if k_rope is not None:
             self.pool.set_mla_kv_buffer(layer, loc, k, k_rope)
@@ -316,17 +355,33 @@ class AttentionBackend:
     ) -> Any:
         """Attention of a layer over the keys of the pool.
 
-        q           [tokens, num_q_heads, head_dim], request after request. With use_mla absorbed
-                    queries, latent columns first; or the latent ones alone, v_head_dim of them
-        q_rope      with use_mla, the rope columns that q lacks: [tokens, num_q_heads, head_dim -
-                    v_head_dim]
-        meta        default: that of the last init_forward_metadata
-        out         [tokens, num_q_heads, v_head_dim] to write instead of a new array
-        return_lse  also give the LSE: natural logarithms, float32, sinks included, -inf where a row
-                    sees no key
-        lse_layout  "ht": [num_q_heads, tokens]; "th": [tokens, num_q_heads]
+        Parameters
+        ----------
+        q
+            [tokens, num_q_heads, head_dim], request after request. With use_mla absorbed queries,
+            latent columns first; or the latent ones alone, v_head_dim of them.
+        q_rope
+            With use_mla, the rope columns that q lacks: [tokens, num_q_heads, head_dim -
+            v_head_dim].
+        meta
+            Default: that of the last init_forward_metadata.
+        out
+            [tokens, num_q_heads, v_head_dim] to write instead of a new array.
+        return_lse
+            Also give the LSE: natural logarithms, float32, sinks included, -inf where a row sees no
+            key.
+        lse_layout
+            "ht": [num_q_heads, tokens]; "th": [tokens, num_q_heads].
 
-        Returns out, or (out, lse). Raises ArgumentError, UnsupportedError, before any launch.
+        Returns
+        -------
+        result
+            out, or (out, lse).
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError, UnsupportedError, before any launch.
         """
         meta = self.forward_metadata if meta is None else meta
         if meta is None:
@@ -376,14 +431,21 @@ class AttentionBackend:
     ) -> Any:
         """Attention over keys that are not in the pool: of MLA models, prompts unabsorbed.
 
-        q             [tokens, heads, head_dim]; k [keys, KV heads, head_dim] and v [keys, KV heads,
-                      v_head_dim], request after request
-        cu_seqlens_q  int32 [bs + 1]; default: that of the last metadata of a ragged mode
-        cu_seqlens_k  likewise of k; default: cu_seqlens_q
-        max_seqlen_q, max_seqlen_k   the most of one request, as far as is known
-        causal        True: new tokens over themselves. False: over a chunk of the prefix, in which
-                      sinks don't count, so that they do once in what is merged
-        Others, and what is returned, as in `forward`. `merge_state_v2` joins the parts.
+        Parameters
+        ----------
+        q
+            [tokens, heads, head_dim]; k [keys, KV heads, head_dim] and v [keys, KV heads,
+            v_head_dim], request after request.
+        cu_seqlens_q
+            int32 [bs + 1]; default: that of the last metadata of a ragged mode.
+        cu_seqlens_k
+            Likewise of k; default: cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k
+            The most of one request, as far as is known.
+        causal
+            True: new tokens over themselves. False: over a chunk of the prefix, in which sinks
+            don't count, so that they do once in what is merged Others, and what is returned, as in
+            `forward`. `merge_state_v2` joins the parts.
         """
         if cu_seqlens_q is None:
             meta = self.forward_metadata

@@ -28,21 +28,37 @@ _MODES = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.
 class ContextParallelBackend(AttentionBackend):
     """`AttentionBackend` of one of several GPUs that hold the keys of every request together.
 
-    group         the ranks, all of which make this backend and call it alike, in one order
-    config        as there; num_q_heads are those of all ranks, of which each has as many
-    pool          keys and values of this rank's tokens
-    req_to_token  int32 [max_reqs, columns]: the slots of this rank's tokens of a request, one
-                  behind the other
-    max_num_tokens   query tokens of a step at most
-    cp_kv_cache_interleave_size   tokens that go to a rank in a run, see `cupyattn.shares`
-    q_is_replicated  whether `forward` is given the queries of all heads; else they are gathered
-    timeout, uses_windows   as in `distributed.StateExchange`
+    Parameters
+    ----------
+    group
+        The ranks, all of which make this backend and call it alike, in one order.
+    config
+        As there; num_q_heads are those of all ranks, of which each has as many.
+    pool
+        Keys and values of this rank's tokens.
+    req_to_token
+        int32 [max_reqs, columns]: the slots of this rank's tokens of a request, one behind the
+        other.
+    max_num_tokens
+        Query tokens of a step at most.
+    cp_kv_cache_interleave_size
+        Tokens that go to a rank in a run, see `cupyattn.shares`.
+    q_is_replicated
+        Whether `forward` is given the queries of all heads; else they are gathered.
+    timeout, uses_windows
+        As in `distributed.StateExchange`.
 
+    Raises
+    ------
+    CupyAttnError
+        UnsupportedError for other modes, and for configurations with drafts, chunks, encoders, or a
+        second pool.
+
+    Notes
+    -----
     Batches have whole lengths: `seq_lens` counts the keys of all ranks. The slots that a step
     writes to are this rank's, -1 for tokens of other ranks (`shares.get_share_slots`). Modes are
-    DECODE, EXTEND and MIXED, by which drafts that do not branch are verified too. Raises
-    UnsupportedError for other modes, and for configurations with drafts, chunks, encoders, or a
-    second pool.
+    DECODE, EXTEND and MIXED, by which drafts that do not branch are verified too.
     """
 
     def __init__(
@@ -156,12 +172,20 @@ class ContextParallelBackend(AttentionBackend):
     ) -> Any:
         """Attention of a layer over the keys of all ranks.
 
-        q, q_rope   of this rank's heads, [tokens, num_q_heads / ranks, columns], or of all heads
-                    with q_is_replicated
-        out         [tokens, num_q_heads / ranks, v_head_dim] to write
-        return_lse  also give the LSE of this rank's heads, in base 2
+        Parameters
+        ----------
+        q, q_rope
+            Of this rank's heads, [tokens, num_q_heads / ranks, columns], or of all heads with
+            q_is_replicated.
+        out
+            [tokens, num_q_heads / ranks, v_head_dim] to write.
+        return_lse
+            Also give the LSE of this rank's heads, in base 2.
 
-        Returns out of this rank's heads, or (out, lse). `gather_output` has those of all ranks.
+        Returns
+        -------
+        result
+            out of this rank's heads, or (out, lse). `gather_output` has those of all ranks.
         """
         group, exchange = self.group, self.exchange
         group.check()

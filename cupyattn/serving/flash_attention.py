@@ -34,15 +34,22 @@ _MODES = {
 class FlashAttentionBackend:
     """Attention of an engine's layers, for model_runner's server.
 
-    model_runner   with req_to_token_pool.req_to_token, token_to_kv_pool, page_size, model_config
-                   (context_len, attention_arch, is_encoder_decoder), server_args
-                   (speculative_eagle_topk, speculative_num_draft_tokens, kv_cache_dtype,
-                   enable_deterministic_inference), sliding_window_size, attention_chunk_size and
-                   is_hybrid, as far as they are there
-    skip_prefill   accepted for compatibility
-    speculative_step_id, speculative_num_steps   of a draft worker; topk is that of the server
-    fa_impl_ver    accepted for compatibility
+    Parameters
+    ----------
+    model_runner
+        With req_to_token_pool.req_to_token, token_to_kv_pool, page_size, model_config (context_len,
+        attention_arch, is_encoder_decoder), server_args (speculative_eagle_topk,
+        speculative_num_draft_tokens, kv_cache_dtype, enable_deterministic_inference),
+        sliding_window_size, attention_chunk_size and is_hybrid, as far as they are there.
+    skip_prefill
+        Accepted for compatibility.
+    speculative_step_id, speculative_num_steps
+        Of a draft worker; topk is that of the server.
+    fa_impl_ver
+        Accepted for compatibility.
 
+    Notes
+    -----
     `core` is the AttentionBackend.
     """
 
@@ -261,11 +268,16 @@ class FlashAttentionBackend:
     ) -> Any:
         """Write k and v, if they are there, and attend.
 
-        q [tokens, heads * head_dim] or [tokens, heads, head_dim]; returns [tokens, heads *
-        v_head_dim]. sinks [heads] of any float dtype: natural, unscaled logits.
+        Parameters
+        ----------
+        q [tokens, heads * head_dim]
+            Or [tokens, heads, head_dim]; returns [tokens, heads * v_head_dim]. sinks [heads] of any
+            float dtype: natural, unscaled logits.
 
-        Of an MLA model q is absorbed, latent columns first, with q_rope apart or not; k
-        and k_rope are what the pool's set_mla_kv_buffer takes. Where the batch says so by
+        Notes
+        -----
+        Of an MLA model q is absorbed, latent columns first, with q_rope apart or not; k and k_rope
+        are what the pool's set_mla_kv_buffer takes. Where the batch says so by
         attn_attend_prefix_cache, q, k and v are unabsorbed: over themselves, or over the chunk of
         the prefix that prefix_chunk_idx names. Then the result is [tokens, heads, v_head_dim], and
         with mha_return_lse (out, lse [tokens, heads]).

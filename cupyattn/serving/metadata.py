@@ -15,18 +15,32 @@ from .modes import BatchInfo, ForwardMode
 class AttentionMetadata:
     """Requests of one attention call, in device arrays.
 
-    cache_seqlens   int32 [n]: keys of each
-    page_table      int32 [n, width] pages; with kv_offsets any array of entries, [1, entries]
-    page_size       tokens of an entry of this table; 1: slots of the same memory
-    kv_offsets      int32 [n]: the entry where each request's keys begin; None: its row of the table
-    q_len           rows of each request; 0: by cu_seqlens_q, or by qo_offsets and qo_lens
-    cu_seqlens_q    int32 [n + 1]
-    qo_offsets, qo_lens   int32 [n]: rows of requests that share them
-    max_seqlen_q, max_seqlen_k   bounds that the host knows; they affect speed only
-    tree_mask       uint32 [rows, words]: bits of what each row sees of the last q_len keys
-    uses_swa_pool   the table is of the second pool
-    key_share       whose keys these are, where ranks share them; None: all of them
-    whole_lens      int32 [n]: with key_share, keys of each request on all ranks together
+    Parameters
+    ----------
+    cache_seqlens
+        int32 [n]: keys of each.
+    page_table
+        int32 [n, width] pages; with kv_offsets any array of entries, [1, entries].
+    page_size
+        Tokens of an entry of this table; 1: slots of the same memory.
+    kv_offsets
+        int32 [n]: the entry where each request's keys begin; None: its row of the table.
+    q_len
+        Rows of each request; 0: by cu_seqlens_q, or by qo_offsets and qo_lens.
+    cu_seqlens_q
+        int32 [n + 1].
+    qo_offsets, qo_lens
+        int32 [n]: rows of requests that share them.
+    max_seqlen_q, max_seqlen_k
+        Bounds that the host knows; they affect speed only.
+    tree_mask
+        uint32 [rows, words]: bits of what each row sees of the last q_len keys.
+    uses_swa_pool
+        The table is of the second pool.
+    key_share
+        Whose keys these are, where ranks share them; None: all of them.
+    whole_lens
+        int32 [n]: with key_share, keys of each request on all ranks together.
     """
 
     cache_seqlens: Any
@@ -49,17 +63,30 @@ class AttentionMetadata:
 class ForwardMetadata:
     """The metadata of a step, by kinds of layers; None where the mode or the engine has none.
 
-    main      layers that see all keys, or a window behind a causal row
-    swa       the same over the second pool
-    local     layers that see chunks: requests are parts of those of the batch
-    encoder   cross attention
-    expand    the second pass over drafts, one row a request; `main` is the first, over the prefix
-    window_rows, chunk_rows   layers with a window or chunks where drafts branch: each row is a
-              request, with its own keys along its path
-    len_offset   keys of main beyond seq_lens
-    batch        what it was made of last
-    calls        by the identity of a layer: what `attend` made of both
+    Parameters
+    ----------
+    main
+        Layers that see all keys, or a window behind a causal row.
+    swa
+        The same over the second pool.
+    local
+        Layers that see chunks: requests are parts of those of the batch.
+    encoder
+        Cross attention.
+    expand
+        The second pass over drafts, one row a request; `main` is the first, over the prefix.
+    window_rows, chunk_rows
+        Layers with a window or chunks where drafts branch: each row is a request, with its own keys
+        along its path.
+    len_offset
+        Keys of main beyond seq_lens.
+    batch
+        What it was made of last.
+    calls
+        By the identity of a layer: what `attend` made of both.
 
+    Notes
+    -----
     It holds until the next step of its backend is prepared, which writes the same memory.
     """
 

@@ -19,13 +19,11 @@ TREE_FORMS = "mask", "expand"
 class ForwardMode(IntEnum):
     """What the query tokens of a batch are.
 
-    DECODE         one token of each request, already counted in seq_lens
-    DRAFT_DECODE   topk tokens of each request, drafted one step after seq_lens
-    TARGET_VERIFY  num_draft_tokens of each request, behind its seq_lens keys
-    EXTEND         the last extend_seq_lens tokens of seq_lens, prompts or parts of them
-    DRAFT_EXTEND   the same of accepted tokens
-    MIXED          EXTEND in which some requests decode
-    IDLE           nothing, or padding that is handled as DECODE
+    DECODE one token of each request, already counted in seq_lens DRAFT_DECODE topk tokens of each
+    request, drafted one step after seq_lens TARGET_VERIFY num_draft_tokens of each request, behind
+    its seq_lens keys EXTEND the last extend_seq_lens tokens of seq_lens, prompts or parts of them
+    DRAFT_EXTEND the same of accepted tokens MIXED EXTEND in which some requests decode IDLE
+    nothing, or padding that is handled as DECODE
     """
 
     DECODE = 0
@@ -48,24 +46,47 @@ class ForwardMode(IntEnum):
 class BackendConfig:
     """What all steps of an engine share.
 
-    num_q_heads, num_kv_heads, head_dim, v_head_dim   of this GPU; v_head_dim None: head_dim
-    page_size            tokens of a page; each page of a request holds consecutive tokens
-    max_context_len      keys of one request at most, drafts included
-    q_dtype, kv_dtype    dtypes of any framework, or their names, which they become; the pool must
-                         be of kv_dtype, default: of q_dtype. None: as the arrays are
-    use_mla              the pool has latent rows, whose first v_head_dim of head_dim columns are
-                         values too, and queries are absorbed; num_kv_heads is 1. Layers have no
-                         windows, chunks or encoder, and trees are verified in two passes
-    attention_chunk_size    keys of a chunk of layers with local attention; None: no such layers
-    sliding_window_size  the widest window of a layer, keys before a row's own; None: no such layers
-    topk                 drafted tokens of a step, beams of a request
-    num_draft_steps      steps of a multi-step draft
-    num_draft_tokens     tokens of a verification; 0: there is none
-    deterministic        keys are not split, so outputs don't depend on the other requests
-    is_hybrid            layers with a window or chunks may keep their keys in a second pool
-    has_encoder          requests begin with encoder tokens, which cross attention reads
-    tree_form            how trees are verified: "mask", one pass over all keys, or "expand", two
-                         passes and a merge
+    Parameters
+    ----------
+    num_q_heads, num_kv_heads, head_dim, v_head_dim
+        Of this GPU; v_head_dim None: head_dim.
+    page_size
+        Tokens of a page; each page of a request holds consecutive tokens.
+    max_context_len
+        Keys of one request at most, drafts included.
+    q_dtype, kv_dtype
+        Dtypes of any framework, or their names, which they become; the pool must be of kv_dtype,
+        default: of q_dtype. None: as the arrays are.
+    use_mla
+        The pool has latent rows, whose first v_head_dim of head_dim columns are values too, and
+        queries are absorbed; num_kv_heads is 1. Layers have no windows, chunks or encoder, and
+        trees are verified in two passes.
+    attention_chunk_size
+        Keys of a chunk of layers with local attention; None: no such layers.
+    sliding_window_size
+        The widest window of a layer, keys before a row's own; None: no such layers.
+    topk
+        Drafted tokens of a step, beams of a request.
+    num_draft_steps
+        Steps of a multi-step draft.
+    num_draft_tokens
+        Tokens of a verification; 0: there is none.
+    deterministic
+        Keys are not split, so outputs don't depend on the other requests.
+    is_hybrid
+        Layers with a window or chunks may keep their keys in a second pool.
+    has_encoder
+        Requests begin with encoder tokens, which cross attention reads.
+    tree_form
+        How trees are verified: "mask", one pass over all keys, or "expand", two passes and a merge.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import serving
+    >>> config = serving.BackendConfig(8, 2, 64, page_size=16, max_context_len=64)
+    >>> config.shape_of(serving.LayerSpec(layer_id=0))
+    (8, 2, 64, 64)
     """
 
     num_q_heads: int
@@ -175,19 +196,40 @@ class BackendConfig:
 class LayerSpec:
     """What attention of one layer does; immutable.
 
-    layer_id         of the KV pool
-    softmax_scale    of the logits; None: 1 / sqrt(head_dim)
-    softcap          c > 0: logits become c * tanh(logit / c)
-    window_size      (left, right) keys beside a row's own, both ends included; -1: all. With causal
-                     attention right is 0
-    attention_chunk  keys of a chunk: a row sees its own chunk alone; 0: all. As configured
-    is_cross_attention   keys are those of the encoder, all of them
-    causal           rows see keys up to their own
-    k_scale, v_scale   what fp8 keys and values are multiplied by: numbers, or float32 arrays of one
-                     element or of one for each KV head; no effect on other dtypes
-    sinks            float32 [num_q_heads]: natural, unscaled logits of keys without values
-    uses_swa_pool    its keys are in the second pool of a hybrid
-    num_q_heads, num_kv_heads, head_dim, v_head_dim   None: as configured
+    Parameters
+    ----------
+    layer_id
+        Of the KV pool.
+    softmax_scale
+        Of the logits; None: 1 / sqrt(head_dim).
+    softcap
+        c > 0: logits become c * tanh(logit / c).
+    window_size
+        (left, right) keys beside a row's own, both ends included; -1: all. With causal attention
+        right is 0.
+    attention_chunk
+        Keys of a chunk: a row sees its own chunk alone; 0: all. As configured.
+    is_cross_attention
+        Keys are those of the encoder, all of them.
+    causal
+        Rows see keys up to their own.
+    k_scale, v_scale
+        What fp8 keys and values are multiplied by: numbers, or float32 arrays of one element or of
+        one for each KV head; no effect on other dtypes.
+    sinks
+        float32 [num_q_heads]: natural, unscaled logits of keys without values.
+    uses_swa_pool
+        Its keys are in the second pool of a hybrid.
+    num_q_heads, num_kv_heads, head_dim, v_head_dim
+        None: as configured.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import serving
+    >>> layer = serving.LayerSpec(layer_id=3, window_size=(4095, 0))
+    >>> layer.causal
+    True
     """
 
     layer_id: int = 0
@@ -211,14 +253,19 @@ class LayerSpec:
 class DraftInfo:
     """Drafts of a batch.
 
-    step           of DRAFT_DECODE, from 0 on
-    tree_mask      of TARGET_VERIFY with topk > 1: what each draft token sees, itself included.
-                   Bools [bs, D, D]; or uint64 or int64 words [bs, D], the lowest bit for the first
-                   token; or flat bools, request by request [D, seq_len + D]
-    beam_rows      int32 [bs * topk, num_draft_steps]: the beam that wrote the token of each step of
-                   a beam, if beams change parents; default: the beam itself
-    num_real       requests before the padding of a graph, whose part of the mask is not read;
-                   default: all
+    Parameters
+    ----------
+    step
+        Of DRAFT_DECODE, from 0 on.
+    tree_mask
+        Of TARGET_VERIFY with topk > 1: what each draft token sees, itself included. Bools [bs, D,
+        D]; or uint64 or int64 words [bs, D], the lowest bit for the first token; or flat bools,
+        request by request [D, seq_len + D].
+    beam_rows
+        int32 [bs * topk, num_draft_steps]: the beam that wrote the token of each step of a beam, if
+        beams change parents; default: the beam itself.
+    num_real
+        Requests before the padding of a graph, whose part of the mask is not read; default: all.
     """
 
     step: int = 0
@@ -231,15 +278,33 @@ class DraftInfo:
 class BatchInfo:
     """A batch: device arrays, and what the scheduler's host knows of them.
 
-    req_pool_indices   int32 or int64 [bs], rows of req_to_token
-    seq_lens           int32 or int64 [bs], keys of each request, without drafts
-    seq_lens_host      the same in NumPy, or None: then max_context_len bounds them
-    extend_seq_lens    [bs] query tokens of each request, in ragged modes
-    extend_seq_lens_host   the same in NumPy, or None with max_extend_len
-    max_extend_len     where the host knows no more: no request has more query tokens than that
-    out_cache_loc      slots of the new tokens; of DRAFT_DECODE with topk > 1 those of all steps,
-                       [bs, topk, num_draft_steps] in any shape
-    encoder_lens       [bs] encoder tokens of each request, which come first in its row
+    Parameters
+    ----------
+    req_pool_indices
+        int32 or int64 [bs], rows of req_to_token.
+    seq_lens
+        int32 or int64 [bs], keys of each request, without drafts.
+    seq_lens_host
+        The same in NumPy, or None: then max_context_len bounds them.
+    extend_seq_lens
+        [bs] query tokens of each request, in ragged modes.
+    extend_seq_lens_host
+        The same in NumPy, or None with max_extend_len.
+    max_extend_len
+        Where the host knows no more: no request has more query tokens than that.
+    out_cache_loc
+        Slots of the new tokens; of DRAFT_DECODE with topk > 1 those of all steps, [bs, topk,
+        num_draft_steps] in any shape.
+    encoder_lens
+        [bs] encoder tokens of each request, which come first in its row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import serving
+    >>> batch = serving.BatchInfo(serving.ForwardMode.DECODE, np.array([3, 0]), np.array([7, 3]))
+    >>> batch.mode.name
+    'DECODE'
     """
 
     mode: ForwardMode

@@ -48,12 +48,29 @@ class MLAPool(Protocol):
 class MHATokenToKVPool:
     """Keys and values of multi-head attention, in arrays of its own.
 
-    num_slots       tokens; a multiple of page_size
-    layer_num       layers, from start_layer on
-    like            an array: memory is of its framework, on its device
-    dtype           name of a dtype of keys: float16, bfloat16, float32 (CPU arrays) or an fp8 one
-    full_to_swa     for a pool that is the second one of a hybrid: the slot here for each slot of
-                    the first; what is written names slots of the first
+    Parameters
+    ----------
+    num_slots
+        Tokens; a multiple of page_size.
+    layer_num
+        Layers, from start_layer on.
+    like
+        An array: memory is of its framework, on its device.
+    dtype
+        Name of a dtype of keys: float16, bfloat16, float32 (CPU arrays) or an fp8 one.
+    full_to_swa
+        For a pool that is the second one of a hybrid: the slot here for each slot of the first;
+        what is written names slots of the first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import serving
+    >>> req_to_token = np.arange(4 * 64, dtype=np.int32).reshape(4, 64)
+    >>> pool = serving.MHATokenToKVPool(4 * 64, 2, 64, 1, req_to_token, dtype="float16")
+    >>> keys, values = pool.get_kv_buffer(0)
+    >>> keys.shape
+    (256, 2, 64)
     """
 
     def __init__(
@@ -84,7 +101,10 @@ class MHATokenToKVPool:
     def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
         """K [num_slots, head_num, head_dim] and V [num_slots, head_num, v_head_dim] of a layer.
 
-        Raises ArgumentError for a layer that the pool does not have.
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for a layer that the pool does not have.
         """
         k, v = self._buffers[layer_index(layer_id, self.start_layer, len(self._buffers))]
         return k, v
@@ -121,21 +141,43 @@ class MHATokenToKVPool:
             move_slots(buffers, new, old, self.full_to_swa)
 
     def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:
-        """Raises UnsupportedError: latent keys have a pool of their own."""
+        """Raises
+        ------
+        CupyAttnError
+            UnsupportedError: latent keys have a pool of their own.
+        """
         raise UnsupportedError("set_mla_kv_buffer: this pool is of MHA; make an MLATokenToKVPool")
 
 
 class MLATokenToKVPool:
     """Latent keys of multi-head latent attention, whose first columns are values too.
 
-    num_slots       tokens; a multiple of page_size
-    kv_lora_rank    latent columns
-    qk_rope_head_dim   rope columns
-    layer_num       layers, from start_layer on
-    like            an array: memory is of its framework, on its device
-    dtype           name of a dtype, float8_e4m3fn too: then a layer's k_scale, 1 by default, is
-                    what rows are divided by
-    is_split        the two parts in arrays of their own, else in one row
+    Parameters
+    ----------
+    num_slots
+        Tokens; a multiple of page_size.
+    kv_lora_rank
+        Latent columns.
+    qk_rope_head_dim
+        Rope columns.
+    layer_num
+        Layers, from start_layer on.
+    like
+        An array: memory is of its framework, on its device.
+    dtype
+        Name of a dtype, float8_e4m3fn too: then a layer's k_scale, 1 by default, is what rows are
+        divided by.
+    is_split
+        The two parts in arrays of their own, else in one row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import serving
+    >>> like = np.zeros(1, np.float16)
+    >>> pool = serving.MLATokenToKVPool(256, 512, 64, 1, like, dtype="float16")
+    >>> pool.get_key_buffer(0).shape
+    (256, 1, 576)
     """
 
     def __init__(
@@ -176,7 +218,10 @@ class MLATokenToKVPool:
     def get_key_buffer(self, layer_id: int) -> Any:
         """Keys of a layer, [num_slots, 1, kv_lora_rank + qk_rope_head_dim].
 
-        Raises UnsupportedError where the two parts are in arrays of their own.
+        Raises
+        ------
+        CupyAttnError
+            UnsupportedError where the two parts are in arrays of their own.
         """
         if self.is_split:
             raise UnsupportedError(

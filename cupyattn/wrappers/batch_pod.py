@@ -56,15 +56,39 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
     """Attention of a batch of prompts and of a batch of decodes, both over pages: plan() once,
     run() for every layer.
 
-    float_workspace_buffer, kv_layout  as in BatchPrefillWithPagedKVCacheWrapper.
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout
+        As in BatchPrefillWithPagedKVCacheWrapper.
 
+    Raises
+    ------
+    CupyAttnError
+        As BatchPrefillWithPagedKVCacheWrapper.
+
+    Notes
+    -----
     One launch serves both, as in BatchAttention, where the two caches are the same array and the
     rows of q_p and q_d lie one behind the other in one array, in either order, as slices of a
     step's queries do. Otherwise, and where only prompts have a mask or decodes have scales or
     several rows under causality, it takes a launch for each, one after the other. plan() schedules
     what the last run needed; a run that needs another form schedules it.
 
-    Raises as BatchPrefillWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)
+    >>> prompts = np.array([0, 16]), np.array([0, 1]), np.array([1]), np.array([16])
+    >>> decodes = np.array([0, 1]), np.array([0, 2]), np.array([3, 0]), np.array([5])
+    >>> wrapper = cupyattn.BatchPODWithPagedKVCacheWrapper()
+    >>> wrapper.plan(*prompts, *decodes, 8, 2, 64, 16)
+    >>> q = np.ones((17, 8, 64), np.float16)
+    >>> o_p, o_d = wrapper.run(q[:16], pool, q[16:], pool, causal_p=True)
+    >>> o_p.shape, o_d.shape
+    ((16, 8, 64), (1, 8, 64))
     """
 
     def __init__(self, float_workspace_buffer: Any = None, kv_layout: str = "NHD") -> None:
@@ -108,12 +132,20 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
     ) -> None:
         """Schedule the batches that the next runs are for.
 
-        qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p  rows and pages of the prompts, as
-                in BatchPrefillWithPagedKVCacheWrapper.plan; those in _d, of the decodes.
-        q_data_type, kv_data_type  default float16, that of q; data_type is the default of both.
-        Other arguments as there, for both batches.
+        Parameters
+        ----------
+        qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p
+            Rows and pages of the prompts, as in BatchPrefillWithPagedKVCacheWrapper.plan; those in
+            _d, of the decodes.
+        q_data_type, kv_data_type
+            Default float16, that of q; data_type is the default of both.
+        other arguments
+            Other arguments as there, for both batches.
 
-        Raises as that function.
+        Raises
+        ------
+        CupyAttnError
+            As that function.
         """
         size = geometry.count(page_size, "page_size")
         is_debugging = self._is_debugging()
@@ -185,15 +217,27 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
     ) -> Any:
         """Attention of the planned batches.
 
-        q_p, q_d   [qo_indptr_p[-1], num_qo_heads, head_dim], and of the decodes.
-        paged_kv_cache_p, paged_kv_cache_d  as in BatchPrefillWithPagedKVCacheWrapper.run.
-        custom_mask_p, packed_custom_mask_p, causal_p  of the prompts, as custom_mask,
-                packed_custom_mask and causal in BatchPrefillWithPagedKVCacheWrapper.plan.
-        q_scale, k_scale, v_scale  of the decodes, as there. The last two arguments are accepted for
-                compatibility.
+        Parameters
+        ----------
+        q_p, q_d
+            [qo_indptr_p[-1], num_qo_heads, head_dim], and of the decodes.
+        paged_kv_cache_p, paged_kv_cache_d
+            As in BatchPrefillWithPagedKVCacheWrapper.run.
+        custom_mask_p, packed_custom_mask_p, causal_p
+            Of the prompts, as custom_mask, packed_custom_mask and causal in
+            BatchPrefillWithPagedKVCacheWrapper.plan.
+        q_scale, k_scale, v_scale
+            Of the decodes, as there. The last two arguments are accepted for compatibility.
 
-        Returns (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)) if `return_lse`. Raises as that
-        function.
+        Returns
+        -------
+        tuple of arrays
+            (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)) if `return_lse`.
+
+        Raises
+        ------
+        CupyAttnError
+            As that function.
         """
         with self._turns.planning:
             step = self._step

@@ -49,14 +49,41 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     causality and a window let it, a range of keys before and behind it: plan() once, run() per
     layer.
 
-    float_workspace_buffer to paged_kv_last_page_len_buf  as in BatchPrefillWithPagedKVCacheWrapper.
-    pos_encoding_mode   must be "NONE".
-    q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo  what plan() takes if it is not
-            told; if it is, it must be told the same.
+    Parameters
+    ----------
+    float_workspace_buffer to paged_kv_last_page_len_buf
+        As in BatchPrefillWithPagedKVCacheWrapper.
+    pos_encoding_mode
+        Must be "NONE".
+    q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo
+        What plan() takes if it is not told; if it is, it must be told the same.
 
+    Raises
+    ------
+    CupyAttnError
+        As BatchPrefillWithPagedKVCacheWrapper.
+
+    Notes
+    -----
     Ranges of rows that hold the row itself and begin within its window cost no bits: rows see one
-    interval of keys each. Other ranges take a packed mask, made on the host. Raises as
-    BatchPrefillWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    interval of keys each. Other ranges take a packed mask, made on the host.
+
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.BatchPrefillWithCausalBidirectionalRangesWrapper(
+    ...     q_data_type="float16", kv_data_type="float16", head_dim_qk=64, head_dim_vo=64
+    ... )
+    >>> wrapper.plan(np.array([0, 4, 20]), indptr, indices, last, 8, 2, 64, 16)
+    >>> ranges = np.full((20, 2), -1, np.int32)
+    >>> ranges[8:12] = 4, 7  # tokens 4 to 7 of the second request are an image: they see each other
+    >>> wrapper.run(np.ones((20, 8, 64), np.float16), pool, ranges).shape
+    (20, 8, 64)
     """
 
     def __init__(
@@ -140,17 +167,24 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        qo_indptr to page_size, sm_scale, logits_soft_cap, fixed_split_size, disable_split_kv  as in
-                BatchPrefillWithPagedKVCacheWrapper.plan.
-        head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type  the constructor's.
-        custom_mask, packed_custom_mask, causal, window_left and the arguments of multi-item scoring
-                must be left out: the ranges say which keys rows see.
-        bidirectional_ranges, causal_window_left, range_window_left  as in run(), which may then
-                leave them out: it neither reads them from the GPU nor schedules. A CUDA graph needs
-                them here.
-        The rest is accepted for compatibility.
+        Parameters
+        ----------
+        qo_indptr to page_size, sm_scale, logits_soft_cap, fixed_split_size, disable_split_kv
+            As in BatchPrefillWithPagedKVCacheWrapper.plan.
+        head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type
+            The constructor's.
+        custom_mask, packed_custom_mask, causal, window_left, the
+            Arguments of multi-item scoring must be left out: the ranges say which keys rows see.
+        bidirectional_ranges, causal_window_left, range_window_left
+            As in run(), which may then leave them out: it neither reads them from the GPU nor
+            schedules. A CUDA graph needs them here.
+        other arguments
+            The rest is accepted for compatibility.
 
-        Raises as BatchPrefillWithPagedKVCacheWrapper.plan.
+        Raises
+        ------
+        CupyAttnError
+            As BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         items_len = parse.require_int(token_pos_in_items_len, "token_pos_in_items_len", 0)
         for name, value, wanted in (
@@ -241,19 +275,28 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     ) -> Any:
         """Attention of the planned batch.
 
-        bidirectional_ranges    int32 [qo_indptr[B], 2]: the first and the last key, by index in its
-                request, of the range that each row sees; (-1, -1) for none. On the host, or on the
-                GPU, where each run waits for it. Ranges other than the last run's schedule the
-                batch anew. Default: plan()'s.
-        causal_window_left      besides its range, row i sees keys from i + kv_len - qo_len -
-                causal_window_left up to i + kv_len - qo_len. A negative number: from 0 on. Default:
-                plan()'s, -1 if it was not told.
-        range_window_left       of its range, a row sees the keys less than so many before it, and
-                all behind it. 0 or a negative number: all. Default: likewise.
-        enable_pdl is accepted for compatibility; kv_cache_sf must be None. All else as in
-        BatchPrefillWithPagedKVCacheWrapper.run.
+        Parameters
+        ----------
+        bidirectional_ranges
+            int32 [qo_indptr[B], 2]: the first and the last key, by index in its request, of the
+            range that each row sees; (-1, -1) for none. On the host, or on the GPU, where each run
+            waits for it. Ranges other than the last run's schedule the batch anew. Default:
+            plan()'s.
+        causal_window_left
+            Besides its range, row i sees keys from i + kv_len - qo_len - causal_window_left up to i
+            + kv_len - qo_len. A negative number: from 0 on. Default: plan()'s, -1 if it was not
+            told.
+        range_window_left
+            Of its range, a row sees the keys less than so many before it, and all behind it. 0 or a
+            negative number: all. Default: likewise.
+        enable_pdl
+            Is accepted for compatibility; kv_cache_sf must be None. All else as in
+            BatchPrefillWithPagedKVCacheWrapper.run.
 
-        Returns and raises as that function.
+        Raises
+        ------
+        CupyAttnError
+            Returns and raises as that function.
         """
         geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
         asked = self._asked

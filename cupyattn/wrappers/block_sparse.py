@@ -70,14 +70,34 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
     """Attention of M rows over N columns of keys, masked by blocks of R rows and C columns that are
     the same for all heads: plan() once, run() for every layer.
 
-    float_workspace_buffer  as in BatchPrefillWithPagedKVCacheWrapper. backend  accepted for
-            compatibility.
+    Parameters
+    ----------
+    float_workspace_buffer
+        As in BatchPrefillWithPagedKVCacheWrapper. backend  accepted for compatibility.
 
+    Raises
+    ------
+    CupyAttnError
+        As BatchDecodeWithPagedKVCacheWrapper.
+
+    Notes
+    -----
     A block of rows is a request, and its blocks of columns are its pages. So blocks that are not in
     the mask cost nothing, and any R and C serve; rows of blocks of 8 columns and more are copied
     fastest.
 
-    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> indptr, indices = np.array([0, 1, 3]), np.array([0, 0, 1])  # of 2 blocks of rows
+    >>> wrapper = cupyattn.BlockSparseAttentionWrapper()
+    >>> wrapper.plan(indptr, indices, 32, 32, 16, 16, 8, 2, 64)  # 32 x 32 in blocks of 16 x 16
+    >>> q, k = np.ones((32, 8, 64), np.float16), np.ones((32, 2, 64), np.float16)
+    >>> wrapper.run(q, k, k).shape
+    (32, 8, 64)
     """
 
     @planning
@@ -117,22 +137,36 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
     ) -> None:
         """Schedule the mask that the next runs are for.
 
-        indptr, indices  int32 or int64 [ceil(M / R) + 1] and [indptr[-1]]: the blocks of columns of
-                each block of rows, as in scipy.sparse.bsr_matrix. Both are needed on the host.
-        M, N    rows and columns; C divides N. The last block of rows may be cut off.
-        mask    bool [indptr[-1], R, C]: which elements of each block are seen; default: all. Needed
-                on the host.
-        packed_mask     uint8: the same of each block of rows, [rows, its columns], as little-endian
-                bits from a byte on; it wins over mask.
-        causal  row i sees columns up to i + N - M. Without effect if there is a mask.
-        q_data_type, kv_data_type, o_data_type  default float16, that of q, float16.
-        block_mask      bool [num_qo_heads or num_kv_heads, ceil(M / R), N / C], in place of indptr
-                and indices: which blocks are seen, the same for all heads.
-        logits_soft_cap, sm_scale  as in BatchPrefillWithPagedKVCacheWrapper.plan.
-        pos_encoding_mode must be "NONE"; kv_block_lens, q2k_indices, q2k_num and the last three
-        must be None. The rest is accepted for compatibility.
+        Parameters
+        ----------
+        indptr, indices
+            int32 or int64 [ceil(M / R) + 1] and [indptr[-1]]: the blocks of columns of each block
+            of rows, as in scipy.sparse.bsr_matrix. Both are needed on the host.
+        M, N
+            Rows and columns; C divides N. The last block of rows may be cut off.
+        mask
+            bool [indptr[-1], R, C]: which elements of each block are seen; default: all. Needed on
+            the host.
+        packed_mask
+            uint8: the same of each block of rows, [rows, its columns], as little-endian bits from a
+            byte on; it wins over mask.
+        causal
+            Row i sees columns up to i + N - M. Without effect if there is a mask.
+        q_data_type, kv_data_type, o_data_type
+            Default float16, that of q, float16.
+        block_mask
+            bool [num_qo_heads or num_kv_heads, ceil(M / R), N / C], in place of indptr and indices:
+            which blocks are seen, the same for all heads.
+        logits_soft_cap, sm_scale
+            As in BatchPrefillWithPagedKVCacheWrapper.plan.
+        pos_encoding_mode
+            Must be "NONE"; kv_block_lens, q2k_indices, q2k_num and the last three must be None. The
+            rest is accepted for compatibility.
 
-        Raises ArgumentError or UnsupportedError; the last plan then stays in force.
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError or UnsupportedError; the last plan then stays in force.
         """
         refuse_positions(pos_encoding_mode)
         geometry.refuse("not supported", kv_block_lens=kv_block_lens, q2k_indices=q2k_indices)
@@ -187,13 +221,25 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
     ) -> Any:
         """Attention with the planned mask.
 
-        q       [M, num_qo_heads, head_dim]. k, v  [N, num_kv_heads, head_dim].
-        scale_q, scale_k, scale_v  numbers, or float32 arrays with one for each head.
-        out, lse  as in BatchPrefillWithPagedKVCacheWrapper.run; enable_pdl is accepted for
-                compatibility.
+        Parameters
+        ----------
+        q
+            [M, num_qo_heads, head_dim]. k, v  [N, num_kv_heads, head_dim].
+        scale_q, scale_k, scale_v
+            Numbers, or float32 arrays with one for each head.
+        out, lse
+            As in BatchPrefillWithPagedKVCacheWrapper.run; enable_pdl is accepted for compatibility.
 
-        Returns out [M, num_qo_heads, head_dim], or (out, lse [M, num_qo_heads]) if `return_lse`: 0
-        and -inf where a row sees no key. Raises as that function.
+        Returns
+        -------
+        out
+            [M, num_qo_heads, head_dim], or (out, lse [M, num_qo_heads]) if `return_lse`: 0 and -inf
+            where a row sees no key.
+
+        Raises
+        ------
+        CupyAttnError
+            As that function.
         """
         plan = self._require_plan()
         dims = planned(plan.geometry)

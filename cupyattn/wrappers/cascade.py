@@ -40,19 +40,44 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
 
     Level 0 is shared most widely, the last level is each request's own; a row sees the keys of its
     request at level 0, then those at level 1, and so on, as if they were one sequence. All levels
-    are one launch, in which tiles of shared keys serve the rows of all requests that share them;
-    a second one merges the states of the levels. Where that would take longer than attending to
-    the same keys request by request, by an estimate, plan() chooses the latter.
+    are one launch, in which tiles of shared keys serve the rows of all requests that share them; a
+    second one merges the states of the levels. Where that would take longer than attending to the
+    same keys request by request, by an estimate, plan() chooses the latter.
 
-    num_levels  1 to 32.
-    float_workspace_buffer, kv_layout   as in BatchDecodeWithPagedKVCacheWrapper.
-    use_cuda_graph  as there. The next four are needed then: lists of int32 arrays on the device,
-            one a level, of the sizes [B + 1], [B + 1], [max pages] and [B] of that level. The first
-            plan must have the most query rows; sharing is then not weighed.
+    Parameters
+    ----------
+    num_levels
+        1 to 32.
+    float_workspace_buffer, kv_layout
+        As in BatchDecodeWithPagedKVCacheWrapper.
+    use_cuda_graph
+        As there. The next four are needed then: lists of int32 arrays on the device, one a level,
+        of the sizes [B + 1], [B + 1], [max pages] and [B] of that level. The first plan must have
+        the most query rows; sharing is then not weighed.
 
-    Raises WorkspaceError for a bad workspace, UnsupportedError for more levels, ArgumentError for
-    the rest. Semantics: FlashInfer's class of the same name, but for RoPE, ALiBi and windows: there
-    each level counts positions from 0, here they count through all levels.
+    Raises
+    ------
+    CupyAttnError
+        WorkspaceError for a bad workspace, UnsupportedError for more levels, ArgumentError for the
+        rest.
+
+    Notes
+    -----
+    Semantics: FlashInfer's class of the same name, but for RoPE, ALiBi and windows: there each
+    level counts positions from 0, here they count through all levels.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((5, 2, 16, 2, 64), np.float16)
+    >>> rows = [np.array([0, 2]), np.array([0, 1, 2])]  # both rows share level 0
+    >>> indptr = [np.array([0, 2]), np.array([0, 1, 2])]
+    >>> indices, last = [np.array([4, 0]), np.array([1, 3])], [np.array([16]), np.array([5, 9])]
+    >>> wrapper = cupyattn.MultiLevelCascadeAttentionWrapper(2)
+    >>> wrapper.plan(rows, indptr, indices, last, 8, 2, 64, 16)
+    >>> wrapper.run(np.ones((2, 8, 64), np.float16), pool).shape
+    (2, 8, 64)
     """
 
     _rows_name = "qo_indptr_arr"
@@ -139,21 +164,34 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         """Schedule the batch that the next runs are for.
 
         Lists of one array a level, int32 or int64, on the host or on the device:
-        qo_indptr_arr           [B + 1] from 0 on: request b of the level has rows indptr[b] to
-                indptr[b + 1] of q. All levels end at the same row.
-        paged_kv_indptr_arr     [B + 1], paged_kv_indices_arr [>= indptr[B]] and
-        paged_kv_last_page_len  [B]: the pages of each request of the level, as in
-                BatchPrefillWithPagedKVCacheWrapper.plan. Ids on a device are copied there, and
-                waited for only where the levels are not kept.
-        num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
-        causal                  rows of a request of the last level see of its keys those up to i +
-                kv_len - qo_len; keys that are shared are seen by all.
-        Other options as in single_prefill_with_kv_cache; window_left, RoPE and ALiBi go by the
-        positions of keys through all levels, and then every level must refine the one before.
-        disable_split_kv        never split keys, which leaves fewer states in the workspace. plan()
-                splits less, or does without sharing, where the workspace does not hold more.
 
-        Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
+        Parameters
+        ----------
+        qo_indptr_arr
+            [B + 1] from 0 on: request b of the level has rows indptr[b] to indptr[b + 1] of q. All
+            levels end at the same row.
+        paged_kv_indptr_arr
+            [B + 1], paged_kv_indices_arr [>= indptr[B]] and.
+        paged_kv_last_page_len
+            [B]: the pages of each request of the level, as in
+            BatchPrefillWithPagedKVCacheWrapper.plan. Ids on a device are copied there, and waited
+            for only where the levels are not kept.
+        num_qo_heads, num_kv_heads, head_dim, page_size
+            Of the arrays that run() is going to get.
+        causal
+            Rows of a request of the last level see of its keys those up to i + kv_len - qo_len;
+            keys that are shared are seen by all.
+        other arguments
+            Other options as in single_prefill_with_kv_cache; window_left, RoPE and ALiBi go by the
+            positions of keys through all levels, and then every level must refine the one before.
+        disable_split_kv
+            Never split keys, which leaves fewer states in the workspace. plan() splits less, or
+            does without sharing, where the workspace does not hold more.
+
+        Raises
+        ------
+        CupyAttnError
+            As BatchDecodeWithPagedKVCacheWrapper.plan.
         """
         if self._workspace.device.kind == "cuda" and not self._is_probe:
             self._refuse_capture(self._current_stream())
@@ -313,14 +351,25 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
     ) -> Any:
         """Attention of the planned batch.
 
-        q       [rows, num_qo_heads, head_dim], as every qo_indptr deals them out.
-        paged_kv_cache  the pages of all levels.
-        All arguments as in BatchDecodeWithPagedKVCacheWrapper.run; a sink counts once, not in every
-        level, and so do gates.
+        Parameters
+        ----------
+        q
+            [rows, num_qo_heads, head_dim], as every qo_indptr deals them out.
+        paged_kv_cache
+            The pages of all levels. All arguments as in BatchDecodeWithPagedKVCacheWrapper.run; a
+            sink counts once, not in every level, and so do gates.
 
-        Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
-        num_qo_heads], base 2) if `return_lse`. It never waits for the device. Raises ArgumentError
-        for arrays that do not fit the plan, PlanError without a plan, before anything is written.
+        Returns
+        -------
+        out
+            [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
+            num_qo_heads], base 2) if `return_lse`. It never waits for the device.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays that do not fit the plan, PlanError without a plan, before
+            anything is written.
         """
         return run(
             self,

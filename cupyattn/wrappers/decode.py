@@ -31,29 +31,53 @@ _NAMES = PageNames("indptr", "indices", "last_page_len")
 class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     """Decode attention of a batch over a paged KV cache: plan() once, run() for every layer.
 
-    float_workspace_buffer  contiguous bytes of any dtype that begin at a 16-byte boundary, on the
-            device of the arrays to come; 128 MB serve any batch. On the CPU the reference runs.
-            A device instead ("cuda:1", "cpu", a torch.device, or a JAX array on it) makes the
-            wrapper own memory there, which grows as plans need it. So does None: the device is
-            then that of the first plan's arrays, a GPU if one of them is on it. Where all of them
-            are on the host, the wrapper goes to a GPU with the first run whose arrays are there.
-    kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
-    use_cuda_graph  runs are going to be captured. The next three are needed then, on the device,
-            int32; plan() fills them, and may be called between replays with other lengths and page
-            tables: what a captured run reads stays where it is. The number of requests, heads,
-            dims, dtypes and options are those of the first plan.
-    paged_kv_indptr_buffer [B + 1], paged_kv_indices_buffer [max pages of a batch],
-    paged_kv_last_page_len_buffer [B].
-    use_tensor_cores, backend  accepted for compatibility: tensor cores are always used, the kernel
-            is chosen by the device. jit_args must be None: FlashInfer's variants are written as
-            logits_transform and mask_fn of plan().
+    Parameters
+    ----------
+    float_workspace_buffer
+        Contiguous bytes of any dtype that begin at a 16-byte boundary, on the device of the arrays
+        to come; 128 MB serve any batch. On the CPU the reference runs. A device instead ("cuda:1",
+        "cpu", a torch.device, or a JAX array on it) makes the wrapper own memory there, which grows
+        as plans need it. So does None: the device is then that of the first plan's arrays, a GPU if
+        one of them is on it. Where all of them are on the host, the wrapper goes to a GPU with the
+        first run whose arrays are there.
+    kv_layout
+        "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
+    use_cuda_graph
+        Runs are going to be captured. The next three are needed then, on the device, int32; plan()
+        fills them, and may be called between replays with other lengths and page tables: what a
+        captured run reads stays where it is. The number of requests, heads, dims, dtypes and
+        options are those of the first plan.
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        Of these sizes: [B + 1], [most pages of a batch] and [B].
+    use_tensor_cores, backend
+        Accepted for compatibility: tensor cores are always used, the kernel is chosen by the
+        device. jit_args must be None: FlashInfer's variants are written as logits_transform and
+        mask_fn of plan().
 
+    Raises
+    ------
+    CupyAttnError
+        WorkspaceError for a bad workspace, ArgumentError for the rest.
+
+    Notes
+    -----
     Threads may share a wrapper: its calls wait for each other. A thread that has planned runs its
     own plan only, and PlanError tells it if another thread has planned since (until end_forward());
     a thread that never planned runs any. All runs of a wrapper go to one stream.
 
-    Raises WorkspaceError for a bad workspace, ArgumentError for the rest. Semantics: FlashInfer's
-    class of the same name.
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+    >>> wrapper.plan(indptr, indices, last, 8, 2, 64, 16)  # once a step: 8 query heads, 2 key heads
+    >>> q = np.ones((2, 8, 64), np.float16)  # a token of each request
+    >>> wrapper.run(q, pool).shape  # in every layer
+    (2, 8, 64)
     """
 
     def __init__(
@@ -124,42 +148,59 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        indptr          int32 or int64 [B + 1]: request b has the pages
-                indices[indptr[b]:indptr[b + 1]].
-        indices         int32 or int64 [>= indptr[B]]: ids of pages.
-        last_page_len   int32 or int64 [B], 1 to page_size: tokens in the last page of each request.
-                A request without pages has no keys, and its rows give 0.
+        Parameters
+        ----------
+        indptr
+            int32 or int64 [B + 1]: request b has the pages indices[indptr[b]:indptr[b + 1]].
+        indices
+            int32 or int64 [>= indptr[B]]: ids of pages.
+        last_page_len
+            int32 or int64 [B], 1 to page_size: tokens in the last page of each request. A request
+            without pages has no keys, and its rows give 0.
+        num_qo_heads, num_kv_heads, head_dim, page_size
+            Of the arrays that run() is going to get.
+        q_data_type, kv_data_type, o_data_type
+            Default float16, that of q, that of q; data_type is the default of the first two.
+        q_len_per_req
+            Query rows of each request, the last tokens of it; causal among themselves, unless a run
+            brings a mask.
+        window_right
+            Keys to the right of a row's own that it sees; 0: none (causality), -1: all.
+        fixed_split_size
+            Pages after which keys are split, whatever else is in the batch: a request's output is
+            then the same, bit for bit, in every batch. Default: as many splits as keep the device
+            busy. disable_split_kv: never split; it wins.
+        logits_transform, mask_fn, logits_params
+            As in single_prefill_with_kv_cache. Numbers stay as they are; run(logits_params=) may
+            replace arrays. Indices count from the first query token and key of each request, which
+            `batch` tells apart.
+        cp_world_size, cp_rank, cp_kv_cache_interleave_size
+            Several GPUs hold the keys of every request: so many ranks, of which this is one; the
+            tokens of a sequence go round them in runs of so many, token t to rank t //
+            interleave_size % world_size. The arrays above are then of this rank's own keys, and its
+            answers with their LSEs merge with those of the other ranks (cascade.merge_states).
+        cp_tot_seqused_k
+            int32 or int64 [B], on the host or the device: keys of each request on all ranks
+            together. Needed for several rows of a request, a window or a run's mask, which go by
+            places in the whole sequence; its last tokens are the rows.
+        other arguments
+            Other options as in single_decode_with_kv_cache. non_blocking, block_tables and seq_lens
+            are accepted for compatibility: copies never block, the arrays above say it all.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or PlanError
+            (naming what a captured graph keeps); the last plan then stays in force.
+
+        Notes
+        -----
         All three may be on the host or on the device. indptr and last_page_len are needed on the
         host: plan() waits for what brings them from a device, and in later plans also checks them
         there and makes the list of work. Of those on the host an idle GPU makes the list too, and a
         busy one is not waited for. indices on a device are read in place by the kernels (in graph
         mode they are copied into the buffer), so they must not change before the runs are over; on
         the host they are checked, and copied with the schedule.
-        num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
-        q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q; data_type is
-                the default of the first two.
-        q_len_per_req   query rows of each request, the last tokens of it; causal among themselves,
-                unless a run brings a mask.
-        window_right    keys to the right of a row's own that it sees; 0: none (causality), -1: all.
-        fixed_split_size  pages after which keys are split, whatever else is in the batch: a
-                request's output is then the same, bit for bit, in every batch. Default: as many
-                splits as keep the device busy. disable_split_kv: never split; it wins.
-        logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
-                as they are; run(logits_params=) may replace arrays. Indices count from the first
-                query token and key of each request, which `batch` tells apart.
-        cp_world_size, cp_rank, cp_kv_cache_interleave_size   several GPUs hold the keys of every
-                request: so many ranks, of which this is one; the tokens of a sequence go round
-                them in runs of so many, token t to rank t // interleave_size % world_size. The
-                arrays above are then of this rank's own keys, and its answers with their LSEs
-                merge with those of the other ranks (cascade.merge_states).
-        cp_tot_seqused_k   int32 or int64 [B], on the host or the device: keys of each request on
-                all ranks together. Needed for several rows of a request, a window or a run's
-                mask, which go by places in the whole sequence; its last tokens are the rows.
-        Other options as in single_decode_with_kv_cache. non_blocking, block_tables and seq_lens are
-        accepted for compatibility: copies never block, the arrays above say it all.
-
-        Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
-        PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
         q_data_type = data_type if q_data_type is None else q_data_type
         kv_data_type = data_type if kv_data_type is None else kv_data_type
@@ -229,48 +270,70 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     ) -> Any:
         """Attention of the planned batch.
 
-        q       [B * q_len_per_req, num_qo_heads, head_dim], request by request.
-        paged_kv_cache  [num_pages, 2, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages, 2,
-                num_kv_heads, page_size, head_dim] ("HND"), or a pair (K, V) without the 2, each
-                with strides of its own; without the axis of size page_size if that is 1.
-        q_scale, k_scale, v_scale  numbers, or float32 arrays [num_qo_heads], [num_kv_heads],
-                [num_kv_heads], or with an axis of requests ahead [B, heads]; the first two
-                multiply the logits, the last the output. A number in an array on a GPU is waited
-                for. Also by position, followed by return_lse.
-        out, lse   arrays to write instead of new ones; lse float32, base 2.
-        sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator.
-        mask    which of a request's q = q_len_per_req own tokens each of them sees (a tree of draft
-                tokens, say), in place of causality; all earlier keys are visible, and a window
-                holds besides. Bools [B, q, q] or [B * q, q], or bits, the first token's the lowest,
-                1 where it is seen: integers [B * q] or [B, q] of 32 or 64 bits, or words of any
-                size behind such axes: uint16 [B, q, 2 * ceil(q / 32)] (xqa's), uint8 [B * q,
-                ceil(q / 8)]. Bits past q mean nothing. A captured run reads it where it is; bools
-                are first packed into memory of the wrapper's own.
-        q_len_per_req  as in plan(), for this run; default the plan's. The first run with another
-                schedules the batch anew, and in graph mode it must be the plan's.
-        logits_params  arrays in place of those of the plan that have these names.
-        output_gate  [rows, num_qo_heads] or [rows, num_qo_heads, head_dim], dtype of q or float32:
-                the output is multiplied by its sigmoid before it is rounded.
-        q_block_scales, k_block_scales, v_block_scales  float32, beside q, k and v of 8 bits: what
-                each block of block_size (64 or 128) tokens of a request is multiplied by, for each
-                head, as `quantize_qkv` gives them. Rows of q: [ceil(rows / block_size) + B,
-                num_qo_heads], where block b of a request whose rows begin at `start` is row start
-                // block_size + request + b; pages: [num_pages, page_size / block_size,
-                num_kv_heads]. They multiply with the scales above. On GPUs: Hopper, where
-                products with those of k and v are rounded to float16.
-        k_mean  float32 [B, num_kv_heads, head_dim], what was subtracted from keys before they were
-                quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it
-                where there are none of these. Default 0.
-        window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
-                for compatibility.
-        skip_softmax_threshold_scale_factor  as in `single_prefill_with_kv_cache`, of each request's
-                keys. Few rows of a request are exact.
+        Parameters
+        ----------
+        q
+            [B * q_len_per_req, num_qo_heads, head_dim], request by request.
+        paged_kv_cache
+            [num_pages, 2, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages, 2,
+            num_kv_heads, page_size, head_dim] ("HND"), or a pair (K, V) without the 2, each with
+            strides of its own; without the axis of size page_size if that is 1.
+        q_scale, k_scale, v_scale
+            Numbers, or float32 arrays [num_qo_heads], [num_kv_heads], [num_kv_heads], or with an
+            axis of requests ahead [B, heads]; the first two multiply the logits, the last the
+            output. A number in an array on a GPU is waited for. Also by position, followed by
+            return_lse.
+        out, lse
+            Arrays to write instead of new ones; lse float32, base 2.
+        sinks
+            float32 [num_qo_heads]: extra natural-log logits in the denominator.
+        mask
+            Which of a request's q = q_len_per_req own tokens each of them sees (a tree of draft
+            tokens, say), in place of causality; all earlier keys are visible, and a window holds
+            besides. Bools [B, q, q] or [B * q, q], or bits, the first token's the lowest, 1 where
+            it is seen: integers [B * q] or [B, q] of 32 or 64 bits, or words of any size behind
+            such axes: uint16 [B, q, 2 * ceil(q / 32)] (xqa's), uint8 [B * q, ceil(q / 8)]. Bits
+            past q mean nothing. A captured run reads it where it is; bools are first packed into
+            memory of the wrapper's own.
+        q_len_per_req
+            As in plan(), for this run; default the plan's. The first run with another schedules the
+            batch anew, and in graph mode it must be the plan's.
+        logits_params
+            Arrays in place of those of the plan that have these names.
+        output_gate
+            [rows, num_qo_heads] or [rows, num_qo_heads, head_dim], dtype of q or float32: the
+            output is multiplied by its sigmoid before it is rounded.
+        q_block_scales, k_block_scales, v_block_scales
+            float32, beside q, k and v of 8 bits: what each block of block_size (64 or 128) tokens
+            of a request is multiplied by, for each head, as `quantize_qkv` gives them. Rows of q:
+            [ceil(rows / block_size) + B, num_qo_heads], where block b of a request whose rows begin
+            at `start` is row start // block_size + request + b; pages: [num_pages, page_size /
+            block_size, num_kv_heads]. They multiply with the scales above. On GPUs: Hopper, where
+            products with those of k and v are rounded to float16.
+        k_mean
+            float32 [B, num_kv_heads, head_dim], what was subtracted from keys before they were
+            quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it where
+            there are none of these. Default 0.
+        window_left
+            If given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted for
+            compatibility.
+        skip_softmax_threshold_scale_factor
+            As in `single_prefill_with_kv_cache`, of each request's keys. Few rows of a request are
+            exact.
 
-        Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
-        num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its outputs
-        only. The first run with a mask, gates, scales by head, or arrays off 16-byte boundaries
-        schedules the batch anew. Raises ArgumentError for arrays that do not fit the plan,
-        PlanError without a plan, before anything is written.
+        Returns
+        -------
+        out
+            [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
+            num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its outputs
+            only. The first run with a mask, gates, scales by head, or arrays off 16-byte boundaries
+            schedules the batch anew.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays that do not fit the plan, PlanError without a plan, before
+            anything is written.
         """
         options, plan_of = NO_OPTIONS, None
         if return_lse is not False or not (q_scale is k_scale is v_scale is None):
@@ -362,9 +425,26 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True, for batches of B requests.
 
-    workspace_buffer    as float_workspace_buffer there.
-    indptr_buffer [B + 1], indices_buffer [max pages of a batch], last_page_len_buffer [B]: int32 on
-            the device, filled by plan().
+    Parameters
+    ----------
+    workspace_buffer
+        As float_workspace_buffer there.
+    indptr_buffer
+        [B + 1], indices_buffer [max pages of a batch], last_page_len_buffer [B]: int32 on the
+        device, filled by plan().
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> workspace = np.zeros(1 << 20, np.uint8)
+    >>> buffers = [np.zeros(n, np.int32) for n in (3, 4, 2)]  # for graphs, on the GPU
+    >>> wrapper = cupyattn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers)
+    >>> wrapper.plan(indptr, indices, last, 8, 2, 64, 16)
+    >>> wrapper.run(np.ones((2, 8, 64), np.float16), pool).shape
+    (2, 8, 64)
     """
 
     def __init__(
@@ -398,11 +478,28 @@ def fast_decode_plan(
     """wrapper.plan(), with `indptr` read from `global_override_indptr_cpu` if that is given.
 
     Meant for an indptr on the device whose values the caller has on the host too: then nothing is
-    waited for. It may replace plan() in a wrapper:
-    `wrapper.plan = functools.partial(fast_decode_plan, wrapper)`.
+    waited for. It may replace plan() in a wrapper: `wrapper.plan =
+    functools.partial(fast_decode_plan, wrapper)`.
 
-    Returns and raises as BatchDecodeWithPagedKVCacheWrapper.plan. Semantics: FlashInfer's function
-    of the same name.
+    Raises
+    ------
+    CupyAttnError
+        Returns and raises as BatchDecodeWithPagedKVCacheWrapper.plan.
+
+    Notes
+    -----
+    Semantics: FlashInfer's function of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+    >>> cupyattn.fast_decode_plan(wrapper, indptr, indices, last, 8, 2, 64, 16)
+    >>> wrapper.run(np.ones((2, 8, 64), np.float16), pool).shape
+    (2, 8, 64)
     """
     if global_override_indptr_cpu is not None:
         indptr = global_override_indptr_cpu

@@ -25,16 +25,43 @@ _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
 class BatchAttention(BatchWrapper):
     """Attention of a batch in which some requests bring long chunks and others one token.
 
-    kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
-    device      "cuda", "cuda:1", "cpu", or a torch.device: where the arrays are going to be.
+    Parameters
+    ----------
+    kv_layout
+        "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
+    device
+        "cuda", "cuda:1", "cpu", or a torch.device: where the arrays are going to be.
 
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for a device of another name.
+
+    Notes
+    -----
     One launch serves all requests: blocks of prefill, bound by the matrix units, run together with
     blocks of decode, bound by memory. The workspace is the wrapper's own: made by the first plan()
     in the framework of plan()'s arrays (CuPy, where they are NumPy's), and larger as plans need it.
     Of threads the same is true as of BatchDecodeWithPagedKVCacheWrapper.
 
-    Raises ArgumentError for a device of another name. Semantics: FlashInfer's class of the same
-    name.
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.BatchAttention(device="cpu")
+    >>> qo_indptr, lengths = np.array([0, 1, 17]), np.array([21, 16])  # a decode beside a prompt
+    >>> sizes = 8, 2, 64, 64, 16  # heads, key heads, head dims of keys and of values, page size
+    >>> wrapper.plan(
+    ...     qo_indptr, indptr, indices, lengths, *sizes, causal=True,
+    ...     q_data_type="float16", kv_data_type="float16",
+    ... )
+    >>> o, lse = wrapper.run(np.ones((17, 8, 64), np.float16), pool)
+    >>> o.shape, lse.shape
+    ((17, 8, 64), (17, 8))
     """
 
     def __init__(self, kv_layout: str = "NHD", device: Any = "cuda") -> None:
@@ -62,18 +89,30 @@ class BatchAttention(BatchWrapper):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
-        kv_indptr, kv_indices  the pages of each request, as indptr and indices in
-                BatchDecodeWithPagedKVCacheWrapper.plan.
-        kv_len_arr  int32 or int64 [B]: keys of each request, at most page_size for each of its
-                pages. Like the offsets, it is needed on the host.
-        num_qo_heads to page_size are those of the arrays that run() is going to get.
-        causal      row i of a request sees keys up to i + kv_len - qo_len.
-        sm_scale    default 1 / sqrt(head_dim_qk). logits_soft_cap: default none.
-        use_profiler must be False.
+        Parameters
+        ----------
+        qo_indptr
+            int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
+        kv_indptr, kv_indices
+            The pages of each request, as indptr and indices in
+            BatchDecodeWithPagedKVCacheWrapper.plan.
+        kv_len_arr
+            int32 or int64 [B]: keys of each request, at most page_size for each of its pages. Like
+            the offsets, it is needed on the host.
+        num_qo_heads to page_size
+            Those of the arrays that run() is going to get.
+        causal
+            Row i of a request sees keys up to i + kv_len - qo_len.
+        sm_scale
+            Default 1 / sqrt(head_dim_qk). logits_soft_cap: default none.
+        use_profiler
+            Must be False.
 
-        Raises ArgumentError or UnsupportedError, and the first plan DeviceError without a GPU; the
-        last plan then stays in force.
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError or UnsupportedError, and the first plan DeviceError without a GPU; the
+            last plan then stays in force.
         """
         if parse.flag(use_profiler, "use_profiler"):
             raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
@@ -115,14 +154,27 @@ class BatchAttention(BatchWrapper):
     ) -> tuple[ArrayT, ArrayT]:
         """Attention of the planned batch: always (out, lse).
 
-        q       [qo_indptr[B], num_qo_heads, head_dim_qk].
-        kv_cache, out, lse, k_scale, v_scale, sinks  as in BatchDecodeWithPagedKVCacheWrapper.run.
-        logits_soft_cap     0, or a cap that replaces the plan's; the next run schedules anew.
-        profiler_buffer and kv_cache_sf must be None.
+        Parameters
+        ----------
+        q
+            [qo_indptr[B], num_qo_heads, head_dim_qk].
+        kv_cache, out, lse, k_scale, v_scale, sinks
+            As in BatchDecodeWithPagedKVCacheWrapper.run.
+        logits_soft_cap
+            0, or a cap that replaces the plan's; the next run schedules anew. profiler_buffer and
+            kv_cache_sf must be None.
 
-        Returns out [qo_indptr[B], num_qo_heads, head_dim_vo] and lse [qo_indptr[B], num_qo_heads].
-        It never waits for the device. Raises ArgumentError for arrays that do not fit the plan, or
-        a cap where the plan has none; PlanError without a plan.
+        Returns
+        -------
+        out
+            [qo_indptr[B], num_qo_heads, head_dim_vo] and lse [qo_indptr[B], num_qo_heads]. It never
+            waits for the device.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays that do not fit the plan, or a cap where the plan has none;
+            PlanError without a plan.
         """
         geometry.refuse("not supported", profiler_buffer=profiler_buffer)
         geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
@@ -145,11 +197,13 @@ class BatchAttention(BatchWrapper):
     def forward(self, q: ArrayT, k: Array, v: Array | None = None) -> ArrayT:
         """run() in its older form, which returns out alone.
 
-        k, v    [n, num_kv_heads, head_dim]: pages of one token. The plan's kv_indptr then counts
-                tokens and its kv_indices are rows of k and v, whatever its page_size is. q, k and v
-                may have other dtypes than the plan says; the next run schedules anew. Or pages as
-                the plan has them: k and v apart, or the kv_cache of run() without v.
-        Raises as run().
+        Parameters
+        ----------
+        k, v
+            [n, num_kv_heads, head_dim]: pages of one token. The plan's kv_indptr then counts tokens
+            and its kv_indices are rows of k and v, whatever its page_size is. q, k and v may have
+            other dtypes than the plan says; the next run schedules anew. Or pages as the plan has
+            them: k and v apart, or the kv_cache of run() without v. Raises as run().
         """
         vk = None if v is None else array.view(k, "k")
         is_of_tokens = vk is not None and len(vk.shape) == 3

@@ -78,16 +78,43 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
     token; logits are the products of both parts, and a value is the latent part of its key. So a
     model multiplies its queries by W_UK before, and the output by W_UV behind.
 
-    float_workspace_buffer   bytes on a 16-byte boundary, for partial states; or None, for memory of
-            the wrapper's own, which grows as plans need it.
-    use_cuda_graph  captured runs follow later plans; then qo_indptr [B + 1], kv_indptr [B + 1],
-            kv_indices [most pages of a batch] and kv_len_arr [B] are int32 buffers on the device,
-            which plan() fills, for batches of B requests.
-    backend     accepted for compatibility; all names serve.
-    kv_layout   accepted for compatibility: a latent cache has one head.
+    Parameters
+    ----------
+    float_workspace_buffer
+        Bytes on a 16-byte boundary, for partial states; or None, for memory of the wrapper's own,
+        which grows as plans need it.
+    use_cuda_graph
+        Captured runs follow later plans; then qo_indptr [B + 1], kv_indptr [B + 1], kv_indices
+        [most pages of a batch] and kv_len_arr [B] are int32 buffers on the device, which plan()
+        fills, for batches of B requests.
+    backend
+        Accepted for compatibility; all names serve.
+    kv_layout
+        Accepted for compatibility: a latent cache has one head.
 
-    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name. On
-    Hopper and older GPUs this one also takes any number of heads, sinks and head_dim_ckv 256.
+    Raises
+    ------
+    CupyAttnError
+        As BatchDecodeWithPagedKVCacheWrapper.
+
+    Notes
+    -----
+    Semantics: FlashInfer's class of the same name. On Hopper and older GPUs this one also takes any
+    number of heads, sinks and head_dim_ckv 256.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> cache = np.ones((4, 64, 576), np.float16)  # pages of 512 latent and 64 rope columns
+    >>> wrapper = cupyattn.BatchMLAPagedAttentionWrapper(None)
+    >>> wrapper.plan(
+    ...     np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([100, 20]),
+    ...     16, 512, 64, 64, True, 192**-0.5, "float16", "float16",
+    ... )
+    >>> q = np.ones((2, 16, 576), np.float16)  # absorbed queries
+    >>> wrapper.run(query=q, kv_cache=cache).shape
+    (2, 16, 512)
     """
 
     def __init__(
@@ -153,32 +180,48 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
-        kv_indptr   [B + 1] or longer, in pages, and kv_indices [>= kv_indptr[B]], the pages of all
-                requests.
-        kv_len_arr  [B]: keys of each request, at most page_size for each of its pages; 0: its rows
-                give 0 and -inf. Offsets and lengths are needed on the host; kv_indices may stay on
-                the GPU.
-        metadata    MLAPlanMetadata, in place of these four; or cum_seq_lens_q, block_tables and
-                seq_lens, which are those of MLAPlanMetadata.dense.
-        num_heads   query heads, any number. head_dim_ckv 512 or 256, head_dim_kpe 64 or 0.
-        causal      row i of a request sees keys up to i + kv_len - qo_len; default False.
-        window_left   row i sees no more than so many keys before its own, key i + kv_len - qo_len;
-                -1: all. Older ones are not read.
-        sm_scale    the scale of the logits, required: 1 / sqrt(128 + 64), the head dim before
-                absorption, in DeepSeek's models.
-        q_data_type, kv_data_type   "float16" or "bfloat16" (default), kv_data_type also
-                "float8_e4m3fn". output_dtype: of run()'s outputs, default q_data_type; an `out` of
-                fp8 is planned by it.
-        fixed_split_size, disable_split_kv   as in BatchDecodeWithPagedKVCacheWrapper.plan.
-        cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k  as there: this
-                rank's share of the keys; causality and a window need the last of them.
-        lse_mode    "basee": run() gives natural logarithms, else base 2.
-        query_layout, kv_cache_layout   "packed" or "split", and scale_mode, use_sinks, enable_pdl,
-                skip_softmax, max_q_len: accepted for compatibility; run() sees what it is given.
-        output_scale   must be "none", use_profiler False.
+        Parameters
+        ----------
+        qo_indptr
+            int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
+        kv_indptr
+            [B + 1] or longer, in pages, and kv_indices [>= kv_indptr[B]], the pages of all
+            requests.
+        kv_len_arr
+            [B]: keys of each request, at most page_size for each of its pages; 0: its rows give 0
+            and -inf. Offsets and lengths are needed on the host; kv_indices may stay on the GPU.
+        metadata
+            MLAPlanMetadata, in place of these four; or cum_seq_lens_q, block_tables and seq_lens,
+            which are those of MLAPlanMetadata.dense.
+        num_heads
+            Query heads, any number. head_dim_ckv 512 or 256, head_dim_kpe 64 or 0.
+        causal
+            Row i of a request sees keys up to i + kv_len - qo_len; default False.
+        window_left
+            Row i sees no more than so many keys before its own, key i + kv_len - qo_len; -1: all.
+            Older ones are not read.
+        sm_scale
+            The scale of the logits, required: 1 / sqrt(128 + 64), the head dim before absorption,
+            in DeepSeek's models.
+        q_data_type, kv_data_type
+            "float16" or "bfloat16" (default), kv_data_type also "float8_e4m3fn". output_dtype: of
+            run()'s outputs, default q_data_type; an `out` of fp8 is planned by it.
+        fixed_split_size, disable_split_kv
+            As in BatchDecodeWithPagedKVCacheWrapper.plan.
+        cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k
+            As there: this rank's share of the keys; causality and a window need the last of them.
+        lse_mode
+            "basee": run() gives natural logarithms, else base 2.
+        query_layout, kv_cache_layout
+            "packed" or "split", and scale_mode, use_sinks, enable_pdl, skip_softmax, max_q_len:
+            accepted for compatibility; run() sees what it is given.
+        output_scale
+            Must be "none", use_profiler False.
 
-        Raises ArgumentError, UnsupportedError or WorkspaceError; the last plan then stays in force.
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError, UnsupportedError or WorkspaceError; the last plan then stays in force.
         """
         if parse.flag(use_profiler, "use_profiler"):
             raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
@@ -269,28 +312,48 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
     ) -> Any:
         """Latent attention of the planned batch.
 
-        q_nope      [rows, num_heads, head_dim_ckv], multiplied by W_UK; q_pe [rows, num_heads,
-                head_dim_kpe]. Or `query`, one array with both, latent columns first, or a pair.
-        ckv_cache   [num_pages, page_size, head_dim_ckv]; kpe_cache [num_pages, page_size,
-                head_dim_kpe]. Or `kv_cache`, likewise. An axis of one head before or behind
-                page_size is allowed, and none of page_size for pages of one token. Strides are any.
-        out, lse    arrays to write instead of new ones; lse float32 [rows, num_heads].
-        return_lse_base_on_e   natural logarithms, not base 2.
-        ckv_scale, kpe_scale   of a cache of fp8: each part times its scale. ckv_scale_arr, float32
-                [num_pages, page_size], scales the latent part of each token; of GPUs on sm_90 only.
-        sinks       float32 [num_heads]: extra natural-log logits in the denominator.
-        bmm1_scale, bmm2_scale   numbers: the whole scale of the logits in place of the plan's, and
-                of the output.
-        o_scale     what an `out` of fp8 is to be multiplied by to be the output, a positive number.
-        kv_len, page_table   int32 [B] and [B, max_pages] of one token of each request, whose
-                lengths then stay on the device: a call without a plan, with the scale
-                1 / sqrt(128 + 64). It takes no scales of caches, and its LSE is in base 2.
-        profiler_buffer   must be None.
-        skip_softmax_threshold_scale_factor   accepted for compatibility.
+        Parameters
+        ----------
+        q_nope
+            [rows, num_heads, head_dim_ckv], multiplied by W_UK; q_pe [rows, num_heads,
+            head_dim_kpe]. Or `query`, one array with both, latent columns first, or a pair.
+        ckv_cache
+            [num_pages, page_size, head_dim_ckv]; kpe_cache [num_pages, page_size, head_dim_kpe]. Or
+            `kv_cache`, likewise. An axis of one head before or behind page_size is allowed, and
+            none of page_size for pages of one token. Strides are any.
+        out, lse
+            Arrays to write instead of new ones; lse float32 [rows, num_heads].
+        return_lse_base_on_e
+            Natural logarithms, not base 2.
+        ckv_scale, kpe_scale
+            Of a cache of fp8: each part times its scale. ckv_scale_arr, float32 [num_pages,
+            page_size], scales the latent part of each token; of GPUs on sm_90 only.
+        sinks
+            float32 [num_heads]: extra natural-log logits in the denominator.
+        bmm1_scale, bmm2_scale
+            Numbers: the whole scale of the logits in place of the plan's, and of the output.
+        o_scale
+            What an `out` of fp8 is to be multiplied by to be the output, a positive number.
+        kv_len, page_table
+            int32 [B] and [B, max_pages] of one token of each request, whose lengths then stay on
+            the device: a call without a plan, with the scale 1 / sqrt(128 + 64). It takes no scales
+            of caches, and its LSE is in base 2.
+        profiler_buffer
+            Must be None.
+        skip_softmax_threshold_scale_factor
+            Accepted for compatibility.
 
-        Returns out [rows, num_heads, head_dim_ckv] in q's framework and device, or (out, lse) if
-        `return_lse`. It never waits for the device. Raises ArgumentError for arrays that do not fit
-        the plan, PlanError without one, before anything is written.
+        Returns
+        -------
+        out
+            [rows, num_heads, head_dim_ckv] in q's framework and device, or (out, lse) if
+            `return_lse`. It never waits for the device.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays that do not fit the plan, PlanError without one, before
+            anything is written.
         """
         if profiler_buffer is not None:
             geometry.refuse("not supported", profiler_buffer=profiler_buffer)
@@ -366,11 +429,17 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
     ) -> Any:
         """Latent attention without a plan: one call for the last token of each request.
 
-        q           [B, num_heads, 576] or a pair (q_nope, q_pe); kv_cache as in run(), packed or a
-                pair.
-        page_table  int32 [B, max_pages]; seq_lens int32 [B]. They stay on the device.
-        sm_scale    default 1 / sqrt(128 + 64), that of DeepSeek's models.
+        Parameters
+        ----------
+        q
+            [B, num_heads, 576] or a pair (q_nope, q_pe); kv_cache as in run(), packed or a pair.
+        page_table
+            int32 [B, max_pages]; seq_lens int32 [B]. They stay on the device.
+        sm_scale
+            Default 1 / sqrt(128 + 64), that of DeepSeek's models.
 
+        Notes
+        -----
         Without page_table and seq_lens it is run(query=q, kv_cache=kv_cache).
         """
         if page_table is None and seq_lens is None:

@@ -20,14 +20,35 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
     """`BatchMLAPagedAttentionWrapper` for the last token of each request, in FlashInfer's older
     arguments.
 
-    float_workspace_buffer, use_cuda_graph   as there. Captured runs need paged_kv_indptr_buffer
-            [B + 1], paged_kv_indices_buffer [most pages of a batch] and
-            paged_kv_last_page_len_buffer [B], int32 on the device: plan() fills the first two; the
-            third says how many requests there are.
-    use_tensor_cores   accepted for compatibility.
+    Parameters
+    ----------
+    float_workspace_buffer, use_cuda_graph
+        As there. Captured runs need paged_kv_indptr_buffer [B + 1], paged_kv_indices_buffer [most
+        pages of a batch] and paged_kv_last_page_len_buffer [B], int32 on the device: plan() fills
+        the first two; the third says how many requests there are.
+    use_tensor_cores
+        Accepted for compatibility.
 
-    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name,
-    which runs on sm_80 alone.
+    Raises
+    ------
+    CupyAttnError
+        As BatchDecodeWithPagedKVCacheWrapper.
+
+    Notes
+    -----
+    Semantics: FlashInfer's class of the same name, which runs on sm_80 alone.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([36, 20])
+    >>> wrapper = cupyattn.BatchDecodeMlaWithPagedKVCacheWrapper(None)
+    >>> wrapper.plan(indptr, indices, last, 16, 512, 64, sm_scale=192**-0.5)
+    >>> q_nope, q_pe = np.ones((2, 16, 512), np.float16), np.ones((2, 16, 64), np.float16)
+    >>> ckv, kpe = np.ones((4, 64, 512), np.float16), np.ones((4, 64, 64), np.float16)
+    >>> wrapper.run(q_nope, q_pe, ckv, kpe).shape
+    (2, 16, 512)
     """
 
     def __init__(
@@ -81,15 +102,26 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        indptr, indices, last_page_len   the pages of each request, as in
-                BatchDecodeWithPagedKVCacheWrapper.plan; page_size, and num_qo_heads.
-        head_dim_compressed_kv   columns of the latent part, 512 or 256; the other part has 64.
-        sm_scale    the scale of the logits: 1 / sqrt(128 + 64) in DeepSeek's models.
-        data_type, q_data_type   of the cache, and of queries, default the same.
-        window_left   as in BatchMLAPagedAttentionWrapper.plan. logits_soft_cap must be None or 0.
-        rope_scale, rope_theta   accepted for compatibility: queries and cache come rotated.
+        Parameters
+        ----------
+        indptr, indices, last_page_len
+            The pages of each request, as in BatchDecodeWithPagedKVCacheWrapper.plan; page_size, and
+            num_qo_heads.
+        head_dim_compressed_kv
+            Columns of the latent part, 512 or 256; the other part has 64.
+        sm_scale
+            The scale of the logits: 1 / sqrt(128 + 64) in DeepSeek's models.
+        data_type, q_data_type
+            Of the cache, and of queries, default the same.
+        window_left
+            As in BatchMLAPagedAttentionWrapper.plan. logits_soft_cap must be None or 0.
+        rope_scale, rope_theta
+            Accepted for compatibility: queries and cache come rotated.
 
-        Raises as BatchMLAPagedAttentionWrapper.plan.
+        Raises
+        ------
+        CupyAttnError
+            As BatchMLAPagedAttentionWrapper.plan.
         """
         if parse.soft_cap(logits_soft_cap):
             raise UnsupportedError("logits_soft_cap: latent attention has no cap; pass None")
@@ -143,13 +175,21 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
     ) -> Any:
         """Latent attention of the planned batch.
 
-        q_nope [B, num_qo_heads, head_dim_compressed_kv], q_pe [B, num_qo_heads, 64];
-        paged_ckv_cache, paged_kpe_cache   [num_pages, page_size, columns] of each part.
-        q_scale, k_scale   multiply the logits, v_scale the output: numbers.
-        out, lse, return_lse   as in BatchMLAPagedAttentionWrapper.run. enable_pdl is accepted for
-        compatibility.
+        Parameters
+        ----------
+        q_nope, q_pe
+            [B, num_qo_heads, head_dim_compressed_kv] and [B, num_qo_heads, 64].
+        paged_ckv_cache, paged_kpe_cache
+            [num_pages, page_size, columns] of each part.
+        q_scale, k_scale
+            Multiply the logits, v_scale the output: numbers.
+        out, lse, return_lse
+            As in BatchMLAPagedAttentionWrapper.run. enable_pdl is accepted for compatibility.
 
-        Returns out, like q_nope, or (out, lse [B, num_qo_heads], base 2) if `return_lse`.
+        Returns
+        -------
+        result
+            out, like q_nope, or (out, lse [B, num_qo_heads], base 2) if `return_lse`.
         """
         logits = parse.finite(q_scale, "q_scale", 1.0) * parse.finite(k_scale, "k_scale", 1.0)
         return super().run(

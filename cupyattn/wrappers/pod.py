@@ -19,11 +19,29 @@ class PODWithPagedKVCacheWrapper(Untraced):
     layer.
 
     float_workspace_buffer, kv_layout, use_cuda_graph, jit_args and the buffers  as in
-            BatchDecodeWithPagedKVCacheWrapper; all are of the decodes.
+    BatchDecodeWithPagedKVCacheWrapper; all are of the decodes.
 
     The prompt's keys are not in the decodes' pages, so it takes a launch for each, one after the
     other. Prompts in the same pages take one launch with the decodes in BatchAttention and
-    BatchPODWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    BatchPODWithPagedKVCacheWrapper.
+
+    Notes
+    -----
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.PODWithPagedKVCacheWrapper()
+    >>> wrapper.plan(indptr, indices, last, 8, 2, 64, 16)  # the decodes
+    >>> prompt, keys = np.ones((30, 8, 64), np.float16), np.ones((30, 2, 64), np.float16)
+    >>> decodes = np.ones((2, 8, 64), np.float16)
+    >>> o_p, o_d = wrapper.run(prompt, keys, keys, decodes, pool, causal_p=True)
+    >>> o_p.shape, o_d.shape
+    ((30, 8, 64), (2, 8, 64))
     """
 
     def __init__(
@@ -86,8 +104,10 @@ class PODWithPagedKVCacheWrapper(Untraced):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Schedule the decodes: arguments and errors as in
-        BatchDecodeWithPagedKVCacheWrapper.plan."""
+        """Schedule the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan does.
+
+        Arguments and errors are those of that function.
+        """
         self._decodes.plan(
             indptr,
             indices,
@@ -146,18 +166,32 @@ class PODWithPagedKVCacheWrapper(Untraced):
     ) -> tuple[Any, Any]:
         """Attention of the prompt and of the planned decodes.
 
-        q_p     [qo_len, num_qo_heads, head_dim]. k_p, v_p  keys and values of the prompt; they and
-                all that ends in _p as in single_prefill_with_kv_cache.
-        q_d     [B, num_qo_heads, head_dim]. paged_kv_cache_d, q_scale, k_scale, v_scale  as in
-                BatchDecodeWithPagedKVCacheWrapper.run.
-        pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d  if given, must
-                be the plan's. custom_mask_d and packed_custom_mask_d must be None: a decode has one
-                row. kv_layout_d is the wrapper's, whatever is said here.
-        lse_p, lse_d  float32 [qo_len, num_qo_heads] and [B, num_qo_heads], to be written.
-        return_lse_p, return_lse_d, the last two by position and causal_d  accepted for
-                compatibility: FlashInfer returns no LSE here either.
+        Parameters
+        ----------
+        q_p
+            [qo_len, num_qo_heads, head_dim]. k_p, v_p  keys and values of the prompt; they and all
+            that ends in _p as in single_prefill_with_kv_cache.
+        q_d
+            [B, num_qo_heads, head_dim]. paged_kv_cache_d, q_scale, k_scale, v_scale  as in
+            BatchDecodeWithPagedKVCacheWrapper.run.
+        pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
+            If given, must be the plan's. custom_mask_d and packed_custom_mask_d must be None: a
+            decode has one row. kv_layout_d is the wrapper's, whatever is said here.
+        lse_p, lse_d
+            float32 [qo_len, num_qo_heads] and [B, num_qo_heads], to be written.
+        return_lse_p, return_lse_d, the
+            Last two by position and causal_d  accepted for compatibility: FlashInfer returns no LSE
+            here either.
 
-        Returns (out_p, out_d). Raises as the functions named; nothing is launched then.
+        Returns
+        -------
+        tuple of arrays
+            (out_p, out_d).
+
+        Raises
+        ------
+        CupyAttnError
+            As the functions named; nothing is launched then.
         """
         what = "a decode has one row and no mask"
         geometry.refuse(what, custom_mask_d=custom_mask_d)

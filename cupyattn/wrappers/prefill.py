@@ -114,19 +114,44 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
 class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
     """Prefill or append attention of a batch over a paged KV cache: plan() once, run() per layer.
 
-    float_workspace_buffer, kv_layout, use_cuda_graph, backend  as in
-            BatchDecodeWithPagedKVCacheWrapper. In graph mode the first plan must have the most
-            query rows, and a plan between replays may have another mask. With backend="cudnn"
-            qo_indptr counts elements of q, and pages are "HND".
-    jit_args, jit_kwargs   None, or FlashInfer's for its variant AttentionSink: run() then takes
-            sink and sm_scale after its arrays, as BatchAttentionWithAttentionSinkWrapper.run. Other
-            variants are written as logits_transform and mask_fn of plan().
-    qo_indptr_buf [B + 1], paged_kv_indptr_buf [B + 1], paged_kv_indices_buf [max pages of a batch],
-    paged_kv_last_page_len_buf [B]  int32 on the device: what graph mode needs, filled by plan().
-    custom_mask_buf, mask_indptr_buf  uint8 [max bytes of a packed mask] and int32 [B + 1]: given if
-            and only if the graph is to read a mask. (qk_indptr_buf is an older name of the second.)
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout, use_cuda_graph, backend
+        As in BatchDecodeWithPagedKVCacheWrapper. In graph mode the first plan must have the most
+        query rows, and a plan between replays may have another mask. With backend="cudnn" qo_indptr
+        counts elements of q, and pages are "HND".
+    jit_args, jit_kwargs
+        None, or FlashInfer's for its variant AttentionSink: run() then takes sink and sm_scale
+        after its arrays, as BatchAttentionWithAttentionSinkWrapper.run. Other variants are written
+        as logits_transform and mask_fn of plan().
+    qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        int32 [B + 1], [B + 1], [most pages of a batch] and [B] on the device: what graph mode
+        needs, filled by plan().
+    custom_mask_buf, mask_indptr_buf
+        uint8 [max bytes of a packed mask] and int32 [B + 1]: given if and only if the graph is to
+        read a mask. (qk_indptr_buf is an older name of the second.).
 
-    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    Raises
+    ------
+    CupyAttnError
+        As BatchDecodeWithPagedKVCacheWrapper.
+
+    Notes
+    -----
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.BatchPrefillWithPagedKVCacheWrapper()
+    >>> qo_indptr = np.array([0, 4, 20])  # 4 new tokens of the first request, 16 of the second
+    >>> wrapper.plan(qo_indptr, indptr, indices, last, 8, 2, 64, 16, causal=True)
+    >>> q = np.ones((20, 8, 64), np.float16)
+    >>> wrapper.run(q, pool).shape
+    (20, 8, 64)
     """
 
     def __init__(
@@ -213,40 +238,52 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        qo_indptr               int32 or int64 [B + 1] from 0 on: rows of q of each request, its
-                last tokens.
-        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len  the pages of each request, as
-                indptr, indices and last_page_len in BatchDecodeWithPagedKVCacheWrapper.plan. Like
-                them, qo_indptr is needed on the host.
-        num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
-                to head_dim_qk.
-        custom_mask             bool [sum of qo_len * kv_len]: the [qo_len, kv_len] masks of all
-                requests, flattened; True where a row sees a key. causal is then ignored.
-        packed_custom_mask      uint8: the same as little-endian bits, each request from a byte on
-                (`segment_packbits(mask, indptr, bitorder="little")`); it wins over custom_mask.
-        causal                  row i of a request sees keys up to i + kv_len - qo_len.
-        q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q.
-        fixed_split_size, disable_split_kv  as in BatchDecodeWithPagedKVCacheWrapper.plan.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr  multi-item
-                scoring: a request's keys are a prefix, then items with a delimiter ahead of each
-                (and often one at the end). Rows of an item see the prefix and their item up to
-                themselves; delimiters see the prefix and no row sees them; the prefix is causal.
-                Integers [B], the length of the prefix; [B * token_pos_in_items_len], the index of
-                each key behind it in its item, from 1 on, 0 for delimiters (what the last
-                request needs no index for may be left out); and [B], the longest item, which is
-                not needed. One request's may be without an axis. The first two are needed on the
-                host; causal is implied, a mask is refused.
-        logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
-                as they are; run(logits_params=) may replace arrays. Indices count from the first
-                query token and key of each request, which `batch` tells apart.
-        cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k  as in
-                BatchDecodeWithPagedKVCacheWrapper.plan: this rank's share of the keys. Causality
-                and windows need the last of them; a custom_mask is of this rank's own keys.
-        Other options as in single_prefill_with_kv_cache; the rest is accepted for compatibility.
-        Older names and the older order without head_dim_vo are understood; data_type sets q's and
-        the cache's.
+        Parameters
+        ----------
+        qo_indptr
+            int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+            The pages of each request, as indptr, indices and last_page_len in
+            BatchDecodeWithPagedKVCacheWrapper.plan. Like them, qo_indptr is needed on the host.
+        num_qo_heads to head_dim_vo
+            Of the arrays that run() is going to get; head_dim_vo defaults to head_dim_qk.
+        custom_mask
+            bool [sum of qo_len * kv_len]: the [qo_len, kv_len] masks of all requests, flattened;
+            True where a row sees a key. causal is then ignored.
+        packed_custom_mask
+            uint8: the same as little-endian bits, each request from a byte on
+            (`segment_packbits(mask, indptr, bitorder="little")`); it wins over custom_mask.
+        causal
+            Row i of a request sees keys up to i + kv_len - qo_len.
+        q_data_type, kv_data_type, o_data_type
+            Default float16, that of q, that of q.
+        fixed_split_size, disable_split_kv
+            As in BatchDecodeWithPagedKVCacheWrapper.plan.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+            Multi-item scoring: a request's keys are a prefix, then items with a delimiter ahead of
+            each (and often one at the end). Rows of an item see the prefix and their item up to
+            themselves; delimiters see the prefix and no row sees them; the prefix is causal.
+            Integers [B], the length of the prefix; [B * token_pos_in_items_len], the index of each
+            key behind it in its item, from 1 on, 0 for delimiters (what the last request needs no
+            index for may be left out); and [B], the longest item, which is not needed. One
+            request's may be without an axis. The first two are needed on the host; causal is
+            implied, a mask is refused.
+        logits_transform, mask_fn, logits_params
+            As in single_prefill_with_kv_cache. Numbers stay as they are; run(logits_params=) may
+            replace arrays. Indices count from the first query token and key of each request, which
+            `batch` tells apart.
+        cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k
+            As in BatchDecodeWithPagedKVCacheWrapper.plan: this rank's share of the keys. Causality
+            and windows need the last of them; a custom_mask is of this rank's own keys.
+        other arguments
+            Other options as in single_prefill_with_kv_cache; the rest is accepted for
+            compatibility. Older names and the older order without head_dim_vo are understood;
+            data_type sets q's and the cache's.
 
-        Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
+        Raises
+        ------
+        CupyAttnError
+            As BatchDecodeWithPagedKVCacheWrapper.plan.
         """
         page_size = geometry.count(page_size, "page_size")
         unit = 1
@@ -323,27 +360,46 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
     ) -> Any:
         """Attention of the planned batch.
 
-        q       [qo_indptr[B], num_qo_heads, head_dim_qk].
-        paged_kv_cache  as in BatchDecodeWithPagedKVCacheWrapper.run; K and V of a pair may have
-                different head dims.
-        q_scale, k_scale, v_scale, out, lse, sinks  as there. By position: all three scales, or the
-                older k_scale, v_scale and return_lse.
-        window_left  if given, must be the plan's. kv_cache_sf must be None.
-        lse_base     of the LSE, given and returned: "log2", or "ln" for natural logarithms.
-        lse_layout   likewise: "NH" for [rows, num_qo_heads], or "HN" for [num_qo_heads, rows].
-        logits_params  arrays in place of those of the plan that have these names.
-        output_gate    [rows, num_qo_heads] or [rows, num_qo_heads, head_dim_vo], as there.
-        q_block_scales, k_block_scales, v_block_scales, k_mean, block_size  as there.
-        skip_softmax_threshold_scale_factor  as in `single_prefill_with_kv_cache`, of each
-                request's keys.
-        enable_pdl is accepted for compatibility, and so are use_fp16_softmax and uses_spcompress,
-        which allow less exact outputs.
+        Parameters
+        ----------
+        q
+            [qo_indptr[B], num_qo_heads, head_dim_qk].
+        paged_kv_cache
+            As in BatchDecodeWithPagedKVCacheWrapper.run; K and V of a pair may have different head
+            dims.
+        q_scale, k_scale, v_scale, out, lse, sinks
+            As there. By position: all three scales, or the older k_scale, v_scale and return_lse.
+        window_left
+            If given, must be the plan's. kv_cache_sf must be None.
+        lse_base
+            Of the LSE, given and returned: "log2", or "ln" for natural logarithms.
+        lse_layout
+            Likewise: "NH" for [rows, num_qo_heads], or "HN" for [num_qo_heads, rows].
+        logits_params
+            Arrays in place of those of the plan that have these names.
+        output_gate
+            [rows, num_qo_heads] or [rows, num_qo_heads, head_dim_vo], as there.
+        q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
+            As there.
+        skip_softmax_threshold_scale_factor
+            As in `single_prefill_with_kv_cache`, of each request's keys.
+        enable_pdl
+            Is accepted for compatibility, and so are use_fp16_softmax and uses_spcompress, which
+            allow less exact outputs.
 
-        Returns out [qo_indptr[B], num_qo_heads, head_dim_vo] in q's framework and device, or (out,
-        lse [qo_indptr[B], num_qo_heads]) if `return_lse`. It never waits for the device; it
-        allocates its outputs only. The first run with scales by head, or with arrays off 16-byte
-        boundaries, schedules the batch anew. Raises ArgumentError for arrays that do not fit the
-        plan, PlanError without a plan, before anything is written.
+        Returns
+        -------
+        out
+            [qo_indptr[B], num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse
+            [qo_indptr[B], num_qo_heads]) if `return_lse`. It never waits for the device; it
+            allocates its outputs only. The first run with scales by head, or with arrays off
+            16-byte boundaries, schedules the batch anew.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays that do not fit the plan, PlanError without a plan, before
+            anything is written.
         """
         options = NO_OPTIONS
         if return_lse is not False or not (q_scale is k_scale is v_scale is None):
@@ -403,14 +459,36 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
 class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
     """Prefill or append attention of a batch over ragged keys: plan() once, run() for every layer.
 
-    float_workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs  as in
-            BatchPrefillWithPagedKVCacheWrapper. In graph mode the first plan must also have the
-            most keys if it has a fixed_split_size, and k and v of the captured run must have room
-            for the most keys. With backend="cudnn" offsets count elements of their arrays.
-    kv_layout   "NHD" or "HND": rows [n, num_kv_heads, head_dim], or heads first.
-    qo_indptr_buf [B + 1], kv_indptr_buf [B + 1], custom_mask_buf, mask_indptr_buf  as there.
+    Parameters
+    ----------
+    float_workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs
+        As in BatchPrefillWithPagedKVCacheWrapper. In graph mode the first plan must also have the
+        most keys if it has a fixed_split_size, and k and v of the captured run must have room for
+        the most keys. With backend="cudnn" offsets count elements of their arrays.
+    kv_layout
+        "NHD" or "HND": rows [n, num_kv_heads, head_dim], or heads first.
+    qo_indptr_buf, kv_indptr_buf
+        [B + 1] each; custom_mask_buf and mask_indptr_buf as there.
 
-    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    Raises
+    ------
+    CupyAttnError
+        As BatchDecodeWithPagedKVCacheWrapper.
+
+    Notes
+    -----
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> indptr = np.array([0, 4, 20])  # two prompts, of 4 and of 16 tokens
+    >>> wrapper = cupyattn.BatchPrefillWithRaggedKVCacheWrapper()
+    >>> wrapper.plan(indptr, indptr, 8, 2, 64, causal=True)
+    >>> q, k = np.ones((20, 8, 64), np.float16), np.ones((20, 2, 64), np.float16)
+    >>> wrapper.run(q, k, k).shape
+    (20, 8, 64)
     """
 
     def __init__(
@@ -489,17 +567,27 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
-        kv_indptr   int32 or int64 [B + 1]: rows of k and v of each request. Both may be on the host
-                or on the device, from where plan() waits for them.
-        num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
-                to head_dim_qk.
-        fixed_split_size        keys after which a request is split; the rest as in
-                BatchDecodeWithPagedKVCacheWrapper.plan.
-        v_indptr, o_indptr      None, or offsets of the same rows as kv_indptr and qo_indptr.
-        All other arguments as in BatchPrefillWithPagedKVCacheWrapper.plan.
+        Parameters
+        ----------
+        qo_indptr
+            int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
+        kv_indptr
+            int32 or int64 [B + 1]: rows of k and v of each request. Both may be on the host or on
+            the device, from where plan() waits for them.
+        num_qo_heads to head_dim_vo
+            Of the arrays that run() is going to get; head_dim_vo defaults to head_dim_qk.
+        fixed_split_size
+            Keys after which a request is split; the rest as in
+            BatchDecodeWithPagedKVCacheWrapper.plan.
+        v_indptr, o_indptr
+            None, or offsets of the same rows as kv_indptr and qo_indptr.
+        other arguments
+            All other arguments as in BatchPrefillWithPagedKVCacheWrapper.plan.
 
-        Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
+        Raises
+        ------
+        CupyAttnError
+            As BatchDecodeWithPagedKVCacheWrapper.plan.
         """
         units = [1] * 4
         if self._in_elements:
@@ -573,19 +661,29 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
     ) -> Any:
         """Attention of the planned batch.
 
-        q       [qo_indptr[B], num_qo_heads, head_dim_qk].
-        k, v    [>= kv_indptr[B], num_kv_heads, head_dim] ("NHD") or [num_kv_heads, >= kv_indptr[B],
-                head_dim] ("HND").
-        q_scale, k_scale, v_scale, out, lse, sinks  as in BatchDecodeWithPagedKVCacheWrapper.run. By
-                position: all three scales, or the older return_lse.
-        window_left  if given, must be the plan's. enable_pdl is accepted for compatibility; o_scale
-                and kv_cache_sf must be None.
-        lse_base, lse_layout, output_gate, skip_softmax_threshold_scale_factor  as in
-                BatchPrefillWithPagedKVCacheWrapper.run.
-        q_block_scales, k_block_scales, v_block_scales, k_mean, block_size  as there, but scales of
-                rows of k and v are [ceil(rows / block_size) + B, num_kv_heads], placed as q's.
+        Parameters
+        ----------
+        q
+            [qo_indptr[B], num_qo_heads, head_dim_qk].
+        k, v
+            [>= kv_indptr[B], num_kv_heads, head_dim] ("NHD") or [num_kv_heads, >= kv_indptr[B],
+            head_dim] ("HND").
+        q_scale, k_scale, v_scale, out, lse, sinks
+            As in BatchDecodeWithPagedKVCacheWrapper.run. By position: all three scales, or the
+            older return_lse.
+        window_left
+            If given, must be the plan's. enable_pdl is accepted for compatibility; o_scale and
+            kv_cache_sf must be None.
+        lse_base, lse_layout, output_gate, skip_softmax_threshold_scale_factor
+            As in BatchPrefillWithPagedKVCacheWrapper.run.
+        q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
+            As there, but scales of rows of k and v are [ceil(rows / block_size) + B, num_kv_heads],
+            placed as q's.
 
-        Returns and raises as BatchPrefillWithPagedKVCacheWrapper.run.
+        Raises
+        ------
+        CupyAttnError
+            Returns and raises as BatchPrefillWithPagedKVCacheWrapper.run.
         """
         options = NO_OPTIONS
         if return_lse is not False or not (q_scale is k_scale is v_scale is None):

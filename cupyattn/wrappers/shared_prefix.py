@@ -147,12 +147,33 @@ def _page_size(pages: ArrayView, is_one_of_two: bool, kv_layout: str) -> int:
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Decode attention of requests that share a prefix and have pages of their own.
 
-    float_workspace_buffer, kv_layout   as in BatchDecodeWithPagedKVCacheWrapper; the layout is that
-            of the prefix too.
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout
+        As in BatchDecodeWithPagedKVCacheWrapper; the layout is that of the prefix too.
 
+    Raises
+    ------
+    CupyAttnError
+        WorkspaceError for a bad workspace, ArgumentError for the rest.
+
+    Notes
+    -----
     A prefix in pages of the same cache takes one launch in MultiLevelCascadeAttentionWrapper.
-    Raises WorkspaceError for a bad workspace, ArgumentError for the rest. Semantics: FlashInfer's
-    class of the same name.
+
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> indptr, indices, last = np.array([0, 1, 2]), np.array([2, 0]), np.array([5, 16])
+    >>> pages = np.ones((3, 2, 16, 2, 64), np.float16)  # what the two requests do not share
+    >>> prefix = np.ones((40, 2, 64), np.float16)  # keys, and here values, that they share
+    >>> wrapper = cupyattn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper()
+    >>> wrapper.plan(indptr, indices, last, 8, 2, 64, 16)
+    >>> wrapper.run(np.ones((2, 8, 64), np.float16), prefix, prefix, pages).shape
+    (2, 8, 64)
     """
 
     _class = BatchDecodeWithPagedKVCacheWrapper
@@ -170,12 +191,20 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len: the pages of each request
-        without the prefix, as in BatchDecodeWithPagedKVCacheWrapper.plan. A request may have none.
-        num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays to come.
-        data_type       expected of them; arrays of another dtype schedule the batch anew.
+        Parameters
+        ----------
+        unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
+            The pages of each request without the prefix, as in
+            BatchDecodeWithPagedKVCacheWrapper.plan. A request may have none.
+        num_qo_heads, num_kv_heads, head_dim, page_size
+            Of the arrays to come.
+        data_type
+            Expected of them; arrays of another dtype schedule the batch anew.
 
-        Raises as that plan(); the last plan then stays in force.
+        Raises
+        ------
+        CupyAttnError
+            As that plan(); the last plan then stays in force.
         """
         expected = dtypes.parse(data_type, "data_type").name
         options = self._options or {"q_data_type": expected, "kv_data_type": expected}
@@ -208,17 +237,32 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> ArrayT:
         """Attention of one row a request over the prefix and the request's own keys.
 
-        q       [B, num_qo_heads, head_dim].
-        k_shared, v_shared  [shared_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads,
-                shared_len, head_dim] ("HND"): the prefix; it may be empty.
-        unique_kv_cache     the pages, as in BatchDecodeWithPagedKVCacheWrapper.run (once called
-                unique_kv_data).
-        sm_scale            default 1 / sqrt(head_dim).
-        The rest is accepted for compatibility: products accumulate in float32, and nothing is
-        rotated here, nor in FlashInfer.
+        Parameters
+        ----------
+        q
+            [B, num_qo_heads, head_dim].
+        k_shared, v_shared
+            [shared_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads, shared_len, head_dim]
+            ("HND"): the prefix; it may be empty.
+        unique_kv_cache
+            The pages, as in BatchDecodeWithPagedKVCacheWrapper.run (once called unique_kv_data).
+        sm_scale
+            Default 1 / sqrt(head_dim).
+        other arguments
+            The rest is accepted for compatibility: products accumulate in float32, and nothing is.
+        rotated
+            Here, nor in FlashInfer.
 
-        Returns [B, num_qo_heads, head_dim] in q's framework, dtype and device. It never waits for
-        the device. Raises ArgumentError for arrays that do not fit the plan, PlanError without one.
+        Returns
+        -------
+        array
+            [B, num_qo_heads, head_dim] in q's framework, dtype and device. It never waits for the
+            device.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays that do not fit the plan, PlanError without one.
         """
         cache = unique_kv_data if unique_kv_cache is None else unique_kv_cache
         return self._attend(q, k_shared, v_shared, cache, sm_scale=sm_scale)
@@ -229,8 +273,23 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Prefill or append attention of requests that share a prefix and have pages of their own.
 
-    Arguments and errors as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper. Semantics:
-    FlashInfer's class of the same name.
+    Arguments and errors as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.
+
+    Notes
+    -----
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> indptr, indices, last = np.array([0, 1, 2]), np.array([2, 0]), np.array([5, 16])
+    >>> pages = np.ones((3, 2, 16, 2, 64), np.float16)  # what the two requests do not share
+    >>> prefix = np.ones((40, 2, 64), np.float16)  # keys, and here values, that they share
+    >>> wrapper = cupyattn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper()
+    >>> wrapper.plan(np.array([0, 3, 5]), indptr, indices, last, 8, 2, 64, 16)
+    >>> wrapper.run(np.ones((5, 8, 64), np.float16), prefix, prefix, pages, causal=True).shape
+    (5, 8, 64)
     """
 
     _class = BatchPrefillWithPagedKVCacheWrapper
@@ -248,13 +307,20 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        qo_indptr       int32 or int64 [B + 1]: rows of q of each request, its last tokens.
-        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: the pages of each request without
-        the prefix, as in BatchPrefillWithPagedKVCacheWrapper.plan. A request may have none.
-        num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays to come. Without a page size
-        the next run() reads it off its cache, and schedules the batch.
+        Parameters
+        ----------
+        qo_indptr
+            int32 or int64 [B + 1]: rows of q of each request, its last tokens. paged_kv_indptr,
+            paged_kv_indices, paged_kv_last_page_len: the pages of each request without the prefix,
+            as in BatchPrefillWithPagedKVCacheWrapper.plan. A request may have none.
+        num_qo_heads, num_kv_heads, head_dim, page_size
+            Of the arrays to come. Without a page size the next run() reads it off its cache, and
+            schedules the batch.
 
-        Raises as that plan(), or run() does; the last plan then stays in force.
+        Raises
+        ------
+        CupyAttnError
+            As that plan(), or run() does; the last plan then stays in force.
         """
         with self._unique._turns.planning:
             if page_size is None:
@@ -304,18 +370,30 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> ArrayT:
         """Attention of the planned rows over the prefix and their requests' own keys.
 
-        q       [qo_indptr[B], num_qo_heads, head_dim].
-        k_shared, v_shared, unique_kv_cache, sm_scale  as in
-                BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward. All rows see all of the
-                prefix.
-        causal  row i of a request sees of its own keys those up to i + kv_len - qo_len. (Early
-                releases had True as the default.)
-        The rest is accepted for compatibility, as there.
+        Parameters
+        ----------
+        q
+            [qo_indptr[B], num_qo_heads, head_dim].
+        k_shared, v_shared, unique_kv_cache, sm_scale
+            As in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward. All rows see all of the
+            prefix.
+        causal
+            Row i of a request sees of its own keys those up to i + kv_len - qo_len. (Early releases
+            had True as the default.).
+        other arguments
+            The rest is accepted for compatibility, as there.
 
-        Returns [qo_indptr[B], num_qo_heads, head_dim] in q's framework, dtype and device. It never
-        waits for the device. A `causal`, `sm_scale` or dtype that is not the last run's schedules
-        the batch anew. Raises ArgumentError for arrays that do not fit the plan, PlanError without
-        one.
+        Returns
+        -------
+        array
+            [qo_indptr[B], num_qo_heads, head_dim] in q's framework, dtype and device. It never
+            waits for the device. A `causal`, `sm_scale` or dtype that is not the last run's
+            schedules the batch anew.
+
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError for arrays that do not fit the plan, PlanError without one.
         """
         cache = unique_kv_data if unique_kv_cache is None else unique_kv_cache
         causal = parse.flag(causal, "causal")
@@ -373,15 +451,40 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
 ) -> ArrayT:
     """Decode attention of requests that share a prefix, and then have equally many keys each.
 
-    q, k_shared, v_shared, sm_scale  as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward.
-    k_unique, v_unique  [B, unique_len, num_kv_heads, head_dim] or [B, num_kv_heads, unique_len,
-            head_dim]: each request's own keys, all of which count. Both lengths may be 0.
-    allow_fp16_qk_reduction, rope_scale, rope_theta  accepted for compatibility, and change nothing.
+    Parameters
+    ----------
+    q, k_shared, v_shared, sm_scale
+        As in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward.
+    k_unique, v_unique
+        [B, unique_len, num_kv_heads, head_dim] or [B, num_kv_heads, unique_len, head_dim]: each
+        request's own keys, all of which count. Both lengths may be 0.
+    allow_fp16_qk_reduction, rope_scale, rope_theta
+        Accepted for compatibility, and change nothing.
 
-    Returns [B, num_qo_heads, head_dim] in q's framework, dtype and device. A call of other lengths
-    than the last one plans anew. Raises ArgumentError for arguments that do not fit each other,
-    UnsupportedError for dtypes and head dims without a kernel, PlanError inside a graph capture.
+    Returns
+    -------
+    array
+        [B, num_qo_heads, head_dim] in q's framework, dtype and device. A call of other lengths than
+        the last one plans anew.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError for arguments that do not fit each other, UnsupportedError for dtypes and head
+        dims without a kernel, PlanError inside a graph capture.
+
+    Notes
+    -----
     Semantics: FlashInfer's function of the same name, which it had until June 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> q = np.ones((2, 8, 64), np.float16)
+    >>> prefix, own = np.ones((40, 2, 64), np.float16), np.ones((2, 7, 2, 64), np.float16)
+    >>> cupyattn.batch_decode_with_shared_prefix_padded_kv_cache(q, prefix, prefix, own, own).shape
+    (2, 8, 64)
     """
     arrays = {"q": q, "k_shared": k_shared, "v_shared": v_shared}
     arrays |= {"k_unique": k_unique, "v_unique": v_unique}

@@ -20,19 +20,42 @@ _PLAN = inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan)
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """Attention of a batch over a paged KV cache, decode and prefill, with a sink for each head.
 
-    A sink is one more logit in the denominator of each row of its head, without a value
-    (arXiv 2309.17453): o = sum(exp(l) v) / (sum(exp(l)) + exp(sink)). The LSE has it too, and
-    sm_scale does not scale it. However keys are split, it counts once.
+    A sink is one more logit in the denominator of each row of its head, without a value (arXiv
+    2309.17453): o = sum(exp(l) v) / (sum(exp(l)) + exp(sink)). The LSE has it too, and sm_scale
+    does not scale it. However keys are split, it counts once.
 
     Arguments up to backend as in BatchPrefillWithPagedKVCacheWrapper.
-    backend     "auto", "fa2" or "fa3".
-    pos_encoding_mode, q_data_type, kv_data_type, window_left  what plan() takes if it is not told.
-    head_dim_qk, head_dim_vo   if plan() is given the same head_dim_qk and no head_dim_vo, then it
-            takes this one.
-    use_fp16_qk_reduction   accepted for compatibility.
 
-    Raises and means what FlashInfer's class of the same name does; there, plan() must repeat what
-    the constructor was told.
+    Parameters
+    ----------
+    backend
+        "auto", "fa2" or "fa3".
+    pos_encoding_mode, q_data_type, kv_data_type, window_left
+        What plan() takes if it is not told.
+    head_dim_qk, head_dim_vo
+        If plan() is given the same head_dim_qk and no head_dim_vo, then it takes this one.
+    use_fp16_qk_reduction
+        Accepted for compatibility.
+
+    Raises
+    ------
+    CupyAttnError
+        And means what FlashInfer's class of the same name does; there, plan() must repeat what the
+        constructor was told.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> pool = np.ones((4, 2, 16, 2, 64), np.float16)  # [pages, K and V, page_size, heads, D]
+    >>> indptr, indices, last = np.array([0, 2, 3]), np.array([3, 0, 1]), np.array([5, 16])
+    >>> wrapper = cupyattn.BatchAttentionWithAttentionSinkWrapper(
+    ...     q_data_type="float16", kv_data_type="float16", head_dim_qk=64, head_dim_vo=64
+    ... )
+    >>> wrapper.plan(np.array([0, 4, 20]), indptr, indices, last, 8, 2, 64, 16, causal=True)
+    >>> sink = np.zeros(8, np.float32)
+    >>> wrapper.run(np.ones((20, 8, 64), np.float16), pool, sink, 64**-0.5).shape
+    (20, 8, 64)
     """
 
     def __init__(
@@ -113,10 +136,14 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     ) -> Any:
         """Attention of the planned batch.
 
-        sink        float32 [num_qo_heads]: natural-log logits.
-        sm_scale    a number that multiplies the logits of keys, 1 / sqrt(head_dim_qk) as a rule.
-        Everything else as in BatchPrefillWithPagedKVCacheWrapper.run, whose other arguments are
-        `options`; q_scale and k_scale multiply the logits as well.
+        Parameters
+        ----------
+        sink
+            float32 [num_qo_heads]: natural-log logits.
+        sm_scale
+            A number that multiplies the logits of keys, 1 / sqrt(head_dim_qk) as a rule. Everything
+            else as in BatchPrefillWithPagedKVCacheWrapper.run, whose other arguments are `options`;
+            q_scale and k_scale multiply the logits as well.
         """
         sinks, scale = read_sink(
             (sink, sm_scale), q_scale, self._require_plan().geometry.spec.num_qo_heads
@@ -125,7 +152,13 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         return super().run(q, paged_kv_cache, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not there: the older form of run() has no sinks. Raises UnsupportedError."""
+        """Not there: the older form of run() has no sinks.
+
+        Raises
+        ------
+        CupyAttnError
+            UnsupportedError.
+        """
         raise UnsupportedError(
             "forward: its arguments have no sinks; call run(q, paged_kv_cache, sink, sm_scale)"
         )

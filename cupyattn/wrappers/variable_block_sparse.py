@@ -28,13 +28,35 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
     """Attention in which each KV head has a block-sparse mask, with blocks of any sizes: plan()
     once, run() for every layer.
 
-    float_workspace_buffer, backend  as in BlockSparseAttentionWrapper.
+    Parameters
+    ----------
+    float_workspace_buffer, backend
+        As in BlockSparseAttentionWrapper.
 
+    Raises
+    ------
+    CupyAttnError
+        As BatchDecodeWithPagedKVCacheWrapper.
+
+    Notes
+    -----
     A block of rows of a query head is a request, and its columns are pages, as large as what
     divides all blocks of columns. So blocks that are not in the mask cost nothing; sizes that are
     multiples of 8 are copied fastest. Query heads that share a KV head are requests of their own.
 
-    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    Semantics: FlashInfer's class of the same name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> seen = np.array([[[True, False], [True, True]]] * 2)  # of each key head
+    >>> rows, columns = np.array([[12, 20]] * 2), np.array([[24, 8]] * 2)
+    >>> wrapper = cupyattn.VariableBlockSparseAttentionWrapper()
+    >>> wrapper.plan(seen, rows, columns, 8, 2, 64)
+    >>> q, k = np.ones((8, 32, 64), np.float16), np.ones((2, 32, 64), np.float16)  # heads first
+    >>> wrapper.run(q, k, k).shape
+    (8, 32, 64)
     """
 
     @planning
@@ -59,15 +81,24 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
     ) -> None:
         """Schedule the masks that the next runs are for.
 
-        block_mask_map  bool [num_kv_heads, MB, NB]: the blocks of columns that blocks of rows see.
-        block_row_sz    int32 or int64 [num_kv_heads, MB]: rows of each block; every head has as
-                many rows, M. block_col_sz  [num_kv_heads, NB]: columns, likewise N. All three are
-                needed on the host.
-        causal          row i sees columns up to i + N - M.
-        q_data_type, kv_data_type  default float16, that of q; the output has q's.
-        pos_encoding_mode must be "NONE"; other arguments as in BlockSparseAttentionWrapper.plan.
+        Parameters
+        ----------
+        block_mask_map
+            bool [num_kv_heads, MB, NB]: the blocks of columns that blocks of rows see.
+        block_row_sz
+            int32 or int64 [num_kv_heads, MB]: rows of each block; every head has as many rows, M.
+            block_col_sz  [num_kv_heads, NB]: columns, likewise N. All three are needed on the host.
+        causal
+            Row i sees columns up to i + N - M.
+        q_data_type, kv_data_type
+            Default float16, that of q; the output has q's.
+        pos_encoding_mode
+            Must be "NONE"; other arguments as in BlockSparseAttentionWrapper.plan.
 
-        Raises ArgumentError or UnsupportedError; the last plan then stays in force.
+        Raises
+        ------
+        CupyAttnError
+            ArgumentError or UnsupportedError; the last plan then stays in force.
         """
         refuse_positions(pos_encoding_mode)
         heads = geometry.count(num_qo_heads, "num_qo_heads")
@@ -124,13 +155,26 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
     ) -> Any:
         """Attention with the planned masks.
 
-        q       [num_qo_heads, M, head_dim]. k, v  [num_kv_heads, N, head_dim]. One whose heads do
-                not follow one another in memory is copied.
-        out     [num_qo_heads, M, head_dim] to write the output to. lse  float32 [num_qo_heads, M].
-        enable_pdl is accepted for compatibility.
+        Parameters
+        ----------
+        q
+            [num_qo_heads, M, head_dim]. k, v  [num_kv_heads, N, head_dim]. One whose heads do not
+            follow one another in memory is copied.
+        out
+            [num_qo_heads, M, head_dim] to write the output to. lse  float32 [num_qo_heads, M].
+        enable_pdl
+            Is accepted for compatibility.
 
-        Returns out [num_qo_heads, M, head_dim], or (out, lse [num_qo_heads, M]) if `return_lse`: 0
-        and -inf where a row sees no key. Raises as BatchPrefillWithPagedKVCacheWrapper.run.
+        Returns
+        -------
+        out
+            [num_qo_heads, M, head_dim], or (out, lse [num_qo_heads, M]) if `return_lse`: 0 and -inf
+            where a row sees no key.
+
+        Raises
+        ------
+        CupyAttnError
+            As BatchPrefillWithPagedKVCacheWrapper.run.
         """
         plan = self._require_plan()
         spec = plan.geometry.spec

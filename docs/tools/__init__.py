@@ -1,1 +1,1 @@
-"""What makes the site: docstrings to reStructuredText, pictures, and pages made from the code."""
+"""What makes the site: pictures, and pages made from the code."""

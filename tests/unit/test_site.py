@@ -15,7 +15,7 @@ import pytest
 
 import cupyattn
 from cupyattn import errors
-from docs.tools import docstrings, doors, mistakes, support
+from docs.tools import doors, mistakes, support
 from docs.tools.pictures import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,21 +118,6 @@ def test_an_exported_function_says_what_it_returns_raises_and_follows() -> None:
     for name in functions:
         text = inspect.getdoc(getattr(cupyattn, name)) or ""
         assert [what for what, how in _SAYS.items() if not re.search(how, text)] == [], name
-
-
-def test_docstrings_become_lists_of_arguments() -> None:
-    lines = ["Sum *all*.", "", "q, k   [n], of `dtype_`", "        and more", "out     an array."]
-    assert docstrings.to_rest(lines) == [
-        "Sum \\*all\\*.",
-        "",
-        "``q, k``",
-        "    [n], of ``dtype_``\\ and more".replace("\\ and", " and"),
-        "",
-        "``out``",
-        "    an array.",
-        "",
-        "",
-    ]
 
 
 _OF_THE_SITE = ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_design")
