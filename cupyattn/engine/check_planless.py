@@ -27,7 +27,7 @@ from . import latent_rows as latent
 from . import planless_share, row_mask
 from .arrays import Arrays
 from .geometry import Geometry, PlanOptions, find_geometry
-from .key_lists import KeyLists, refuse_on_gpu, view_lists
+from .key_lists import KeyLists, view_lists
 from .key_share import require_sinks_once
 from .kv_cache import Keys, dtype_kv, view_ragged
 from .latent_rows import Parts
@@ -430,8 +430,6 @@ def _check_rest(call: Call, arrays: Arrays) -> None:
     options = call.options
     if call.q.device.kind == "cuda":
         _refuse_on_gpu(call, options.names)
-        if call.lists is not None:
-            _refuse_lists_on_gpu(call, call.lists)
     if arrays.mask is not None:
         call.mask, call.mask_bits = _view_mask(arrays.mask, options, call.lengths)
     if arrays.max_logits is not None:
@@ -685,22 +683,6 @@ def _refuse_on_gpu(call: Call, names: Names) -> None:
             raise UnsupportedError(
                 f"{name}: has no GPU kernel in this call; leave it out, or pass CPU arrays"
             )
-
-
-def _refuse_lists_on_gpu(call: Call, lists: ArrayView) -> None:
-    """UnsupportedError for what only the reference serves beside lists."""
-    names, indices, spec = call.names, call.indices, call.geometry.spec
-    labels = names.sm_scale, names.k_scale, names.output_scale
-    refuse_on_gpu(
-        lists,
-        {
-            names.kv_lens: indices.kv_lens,
-            names.qo_offsets: indices.qo_offsets,
-            names.kv_offsets: indices.kv_offsets,
-        },
-        {name: v for name, v in zip(labels, call.scales.views, strict=True) if v is not None},
-        (spec.num_qo_heads, spec.num_kv_heads),
-    )
 
 
 def _check_extents(options: Options, dims: Dims, kv_layout: str) -> None:

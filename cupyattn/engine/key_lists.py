@@ -7,8 +7,6 @@ the keys before that. The last keys that a token sees may come besides, as a win
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from .. import array
@@ -16,7 +14,7 @@ from ..array import ArrayView
 from ..array.match import Dims, require_contiguous_last, require_dtype
 from ..core import dtypes
 from ..core.parse import require_int
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 
 NAME = "lists"
 MAX_GRANULARITY = 256
@@ -68,33 +66,3 @@ def view_lists(x: object, vq: ArrayView, dims: Dims) -> ArrayView:
             f"{NAME}: strides {list(v.strides)} are negative; pass a contiguous array"
         )
     return v
-
-
-def refuse_on_gpu(
-    lists: ArrayView,
-    indices: Mapping[str, ArrayView | None],
-    scales: Mapping[str, ArrayView],
-    heads: tuple[int, int],
-) -> None:
-    """UnsupportedError for what kernels do not read.
-
-    indices, scales  by the names of arguments. heads: num_qo_heads, num_kv_heads
-    """
-    for name, v in indices.items():
-        if v is not None and (v.dtype is not dtypes.int32 or v.strides != (1,)):
-            raise UnsupportedError(
-                f"{name}: dtype {v.dtype} with stride {v.strides[0]} has no kernel beside lists; "
-                "wanted int32 without gaps"
-            )
-    num_qo_heads, num_kv_heads = heads
-    for name, v in scales.items():
-        if math.prod(v.shape) != num_kv_heads:
-            raise UnsupportedError(
-                f"{name}: shape {list(v.shape)} has no kernel beside lists; pass a number, or "
-                f"float32 [{num_kv_heads}], one for each KV head"
-            )
-        if lists.shape[1] == num_qo_heads > num_kv_heads:
-            raise UnsupportedError(
-                f"{name}: scales of KV heads have no kernel beside lists of query heads; pass a "
-                "number"
-            )

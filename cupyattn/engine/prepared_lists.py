@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..array import ArrayView
 from ..launch.attention.key_list_arrays import ListAddresses, Lists
 from ..launch.attention.key_lists import ListLauncher
 from ..launch.driver import params, scratch
 from . import output_gate
 from .arrays import Arrays
-from .check_planless import Call
+from .check_planless import Call, Indices
 from .geometry import Variant
 from .kv_cache import pack_strides
-from .prepared import SCALE_PLACES, Launches, is_aligned
+from .prepared import Launches, is_aligned
 
 # Places of addresses, which come in the order of Arrays.
 _Q = Arrays._fields.index("q")
@@ -27,6 +28,8 @@ _QO_OFFSETS = Arrays._fields.index("qo_offsets")
 _KV_OFFSETS = Arrays._fields.index("kv_offsets")
 _SINKS = Arrays._fields.index("sinks")
 _GATE = Arrays._fields.index("output_gate")
+_SCALE_K = Arrays._fields.index("scale_k")
+_SCALE_V = Arrays._fields.index("scale_v")
 _LISTS = Arrays._fields.index("lists")
 
 
@@ -37,6 +40,7 @@ class PreparedLists(Launches):
     lists         what they are told of lists
     strides       params.STRIDES
     num_tokens    rows of q
+    scale_steps   params.STEPS
     gate_strides  empty without gates of the output
     """
 
@@ -44,6 +48,7 @@ class PreparedLists(Launches):
     lists: Lists
     strides: bytes
     num_tokens: int
+    scale_steps: bytes
     gate_strides: tuple[int, ...] = ()
 
     def launch(
@@ -60,13 +65,13 @@ class PreparedLists(Launches):
             table=addresses[_TABLE],
             qo_offsets=addresses[_QO_OFFSETS],
             kv_offsets=kv_offsets,
+            value_scales=addresses[_SCALE_V],
         )
         read = params.NO_LOGITS_ARRAYS
         if gate:
             read = params.with_output_gate(read, gate, self.gate_strides)
-        scales = [addresses[index] for index in SCALE_PLACES]
-        lse, sinks = addresses[_LSE], addresses[_SINKS]
-        optional = params.OPTIONAL.pack(lse, 0, sinks, *scales, 0, params.NO_STEPS, read)
+        lse, sinks, scale_k = addresses[_LSE], addresses[_SINKS], addresses[_SCALE_K]
+        optional = params.OPTIONAL.pack(lse, 0, sinks, 0, scale_k, 0, 0, self.scale_steps, read)
         tokens = self.num_tokens
         self.launcher.launch(at, self.lists, optional, self.strides, tokens, stream, allocate)
 
@@ -104,12 +109,31 @@ def prepare_lists(call: Call) -> PreparedLists:
             kv_step=0 if table is None else table.strides[0],
             is_causal=form.is_causal,
             kv_lens_are_steps=call.indices.kv_lens is call.indices.kv_offsets,
-            num_pages=0 if table is None else call.keys.size,
+            num_pages=call.keys.size,
+            steps=_length_steps(call.indices),
+            k_scale_step=_head_step(scales.views[1]),
+            v_scale_step=_head_step(scales.views[2]),
+            v_scale_request_step=scales.steps[2],
         ),
         strides=pack_strides(call.q, keys, call.out, lse_strides),
         num_tokens=call.q.shape[0],
+        scale_steps=params.STEPS.pack(0, 0, scales.steps[1], 0),
         gate_strides=() if call.output_gate is None else call.output_gate.strides,
         device_index=launcher.device_index,
         num_bytes=0,
         lse_shape=call.lse_shape,
     )
+
+
+def _length_steps(indices: Indices) -> tuple[int, int, int]:
+    """Words of 32 bits from one to the next of lengths and offsets."""
+    views = indices.kv_lens, indices.qo_offsets, indices.kv_offsets
+    kv_lens, qo_offsets, kv_offsets = (
+        1 if v is None else v.strides[0] * (v.dtype.itemsize // 4) for v in views
+    )
+    return kv_lens, qo_offsets, kv_offsets
+
+
+def _head_step(scales: ArrayView | None) -> int:
+    """From a KV head's scale to the next one's."""
+    return 0 if scales is None or scales.shape == (1,) else 1

@@ -347,7 +347,7 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
         target = Target(arch, SHARED_BYTES[arch], min(key_unions.GRANULARITIES))
         tiles = key_unions.tiles_of(problem, target)
         if tiles is not None:
-            yield tiles.name, tiles.config
+            yield from ((tiles.name, x.config) for x in key_unions.all_tiles(problem))
             yield from (("union_lists", config) for config in key_unions.CONFIGS)
     yield from (("select_scores", config) for config in select.configs(chosen.dtypes, arch))
     yield from (("select_topk", config) for config in select_topk.configs(arch))

@@ -4,6 +4,7 @@
 #ifndef CUPYATTN_CONFIG
 struct Config {
   static constexpr int kThreads = 128, kEntries = 512;
+  static constexpr bool kCuts = false;
 };
 #endif
 

@@ -22,10 +22,9 @@ def launch(
 ) -> gpu.EmulatedGpu:
     """Launch a case on these arrays; what was launched."""
     with gpu.plugged_in(**facts) as emulated:
-        for x in vars(arrays).values():
-            if isinstance(x, np.ndarray):
-                is_output = x is arrays.o or x is arrays.lse
-                emulated.register(x.ctypes.data, x.nbytes, x, is_output)
+        for x in list_cases.arrays_of(arrays):
+            is_output = x is arrays.o or x is arrays.lse
+            emulated.register(x.ctypes.data, x.nbytes, x, is_output)
         list_cases.launch(
             case,
             arrays,
@@ -85,6 +84,13 @@ def test_keys_in_pages_and_rows(page_size: int) -> None:
         {"num_qo_heads": 80},
         {"head_dim": 128, "head_dim_vo": 64},
         {"soft_cap": 5.0},
+        {"scales": "one"},
+        {"scales": "heads", "groups": "query"},
+        {"scales": "requests", "soft_cap": 5.0},
+        {"scales": "requests", "groups": "query", "length": 100, "kv_lens": (900, 150)},
+        {"index_step": 2},
+        {"index_step": 3, "qo_lens": (1, 3), "page_size": 0},
+        {"gates": "heads"},
     ],
 )
 def test_options(changes: dict[str, Any]) -> None:

@@ -57,6 +57,18 @@ def test_blocks_and_pages(granularity: int, page_size: int) -> None:
         {"num_qo_heads": 40},
         {"dtype": "bfloat16", "head_dim": 128},
         {"head_dim": 80, "head_dim_vo": 64},
+        {"page_size": 0},
+        {"page_size": 0, "granularity": 128, "bad_values": 0.002},
+        {"page_size": 0, "index_step": 2, "causal": False, "fill": 0.3, "length": 8},
+        {"page_size": 701, "is_dense": True},
+        {"page_size": 704, "is_dense": True, "kv_lens": (700,), "qo_lens": (11,)},
+        {"window": 1},
+        {"window": 70, "granularity": 128},
+        {"window": 200, "page_size": 0, "repeated": 0.5, "bad_values": 0.002},
+        {"window": 1000, "fill": 0.3},
+        {"gates": "heads"},
+        {"gates": "elements", "bad_values": 0.002, "window": 64},
+        {"index_step": 3},
     ],
 )
 def test_options(changes: dict[str, Any]) -> None:

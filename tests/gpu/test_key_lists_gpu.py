@@ -31,7 +31,7 @@ def allocate(num_bytes: int) -> tuple[int, object]:
 def check(seed: int) -> None:
     case = list_cases.draw(seed)
     arrays = list_cases.make(case)
-    known = {id(x): upload(x) for x in vars(arrays).values() if isinstance(x, np.ndarray)}
+    known = {id(x): upload(x) for x in list_cases.arrays_of(arrays)}
     run, answers = list_cases.launcher(case), []
     for _ in range(2):
         stream = cupy.cuda.get_current_stream().ptr

@@ -6,7 +6,7 @@ What no token's list names is poison: NaN in keys and values, absurd pages in ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +14,7 @@ import numpy as np
 
 from cupyattn.core import dtypes
 from cupyattn.core.dtypes import DType
+from cupyattn.core.problem import OutputGate
 from cupyattn.core.spec import AttentionSpec
 from cupyattn.launch.attention.key_list_arrays import ListAddresses, Lists
 from cupyattn.launch.attention.key_lists import ListLauncher
@@ -38,6 +39,11 @@ class ListCase:
     kept         how much of a token's list is the list of the token before it
     repeated     how much of a list names blocks that it names already
     bad_values   how many of the keys that lists name have values that are not finite
+    is_dense     each request has one page, which has room for all its keys
+    scales       of keys and values: "", or one for all, for each of the "heads", or for those of
+                 each of the "requests"
+    gates        of the output: "", or those of "heads" or "elements"
+    index_step   words of 32 bits from a length to the next one: 2 of int64, more with gaps
     """
 
     kv_lens: tuple[int, ...]
@@ -60,12 +66,17 @@ class ListCase:
     repeated: float = 0.0
     bad_values: float = 0.0
     soft_cap: float = 0.0
+    is_dense: bool = False
+    scales: str = ""
+    gates: str = ""
+    index_step: int = 1
     seed: int = 0
 
 
 @dataclass
 class Arrays:
-    """The arrays of a call. `seen` is what each list names: [token][group] -> key positions."""
+    """The arrays of a call. `seen` is what each list names: [token][group] -> key positions. `wide`
+    has lengths and offsets as kernels read them, in steps of ListCase.index_step words."""
 
     q: np.ndarray
     k: np.ndarray
@@ -78,6 +89,10 @@ class Arrays:
     sinks: np.ndarray
     o: np.ndarray
     lse: np.ndarray
+    scales_k: np.ndarray
+    scales_v: np.ndarray
+    gates: np.ndarray
+    wide: dict[str, np.ndarray]
     seen: list[list[np.ndarray]] = field(default_factory=list)
 
 
@@ -96,7 +111,7 @@ def make(case: ListCase) -> Arrays:
     kv_offsets = np.concatenate([[0], np.cumsum(kv_lens)]).astype(np.int32)
     size = case.page_size
     if size:
-        width = max(-(-int(kv_lens.max()) // size), 1) + 2
+        width = 1 if case.is_dense else max(-(-int(kv_lens.max()) // size), 1) + 2
         num_pages = count * width + 3
         pages = rng.permutation(num_pages)
         table = np.full((count, width), ABSURD_PAGE, np.int32)
@@ -122,10 +137,44 @@ def make(case: ListCase) -> Arrays:
         sinks=rng.standard_normal(case.num_qo_heads).astype(np.float32),
         o=np.full((tokens, case.num_qo_heads, dim_vo), np.nan, dtype),
         lse=np.full((tokens, case.num_qo_heads), np.nan, np.float32),
+        scales_k=_draw_scales(case, rng),
+        scales_v=_draw_scales(case, rng),
+        gates=_draw_gates(case, rng, tokens),
+        wide={
+            "kv_lens": _spread(kv_lens, case.index_step),
+            "qo_offsets": _spread(qo_offsets, case.index_step),
+            "kv_offsets": _spread(kv_offsets[:-1], case.index_step),
+        },
         seen=seen,
     )
     _fill_rows(case, built, rng)
     return built
+
+
+def _draw_scales(case: ListCase, rng: np.random.Generator) -> np.ndarray:
+    """[requests, KV heads], with an extent of 1 where all share."""
+    shape = {
+        "": (1, 1),
+        "one": (1, 1),
+        "heads": (1, case.num_kv_heads),
+        "requests": (len(case.kv_lens), case.num_kv_heads),
+    }[case.scales]
+    drawn = rng.uniform(0.5, 1.5, shape) if case.scales else np.ones(shape)
+    return drawn.astype(np.float32)
+
+
+def _draw_gates(case: ListCase, rng: np.random.Generator, tokens: int) -> np.ndarray:
+    """[tokens, heads, columns], with an extent of 1 where columns share; none without gates."""
+    columns = (case.head_dim_vo or case.head_dim) if case.gates == "elements" else 1
+    shape = (tokens, case.num_qo_heads, columns) if case.gates else (0, 0, 0)
+    return rng.standard_normal(shape).astype(TYPES[case.dtype][1])
+
+
+def _spread(x: np.ndarray, step: int) -> np.ndarray:
+    """The same numbers, and others between them."""
+    spread = np.full((max(len(x), 1), step), -7, np.int32)
+    spread[: len(x), 0] = x
+    return spread
 
 
 def _draw_lists(
@@ -207,8 +256,13 @@ def expected(case: ListCase, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         for head in range(case.num_qo_heads):
             keys = lists[int(head * of_head)]
             at = (*_rows(case, arrays, request, keys), head // group)
+            at_scale = request, head // group
             k, v = arrays.k[at].astype(np.float64), arrays.v[at].astype(np.float64)
-            logits = scale * (k @ arrays.q[t, head].astype(np.float64))
+            of_k, of_v = (
+                float(np.broadcast_to(x, (len(case.kv_lens), case.num_kv_heads))[at_scale])
+                for x in (arrays.scales_k, arrays.scales_v)
+            )
+            logits = of_k * scale * (k @ arrays.q[t, head].astype(np.float64))
             if case.soft_cap:
                 logits = case.soft_cap * np.tanh(logits / case.soft_cap)
             sink = [float(arrays.sinks[head])] if case.has_sinks else []
@@ -218,8 +272,16 @@ def expected(case: ListCase, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
             top = every.max()
             total = np.exp(every - top).sum()
             lse[t, head] = top + np.log(total)
-            o[t, head] = np.exp(logits - top) @ v / total
+            o[t, head] = of_v * (np.exp(logits - top) @ v / total)
+    if case.gates:
+        o /= 1 + np.exp(-arrays.gates.astype(np.float64))
     return o, lse
+
+
+def arrays_of(arrays: Arrays) -> list[np.ndarray]:
+    """All that kernels may be given the addresses of."""
+    every = [*vars(arrays).values(), *arrays.wide.values()]
+    return [x for x in every if isinstance(x, np.ndarray)]
 
 
 def launcher(case: ListCase, device_index: int = 0) -> ListLauncher:
@@ -239,7 +301,9 @@ def launcher(case: ListCase, device_index: int = 0) -> ListLauncher:
         logits_soft_cap=case.soft_cap,
         sparse=True,
     )
-    return ListLauncher(spec, device_index, are_of_query_heads=case.groups == "query")
+    gate = OutputGate(q, case.gates == "elements") if case.gates else None
+    problem = replace(spec.problem(prescale_logits=bool(case.scales)), output_gate=gate)
+    return ListLauncher(spec, device_index, case.groups == "query", problem)
 
 
 def launch(
@@ -254,13 +318,23 @@ def launch(
     """Enqueue a case whose arrays lie where `address_of` says. num_tokens: with those of nobody."""
     heads, groups, size = case.num_kv_heads, num_groups(case), case.page_size
     dims = case.head_dim, case.head_dim_vo or case.head_dim
+    read = params.NO_LOGITS_ARRAYS
+    if case.gates:
+        of_token = case.num_qo_heads * arrays.gates.shape[2]
+        gate_strides = of_token, arrays.gates.shape[2]
+        read = params.with_output_gate(read, address_of(arrays.gates), gate_strides)
+    by_request = arrays.scales_k.shape[1] if arrays.scales_k.shape[0] > 1 else 0
+    by_head = int(arrays.scales_k.shape[1] > 1)
     optional = params.OPTIONAL.pack(
         address_of(arrays.lse),
         0,
         address_of(arrays.sinks) if case.has_sinks else 0,
-        *[0] * 4,
-        b"",
-        b"",
+        0,
+        address_of(arrays.scales_k) if case.scales else 0,
+        0,
+        0,
+        params.STEPS.pack(0, 0, by_request, 0),
+        read,
     )
     of_q = [case.num_qo_heads * dims[0], dims[0]]
     of_o = [case.num_qo_heads * dims[1], dims[1]]
@@ -280,7 +354,11 @@ def launch(
         request_tokens=case.qo_lens[0] if is_uniform else 0,
         kv_step=width,
         is_causal=case.causal,
-        num_pages=len(arrays.k) if size else 0,
+        num_pages=len(arrays.k),
+        steps=(case.index_step,) * 3,
+        k_scale_step=by_head,
+        v_scale_step=by_head,
+        v_scale_request_step=by_request,
     )
     at = ListAddresses(
         q=address_of(arrays.q),
@@ -288,10 +366,11 @@ def launch(
         v=address_of(arrays.v),
         o=address_of(arrays.o),
         entries=address_of(arrays.entries),
-        kv_lens=address_of(arrays.kv_lens),
+        kv_lens=address_of(arrays.wide["kv_lens"]),
         table=address_of(arrays.table) if size else 0,
-        qo_offsets=0 if is_uniform else address_of(arrays.qo_offsets),
-        kv_offsets=0 if size else address_of(arrays.kv_offsets),
+        qo_offsets=0 if is_uniform else address_of(arrays.wide["qo_offsets"]),
+        kv_offsets=0 if size else address_of(arrays.wide["kv_offsets"]),
+        value_scales=address_of(arrays.scales_v) if case.scales else 0,
     )
     run.launch(at, lists, optional, strides, num_tokens or sum(case.qo_lens), stream, allocate)
 
@@ -328,6 +407,9 @@ def draw(seed: int) -> ListCase:
         fill=float(rng.choice([0.0, 0.3, 0.9, 1.0])),
         kept=float(rng.choice([0.0, 0.8])),
         soft_cap=float(rng.choice([0.0, 0.0, 5.0])),
+        scales=str(rng.choice(["", "", "one", "heads", "requests"])),
+        gates=str(rng.choice(["", "", "", "heads", "elements"])),
+        index_step=int(rng.choice([1, 1, 2, 3])),
         seed=seed,
     )
 
@@ -343,7 +425,7 @@ def draw_unions(seed: int) -> ListCase:
         qo[:] = qo[0]
     granularity = int(rng.choice([64, 128]))
     dim, dim_vo = ((64, 0), (128, 0), (128, 0), (96, 64))[rng.integers(4)]
-    return ListCase(
+    case = ListCase(
         kv_lens=tuple(int(x) for x in rng.integers(0, rng.choice([200, 900, 3000]), size=count)),
         qo_lens=tuple(int(x) for x in qo),
         length=int(rng.integers(1, 17)),
@@ -362,4 +444,20 @@ def draw_unions(seed: int) -> ListCase:
         repeated=float(rng.choice([0.0, 0.0, 0.3])),
         bad_values=float(rng.choice([0.0, 0.0, 0.002])),
         seed=seed,
+    )
+    if rng.random() < 0.4:
+        return case
+    kv_lens, size = case.kv_lens, case.page_size
+    is_dense = rng.random() < 0.2
+    if is_dense:
+        size = max(kv_lens) + int(rng.choice([0, 1, 8, 64, 128 - max(kv_lens) % 128]))
+    elif rng.random() < 0.4:
+        size = 0
+    return replace(
+        case,
+        page_size=max(size, 1) if is_dense else size,
+        is_dense=is_dense,
+        window=int(rng.choice([0, 0, 1, 7, 64, 100, 200])),
+        gates=str(rng.choice(["", "", "heads", "elements"])),
+        index_step=int(rng.choice([1, 1, 2, 3])),
     )

@@ -17,7 +17,11 @@ class Lists(NamedTuple):
     max_kv_len      keys a request has room for
     is_causal       tokens see no key behind their own: they are the last of their requests
     kv_lens_are_steps  lengths are the steps of offsets
-    num_pages       of the cache; 0: there are none, or nobody knows
+    num_pages       of the cache, or rows of keys that are in no pages; 0: nobody knows
+    steps           words of 32 bits from one to the next of kv_lens, qo_offsets and kv_offsets,
+                    whose low words are read where they have 64 bits
+    k_scale_step, v_scale_step  from a KV head's scale to the next one's; 0: all share one
+    v_scale_request_step  from a request's scales of values to the next one's
     """
 
     length: int
@@ -32,6 +36,10 @@ class Lists(NamedTuple):
     is_causal: bool = True
     kv_lens_are_steps: bool = False
     num_pages: int = 0
+    steps: tuple[int, int, int] = (1, 1, 1)
+    k_scale_step: int = 1
+    v_scale_step: int = 1
+    v_scale_request_step: int = 0
 
     @property
     def num_keys(self) -> int:
@@ -47,6 +55,7 @@ class ListAddresses(NamedTuple):
     kv_lens     int32 [num_requests], or offsets [num_requests + 1]
     qo_offsets  int32 [num_requests + 1]
     kv_offsets  int32 [num_requests], in place of steps
+    value_scales  float32, see Lists; those of keys are among params.OPTIONAL
     """
 
     q: int
@@ -58,3 +67,4 @@ class ListAddresses(NamedTuple):
     table: int = 0
     qo_offsets: int = 0
     kv_offsets: int = 0
+    value_scales: int = 0

@@ -213,7 +213,7 @@ class ListLauncher:
     ) -> None:
         """Enqueue one call. `optional` and `strides` are params.OPTIONAL and params.STRIDES,
         packed; a page's stride is a row's, or a request's, where there are no pages."""
-        if self.unions is not None:
+        if self.unions is not None and not at.value_scales:
             groups = self.spec.num_kv_heads if lists.stride_group else 1
             unions = self.unions.plan(lists, groups, strides, num_tokens)
             if unions is not None:
@@ -283,4 +283,9 @@ class ListLauncher:
             self._heads_a_key,
             *params.divisor(self._heads_a_key),
             lists.kv_lens_are_steps,
+            *lists.steps,
+            lists.k_scale_step,
+            lists.v_scale_step,
+            lists.v_scale_request_step,
+            at.value_scales,
         )

@@ -33,11 +33,32 @@ _MIN_ENTRIES, _MAX_ENTRIES = 128, 2048
 # Bits of a word, and what is known of a key's place besides its token.
 _MAX_TOKENS, _MAX_KEYS = 32, 1 << 26
 # kernels/cupyattn/params: WorkItem, UnionTile.
-_ITEM_BYTES, _TILE_BYTES = 48, 16
+_ITEM_BYTES, _TILE_BYTES, _CUT_TILE_BYTES = 48, 16, 32
+# Keys of half a tile: those of a chunk where chunks begin at any row.
+_HALF = 64
 _ALIGN = 256
 # Requests that a warp looks at together (plan/item_finder.cuh).
 _TOGETHER = 64
 _MAX_PLANS = 256
+# Places of strides of a row and a page of k, and of v, among params.STRIDES.
+_ROWS_AND_PAGES = (2, 10), (4, 11)
+
+
+class _Chunks(NamedTuple):
+    """Keys that the copy engine takes for pages.
+
+    size      keys of a chunk
+    strides   params.STRIDES of such pages
+    step      chunks, or rows, from a page to the next one
+    num_chunks  how many there are
+    num_rows  of keys, where a chunk may begin at any; else 0
+    """
+
+    size: int
+    strides: bytes
+    step: int
+    num_chunks: int
+    num_rows: int = 0
 
 
 class _Room(NamedTuple):
@@ -58,6 +79,7 @@ class _Plan:
     constants: bytes
     strides: bytes
     groups: int
+    window: int
     maps: tma_sm90.Maps
     room: _Room
 
@@ -69,9 +91,8 @@ class UnionLauncher:
         self, spec: AttentionSpec, problem: AttentionProblem, tiles: TileConfig, device_index: int
     ) -> None:
         self.spec, self.problem, self.device_index = spec, problem, device_index
-        self.tiles = tiles
         self.group_tokens = min(tiles.tile_q // spec.group_size, _MAX_TOKENS)
-        self._loaded: LoadedKernel[TileConfig] | None = None
+        self._loaded: dict[bool, LoadedKernel[TileConfig]] = {}
         self._plans: dict[tuple[object, ...], _Plan | None] = {}
 
     @classmethod
@@ -81,7 +102,7 @@ class UnionLauncher:
         """What serves a problem; None if nothing does."""
         props = device_props(device_index)
         target = Target(props.arch, props.max_smem_per_block, min(GRANULARITIES))
-        tiles = tiles_of(problem, target) if spec.page_size else None
+        tiles = tiles_of(problem, target)
         if tiles is None or not 2 <= tiles.tile_q // spec.group_size <= _MAX_TOKENS:
             return None
         return cls(spec, problem, tiles, device_index)
@@ -102,12 +123,10 @@ class UnionLauncher:
     def _serves(self, lists: Lists) -> bool:
         return (
             lists.granularity in GRANULARITIES
-            and not lists.window
             and lists.num_pages > 0
             and lists.num_requests > 0
-            and self.group_tokens * lists.length <= _MAX_ENTRIES
+            and self.group_tokens * (lists.length + _window_blocks(lists)) <= _MAX_ENTRIES
             and lists.max_kv_len <= _MAX_KEYS
-            and _chunk_of(self.spec.page_size, lists.granularity) > 0
         )
 
     def _is_worth_it(self, lists: Lists, num_tokens: int) -> bool:
@@ -129,47 +148,62 @@ class UnionLauncher:
         return used + (num_tokens - used) // together
 
     def _prepare(self, lists: Lists, groups: int, strides: bytes, num_tokens: int) -> _Plan | None:
-        chunk = _chunk_of(self.spec.page_size, lists.granularity)
-        chunked = _chunked(strides, self.spec.page_size, chunk, lists.num_pages)
-        if chunked is None:
+        chunks = _chunks_of(self.spec.page_size, lists, strides)
+        if chunks is None:
             return None
-        strides, page_step, num_chunks = chunked
+        loaded = self._kernel(has_cuts=bool(lists.window or chunks.num_rows))
+        tiles = loaded.tiles
         num_items = self._num_items(lists, num_tokens)
-        entries = self.group_tokens * lists.length
-        num_tiles = -(-entries * lists.granularity // self.tiles.tile_kv)
-        unions = num_items * groups
-        room = _room(unions, entries * (lists.granularity // chunk), num_tiles)
+        entries = self.group_tokens * (lists.length + _window_blocks(lists))
+        num_tiles = -(-entries * lists.granularity // tiles.tile_kv)
+        has_cuts = "kUnionCuts" in tiles.config
+        room = _room(
+            num_items * groups, entries * (lists.granularity // chunks.size), num_tiles, has_cuts
+        )
         spec = replace(
-            self.spec, page_size=chunk, causal=lists.is_causal, window_left=-1, window_right=-1
+            self.spec,
+            page_size=chunks.size,
+            causal=lists.is_causal,
+            window_left=-1,
+            window_right=-1,
         )
         heads = tma_sm90.Heads(
-            self.problem, spec.num_kv_heads, spec.group_size, chunk, self.device_index
+            self.problem, spec.num_kv_heads, spec.group_size, chunks.size, self.device_index
         )
-        swizzle = swizzle_of(spec, self.problem, lists.max_kv_len, self.device_index)
         maps = tma_sm90.Maps(
-            heads, self.tiles, num_items, swizzle, strides, num_rows=num_tokens, size=num_chunks
+            heads,
+            tiles,
+            num_items,
+            swizzle_of(spec, self.problem, lists.max_kv_len, self.device_index),
+            chunks.strides,
+            num_rows=num_tokens,
+            size=chunks.num_chunks,
         )
-        loaded = self._kernel()
-        grid = self.tiles.grid(num_items, spec.num_kv_heads, loaded.num_slots)
-        attention = Launch(
-            loaded.function, grid, self.tiles.threads, self.tiles.shared_bytes, num_items
+        grid = tiles.grid(num_items, spec.num_kv_heads, loaded.num_slots)
+        attention = Launch(loaded.function, grid, tiles.threads, tiles.shared_bytes, num_items)
+        function = load_function("union_lists", config(entries, has_cuts), self.device_index)
+        return _Plan(
+            union=Launch(function, (num_items, groups, 1), _THREADS, 0),
+            of_union=self._pack_union(lists, num_tokens, num_tiles, chunks),
+            attention=attention,
+            constants=params.pack_constants(
+                spec, sm_scale=spec.sm_scale, output_scale=spec.output_scale
+            ),
+            strides=chunks.strides,
+            groups=groups,
+            window=lists.window,
+            maps=maps,
+            room=room,
         )
-        constants = params.pack_constants(
-            spec, sm_scale=spec.sm_scale, output_scale=spec.output_scale
-        )
-        of_union = self._pack_union(lists, num_tokens, num_tiles, chunk, page_step)
-        function = load_function("union_lists", config(entries), self.device_index)
-        union = Launch(function, (num_items, groups, 1), _THREADS, 0)
-        return _Plan(union, of_union, attention, constants, strides, groups, maps, room)
 
-    def _kernel(self) -> LoadedKernel[TileConfig]:
-        if self._loaded is None:
-            self._loaded = LoadedKernel(self.tiles, self.device_index)
-        return self._loaded
+    def _kernel(self, has_cuts: bool = False) -> LoadedKernel[TileConfig]:
+        loaded = self._loaded.get(has_cuts)
+        if loaded is None:
+            tiles = prefill_sm90.tiles_of_unions(self.problem, has_cuts)
+            loaded = self._loaded[has_cuts] = LoadedKernel(tiles, self.device_index)
+        return loaded
 
-    def _pack_union(
-        self, lists: Lists, num_tokens: int, num_tiles: int, chunk: int, page_step: int
-    ) -> bytes:
+    def _pack_union(self, lists: Lists, num_tokens: int, num_tiles: int, chunks: _Chunks) -> bytes:
         """What the first launch is told besides addresses."""
         magic, shift = params.divisor(self.group_tokens)
         max_groups = -(-(lists.request_tokens or num_tokens) // self.group_tokens)
@@ -179,7 +213,7 @@ class UnionLauncher:
             num_tokens,
             lists.kv_step,
             lists.max_kv_len,
-            lists.max_kv_len,
+            lists.max_kv_len if self.spec.page_size else chunks.num_rows,
             lists.kv_lens_are_steps,
             shift,
             magic,
@@ -195,9 +229,13 @@ class UnionLauncher:
             self.group_tokens,
             num_tiles,
             self.spec.page_size,
-            chunk.bit_length() - 1,
-            page_step,
+            chunks.size.bit_length() - 1,
+            chunks.step,
             lists.is_causal,
+            *lists.steps,
+            lists.window,
+            _window_blocks(lists),
+            chunks.num_rows,
         )
         return rest + finder
 
@@ -226,7 +264,7 @@ class UnionLauncher:
             chunks,
             tiles,
             plan.of_union[:size],
-            params.DEVICE_LENGTHS.pack(at.qo_offsets, 0, 0, at.kv_lens),
+            params.DEVICE_LENGTHS.pack(at.qo_offsets, 0, at.kv_offsets, at.kv_lens),
             plan.of_union[size:],
         )
         enqueue(plan.union, arguments, self.device_index, stream)
@@ -254,62 +292,103 @@ class UnionLauncher:
         )
         plan.maps.pack(arguments, at.q, at.k, at.v, at.o)
         begin = arguments.offset + params.ATTENTION.size + params.PREFILL_SM90.size
-        params.KEY_UNIONS.pack_into(arguments.buffer, begin, tiles, plan.groups)
+        params.KEY_UNIONS.pack_into(arguments.buffer, begin, tiles, plan.groups, plan.window)
         enqueue(plan.attention, arguments, self.device_index, stream)
 
 
 def tiles_of(problem: AttentionProblem, target: Target) -> TileConfig | None:
     """The tile of prefill_sm90 that serves a problem by unions; None if none does."""
-    # Rows that are made again are written where the others have been, without gates.
-    if problem.output_gate is not None:
-        return None
     if prefill_sm90.refusal(problem, PERSISTENT, target) is not None:
         return None
     return prefill_sm90.tiles(problem, PERSISTENT, target)
 
 
-def config(entries: int) -> jit.Config:
-    """The kernel that makes unions of so many entries of lists."""
+def all_tiles(problem: AttentionProblem) -> list[TileConfig]:
+    """The kernels of a problem that tiles_of serves: of windows and keys in no pages the second."""
+    return [prefill_sm90.tiles_of_unions(problem, has_cuts) for has_cuts in (False, True)]
+
+
+def config(entries: int, has_cuts: bool = False) -> jit.Config:
+    """The kernel that makes unions of so many entries of lists. has_cuts: see prefill_sm90."""
     room = max(1 << (entries - 1).bit_length(), _MIN_ENTRIES)
-    return jit.Config({"kThreads": _THREADS, "kEntries": room})
+    return jit.Config({"kThreads": _THREADS, "kEntries": room, "kCuts": has_cuts})
 
 
 CONFIGS = tuple(
-    config(1 << bits) for bits in range(_MIN_ENTRIES.bit_length() - 1, _MAX_ENTRIES.bit_length())
+    config(1 << bits, has_cuts)
+    for bits in range(_MIN_ENTRIES.bit_length() - 1, _MAX_ENTRIES.bit_length())
+    for has_cuts in (False, True)
 )
 
 
-def _chunk_of(page_size: int, granularity: int) -> int:
-    """The keys of a block, or of its part in a page, that the copy engine takes for a page; 0: it
-    cannot."""
+def _window_blocks(lists: Lists) -> int:
+    """Blocks that a token's window may reach into."""
+    if not lists.window:
+        return 0
+    return (lists.window + lists.granularity - 2) // lists.granularity + 1
+
+
+def _chunks_of(page_size: int, lists: Lists, strides: bytes) -> _Chunks | None:
+    """What the copy engine takes for pages: blocks, or their parts in pages, or rows from any on;
+    None where it takes nothing."""
+    if page_size:
+        chunks = _chunks_of_pages(page_size, lists, strides)
+        if chunks is not None or page_size < lists.max_kv_len:
+            return chunks
+    return _chunks_of_rows(page_size, lists.num_pages, strides)
+
+
+def _chunks_of_pages(page_size: int, lists: Lists, strides: bytes) -> _Chunks | None:
+    """Chunks where pages begin whole chunks apart."""
+    granularity, num_pages = lists.granularity, lists.num_pages
     if page_size % granularity == 0:
-        return granularity
-    return page_size if granularity % page_size == 0 and page_size % 8 == 0 else 0
-
-
-def _chunked(
-    strides: bytes, page_size: int, chunk: int, num_pages: int
-) -> tuple[bytes, int, int] | None:
-    """Strides of pages that are chunks, how many of these lie from a page to the next one, and how
-    many there are; None where pages do not begin whole chunks apart."""
+        chunk = granularity
+    elif granularity % page_size == 0 and page_size % 8 == 0:
+        chunk = page_size
+    else:
+        return None
     if chunk == page_size:
-        return strides, 1, num_pages
+        return _Chunks(chunk, strides, 1, num_pages)
     unpacked = [*params.STRIDES.unpack(strides)]
     steps = []
-    for row, page in ((2, 10), (4, 11)):
+    for row, page in _ROWS_AND_PAGES:
         of_chunk = chunk * unpacked[row]
-        if of_chunk <= 0 or unpacked[page] % of_chunk or unpacked[page] <= 0:
+        of_page = unpacked[page] if num_pages > 1 else page_size * unpacked[row]
+        if of_chunk <= 0 or of_page % of_chunk or of_page <= 0:
             return None
-        steps.append(unpacked[page] // of_chunk)
+        steps.append(of_page // of_chunk)
         unpacked[page] = of_chunk
     if steps[0] != steps[1]:
         return None
-    size = (num_pages - 1) * steps[0] + page_size // chunk
-    return params.STRIDES.pack(*unpacked), steps[0], size
+    count = (num_pages - 1) * steps[0] + page_size // chunk
+    return _Chunks(chunk, params.STRIDES.pack(*unpacked), steps[0], count)
 
 
-def _room(unions: int, chunks: int, tiles: int) -> _Room:
+def _chunks_of_rows(page_size: int, num_pages: int, strides: bytes) -> _Chunks | None:
+    """Chunks that begin at any row: of keys in no pages (page_size 0), whose rows num_pages
+    counts, or of requests that have a page each, whole rows apart."""
+    unpacked = [*params.STRIDES.unpack(strides)]
+    steps = []
+    for row, page in _ROWS_AND_PAGES:
+        of_row, of_page = unpacked[row], unpacked[page] if num_pages > 1 else 0
+        if of_row <= 0 or (page_size and of_page % of_row):
+            return None
+        steps.append(of_page // of_row)
+        unpacked[page] = of_row
+    num_rows = num_pages
+    if page_size:
+        if steps[0] != steps[1]:
+            return None
+        num_rows = (num_pages - 1) * steps[0] + page_size
+    if num_rows < _HALF:
+        return None
+    count = num_rows - _HALF + 1
+    return _Chunks(_HALF, params.STRIDES.pack(*unpacked), steps[0], count, num_rows)
+
+
+def _room(unions: int, chunks: int, tiles: int, has_cuts: bool) -> _Room:
     """Where the chunks and tiles of each union lie behind its item."""
     at_chunks = round_up(unions * _ITEM_BYTES, _ALIGN)
     at_tiles = round_up(at_chunks + 4 * unions * chunks, _ALIGN)
-    return _Room(at_chunks, at_tiles, at_tiles + unions * tiles * _TILE_BYTES)
+    num_bytes = at_tiles + unions * tiles * (_CUT_TILE_BYTES if has_cuts else _TILE_BYTES)
+    return _Room(at_chunks, at_tiles, num_bytes)

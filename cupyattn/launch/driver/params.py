@@ -67,8 +67,9 @@ LATENT = struct.Struct(
 # kernels/cupyattn/params/key_lists.cuh: what follows ATTENTION. entries, kv_lens, qo_offsets,
 # kv_offsets; strides of a token and a group; length, block_shift, window, num_requests,
 # request_tokens, kv_step, max_kv_len, is_causal, heads_a_key; heads_magic, heads_shift;
-# kv_lens_are_steps.
-KEY_LISTS = struct.Struct("<4Q 2q 9i I 2i")
+# kv_lens_are_steps; words from one to the next of kv_lens, qo_offsets, kv_offsets; k_scale_step,
+# v_scale_step, v_scale_request_step; value_scales.
+KEY_LISTS = struct.Struct("<4Q 2q 9i I 2i 6i Q")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps;
@@ -87,10 +88,10 @@ NO_LENGTHS = b""
 
 # kernels/cupyattn/params/key_unions.cuh: entries, table, items, chunks, tiles; the rest;
 # DEVICE_LENGTHS, FINDER. And what prefill_sm90 is told of unions, in the place of found items:
-# tiles and groups.
-UNION_LISTS_REST = struct.Struct("<2q 8i")
+# tiles, groups and window.
+UNION_LISTS_REST = struct.Struct("<2q 14i")
 UNION_LISTS = struct.Struct(f"<5Q {UNION_LISTS_REST.size}s {DEVICE_LENGTHS.size}s {FINDER.size}s")
-KEY_UNIONS = struct.Struct("<Q q")
+KEY_UNIONS = struct.Struct("<Q 2i")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
 ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")

@@ -48,7 +48,8 @@ class _Shape(NamedTuple):
     persistent block holds. box_rows: of Q and of ragged keys that one copy brings, so that items
     read no more than they have; 0: the rows of a warpgroup, the keys of a tile. skips: whether
     tiles of keys that weigh next to nothing are left out. follows: of 8 bits, whether an item's
-    first product runs beside the last one of the item before, as registers allow.
+    first product runs beside the last one of the item before, as registers allow. cuts: of unions,
+    whether tiles say from where on their keys count, as windows and keys in no pages want.
     """
 
     consumers: int
@@ -67,6 +68,7 @@ class _Shape(NamedTuple):
     box_rows: int = 0
     skips: bool = False
     follows: bool = False
+    cuts: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -297,6 +299,11 @@ def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConf
     tile = find(problem, target.page_size, row_class)
     assert not isinstance(tile, str), tile
     return make(problem, tile.shape)
+
+
+def tiles_of_unions(problem: AttentionProblem, has_cuts: bool) -> TileConfig:
+    """The tile of unions of lists that serves a problem, which it does not refuse."""
+    return make(problem, _OF_UNIONS._replace(cuts=has_cuts))
 
 
 def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> Tile | str:
@@ -612,7 +619,12 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
 
 def _flags(problem: AttentionProblem, shape: _Shape) -> dict[str, bool]:
     """What few kernels are told."""
-    flags = {"kSkipsTiles": shape.skips, "kUnions": problem.sparse, "kFollows": shape.follows}
+    flags = {
+        "kSkipsTiles": shape.skips,
+        "kUnions": problem.sparse,
+        "kUnionCuts": shape.cuts,
+        "kFollows": shape.follows,
+    }
     return {name: True for name, is_set in flags.items() if is_set}
 
 
@@ -632,7 +644,7 @@ def _fp8_tiles(problem: AttentionProblem, shape: _Shape, dims: tuple[int, int]) 
     """The sums of O of queries of 8 bits, landed keys and values of fp8, or what is known of a
     union's tiles and of rows that are made again."""
     if problem.sparse:
-        return [Field(16 * shape.stages + 4 * 64 * shape.consumers, 16)]
+        return [Field((32 if shape.cuts else 16) * shape.stages + 4 * 64 * shape.consumers, 16)]
     if problem.is_8bit:
         return [Field(4 * 64 * shape.consumers * dims[1], 16)]
     return [

@@ -6,6 +6,12 @@
 
 namespace cupyattn {
 
+// Lengths and offsets may lie apart, or have 64 bits, whose low words are read: words of 32 bits from
+// each to the next.
+struct LengthSteps {
+  int32_t kv_lens, qo_offsets, kv_offsets;
+};
+
 // Each token is a request of its own to the kernel. Its list has numbers of blocks of the keys of
 // the caller's request that the token belongs to. AttentionParams::kv_len is the keys of a list, and
 // those of the window behind them.
@@ -28,6 +34,11 @@ struct KeyLists {
   uint32_t heads_magic;    // divides by that, see shared/work.cuh
   int32_t heads_shift;
   int32_t kv_lens_are_steps;  // 1: kv_lens are offsets [num_requests + 1], whose steps count
+  LengthSteps steps;
+  // From a scale of a key head to the next one's, 0 if all share one; and of values from a request's
+  // to the next one's. AttentionParams has those of keys, but none of values: merges take no lists.
+  int32_t k_scale_step, v_scale_step, v_scale_request_step;
+  const float* value_scales;  // [num_requests, key heads], in these steps; nullptr: 1
 };
 
 struct ListedAttentionParams {
@@ -35,7 +46,7 @@ struct ListedAttentionParams {
   KeyLists lists;
 };
 
-static_assert(sizeof(KeyLists) == 96 &&
+static_assert(sizeof(KeyLists) == 128 &&
                   sizeof(ListedAttentionParams) == sizeof(AttentionParams) + sizeof(KeyLists),
               "KeyLists and its mirror in launch/driver/params.py must agree");
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cupyattn/params/device_lengths.cuh"
+#include "cupyattn/params/key_lists.cuh"
 
 namespace cupyattn {
 
@@ -15,12 +16,21 @@ struct alignas(16) UnionTile {
   int32_t first_key[2];  // the half's first key in the request
 };
 
+// The same where tiles have windows, or keys that are in no pages.
+struct alignas(16) CutUnionTile : UnionTile {
+  // From where on in the request the half's keys count. Its complement, which is negative: they are
+  // keys of windows.
+  int32_t begin[2];
+  int32_t unused[2];
+};
+
 struct UnionListsParams {
   const int32_t* entries;  // [tokens, groups, length]
-  const int32_t* table;    // [num_requests, kv_step] pages
+  const int32_t* table;    // [num_requests, kv_step] pages; nullptr: a request's keys are rows, one
+                           // behind the other
   WorkItem* items;         // [items, groups], see `item_of` in plan/union_lists.cuh
   int32_t* chunks;         // [items, groups, group_tokens * length * chunks_a_block]
-  UnionTile* tiles;        // [items, groups, tiles]
+  void* tiles;             // [items, groups, tiles], UnionTile or CutUnionTile
   int64_t stride_n, stride_group;  // from a token's list to the next one's, and from a group's
   int32_t length, block_shift;     // a block has 1 << block_shift keys
   int32_t group_tokens;            // of an item
@@ -28,16 +38,23 @@ struct UnionListsParams {
   int32_t page_size, chunk_shift;  // a chunk has 1 << chunk_shift keys, of a block and of a page
   int32_t page_step;               // chunks from a page to the next one
   int32_t is_causal;
+  LengthSteps steps;
+  int32_t window;         // so many last keys that a token sees come besides those of its list
+  int32_t window_blocks;  // that a window may reach into
+  // Rows of keys, where chunks may begin at any: chunks past the last that is whole begin with it.
+  // 0: chunks are those of pages.
+  int32_t num_rows;
   DeviceLengths lengths;  // tokens are its rows
 };
 
-static_assert(sizeof(UnionListsParams) == 88 + 80,
+static_assert(sizeof(UnionListsParams) == 112 + 80,
               "UnionListsParams and its mirror in launch/driver/params.py must agree");
 
 // What prefill_sm90 is told of unions.
 struct KeyUnions {
-  const UnionTile* tiles;
-  int64_t groups;  // 1: all heads have one list; else each key head has its own
+  const void* tiles;
+  int32_t groups;  // 1: all heads have one list; else each key head has its own
+  int32_t window;  // as in UnionListsParams
 };
 
 }  // namespace cupyattn

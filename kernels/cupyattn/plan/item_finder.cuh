@@ -41,9 +41,9 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 }
 
 // kTellsRequest: items say their request's place in the batch too, where scales have effect.
-template <bool kTellsRequest>
+template <bool kTellsRequest, typename Lengths = DeviceLengths>
 struct ItemFinder {
-  const DeviceLengths& lengths;
+  const Lengths& lengths;
   const int group_size, tile_rows, lane;
 
   // A request, its place in the batch, its tiles of rows, and the level of the last, which is the

@@ -10,18 +10,39 @@
 
 namespace cupyattn {
 
+// Lengths in steps of their own, where items are found.
+struct SteppedIndices {
+  const int32_t* at;
+  int step;
+
+  __device__ __forceinline__ int32_t operator[](int index) const { return at[index * step]; }
+  __device__ __forceinline__ bool operator!=(decltype(nullptr)) const { return at != nullptr; }
+};
+struct SteppedLengths : DeviceLengths {
+  SteppedIndices qo_offsets, kv_offsets, kv_lens;
+
+  __device__ __forceinline__ SteppedLengths(const DeviceLengths& lengths, const LengthSteps& steps)
+      : DeviceLengths(lengths),
+        qo_offsets{lengths.qo_offsets, steps.qo_offsets},
+        kv_offsets{lengths.kv_offsets, steps.kv_offsets},
+        kv_lens{lengths.kv_lens, steps.kv_lens} {}
+};
+
+// kCuts: tiles have windows, or keys that are in no pages, and say from where on their keys count.
 template <typename Config>
 struct UnionLists {
   static constexpr int kThreads = Config::kThreads, kEntries = Config::kEntries;
+  static constexpr bool kCuts = Config::kCuts;
+  using Tile = conditional<kCuts, CutUnionTile, UnionTile>;
   static constexpr int kWarps = kThreads / kWarpSize;
-  // An entry is the number of its block and, in the lowest bits, the token of the item.
-  static constexpr int kTokenBits = 5;
+  // An entry is the number of its block, whether it is a window's, and the token of the item.
+  static constexpr int kTokenBits = 5, kKindBits = kCuts ? 1 : 0;
   static constexpr uint32_t kNone = ~0u;
 
   struct SharedMemory {
     uint32_t entries[kEntries];
     uint32_t tokens[kEntries];  // of each block of the union
-    uint32_t blocks[kEntries];
+    uint32_t blocks[kEntries];  // their numbers, and whether they are windows'
     uint32_t before[kEntries];  // blocks of the union ahead of those that an entry begins
     int warp_sum[kWarps];
     WorkItem found;
@@ -34,7 +55,8 @@ struct UnionLists {
 
   __device__ __forceinline__ void run() const {
     if (thread < kWarpSize) {
-      const ItemFinder<false> finder{params.lengths, 1, params.group_tokens, thread};
+      const SteppedLengths lengths(params.lengths, params.steps);
+      const ItemFinder<false, SteppedLengths> finder{lengths, 1, params.group_tokens, thread};
       const WorkItem found = finder.find(blockIdx.x);
       if (thread == 0) shared.found = found, shared.num_whole = 0;
     }
@@ -61,6 +83,14 @@ struct UnionLists {
     return max_of(found.kv_len - later, 0);
   }
 
+  // The keys that a token's list may name.
+  __device__ __forceinline__ int listed_end(int seen) const {
+    return kCuts ? max_of(seen - params.window, 0) : seen;  // mutate: union-windows-twice
+  }
+  __device__ __forceinline__ int places_a_token() const {
+    return params.length + (kCuts ? params.window_blocks : 0);
+  }
+
   // An item of prefill_sm90: its tokens, and its union for keys. What it needs no field for:
   // first_state counts the keys of blocks that all tokens see to their end, mask_start is the place
   // of its tiles, and key_offset the keys that its first token sees.
@@ -80,32 +110,42 @@ struct UnionLists {
     return item;
   }
   __device__ __forceinline__ int chunks_an_item() const {
-    return (params.group_tokens * params.length) << (params.block_shift - params.chunk_shift);
+    return (params.group_tokens * places_a_token()) << (params.block_shift - params.chunk_shift);
   }
 
   // Returns how many entries are sorted: a power of two.
   __device__ __forceinline__ int load_entries(const WorkItem& found, int num_tokens) const {
-    const int total = num_tokens * params.length;
+    const int places = places_a_token(), total = num_tokens * places;
     int count = 2;
     while (count < total) count *= 2;
     for (int index = thread; index < count; index += kThreads) {
       uint32_t entry = kNone;
       if (index < total) {
-        const int token = index / params.length;
-        const int64_t row = found.q_start + found.first_row + token;
-        const int block = params.entries[row * params.stride_n + blockIdx.y * params.stride_group +
-                                         index - token * params.length];
-        const int seen = seen_by(found, token), keys = 1 << params.block_shift;
-        const uint32_t num_blocks = static_cast<uint32_t>(seen + keys - 1) >> params.block_shift;
-        // mutate: unions-of-blocks-beyond
-        if (static_cast<uint32_t>(block) < num_blocks) {
-          entry = static_cast<uint32_t>(block) << kTokenBits | token;
-        }
+        const int token = index / places;
+        entry = entry_of(found, token, index - token * places);
       }
       shared.entries[index] = entry;
       shared.tokens[index] = 0;
     }
     return count;
+  }
+
+  // The entry of a place of a token's list, or of its window behind that.
+  __device__ __forceinline__ uint32_t entry_of(const WorkItem& found, int token, int place) const {
+    const int seen = seen_by(found, token), keys = 1 << params.block_shift;
+    if (kCuts && place >= params.length) {
+      const int block = (listed_end(seen) >> params.block_shift) + place - params.length;
+      if (params.window == 0 || block << params.block_shift >= seen) return kNone;
+      return static_cast<uint32_t>(2 * block + 1) << kTokenBits | token;
+    }
+    const int64_t row = found.q_start + found.first_row + token;
+    const int block =
+        params.entries[row * params.stride_n + blockIdx.y * params.stride_group + place];
+    const uint32_t num_blocks =
+        static_cast<uint32_t>(listed_end(seen) + keys - 1) >> params.block_shift;
+    // mutate: unions-of-blocks-beyond
+    if (static_cast<uint32_t>(block) >= num_blocks) return kNone;
+    return static_cast<uint32_t>(block) << (kTokenBits + kKindBits) | token;
   }
 
   // Bitonic, in ascending order.
@@ -182,37 +222,65 @@ struct UnionLists {
     return total;
   }
 
+  // A chunk of keys from `key` of the request on: where it is, and by how many keys it begins earlier
+  // in memory.
+  struct Chunk {
+    int32_t place;
+    int early;
+  };
+  __device__ __forceinline__ Chunk chunk_of(const WorkItem& found, int key) const {
+    if (key >= found.kv_len) return Chunk{-1, 0};  // keys past the last one may have no page
+    if (kCuts && params.num_rows > 0) {
+      const int first = params.table == nullptr ? found.kv_start
+                                                : params.table[found.kv_start] * params.page_step;
+      // mutate: union-rows-past-the-last
+      const int last = params.num_rows - (1 << params.chunk_shift);
+      const int row = min_of(first + key, last);
+      return Chunk{row, first + key - row};
+    }
+    const int page = key / params.page_size, rest = key - page * params.page_size;
+    const int chunk = rest >> params.chunk_shift;
+    return Chunk{params.table[found.kv_start + page] * params.page_step + chunk, 0};
+  }
+
+  __device__ __forceinline__ void write_half(const WorkItem& found, Tile& tile, int half,
+                                             int at, int part, bool exists) const {
+    const uint32_t name = exists ? shared.blocks[at] : 0;
+    const int key = (static_cast<int>(name >> kKindBits) << params.block_shift) + part;
+    tile.tokens[half] = exists ? shared.tokens[at] : 0;
+    tile.first_key[half] = key;
+    if constexpr (kCuts) {
+      // Halves are chunks where chunks may begin earlier.
+      tile.first_key[half] -= exists ? chunk_of(found, key).early : 0;
+      tile.begin[half] = (name & 1) ? ~key : key;
+    }
+  }
+
   __device__ __forceinline__ void write(const WorkItem& found, int place, int num_blocks) const {
     const int halves_shift = params.block_shift - 6;  // of a block
     const int num_halves = num_blocks << halves_shift;
-    UnionTile* tiles = params.tiles + static_cast<int64_t>(place) * params.num_tiles;
-    const int least_seen = seen_by(found, 0);
+    Tile* tiles = static_cast<Tile*>(params.tiles) + static_cast<int64_t>(place) * params.num_tiles;
+    const int least_seen = listed_end(seen_by(found, 0));
 #pragma unroll 1
     for (int half = thread; half < round_up(num_halves, 2); half += kThreads) {
-      const int at = half >> halves_shift;
-      const bool exists = half < num_halves;
       const int part = (half & ((1 << halves_shift) - 1)) * kUnionKeys;
-      const int block = exists ? static_cast<int>(shared.blocks[at]) : 0;
-      tiles[half / 2].tokens[half % 2] = exists ? shared.tokens[at] : 0;
-      tiles[half / 2].first_key[half % 2] = (block << params.block_shift) + part;
+      write_half(found, tiles[half / 2], half % 2, half >> halves_shift, part, half < num_halves);
     }
-    const int32_t* pages = params.table + found.kv_start;
     int32_t* chunks = params.chunks + static_cast<int64_t>(place) * chunks_an_item();
     const int more_shift = params.block_shift - params.chunk_shift;
 #pragma unroll 1
     for (int chunk = thread; chunk < num_blocks << more_shift; chunk += kThreads) {
-      const int block = static_cast<int>(shared.blocks[chunk >> more_shift]);
+      const int block = static_cast<int>(shared.blocks[chunk >> more_shift] >> kKindBits);
       const int key = (block << params.block_shift) +
                       ((chunk & ((1 << more_shift) - 1)) << params.chunk_shift);
-      // Keys past the last one may have no page.
-      const int page = key / params.page_size, rest = key - page * params.page_size;
-      const bool exists = key < found.kv_len;
-      chunks[chunk] = exists ? pages[page] * params.page_step + (rest >> params.chunk_shift) : -1;
+      chunks[chunk] = chunk_of(found, key).place;
     }
 #pragma unroll 1
     for (int at = thread; at < num_blocks; at += kThreads) {
-      const int end = static_cast<int>(shared.blocks[at] + 1) << params.block_shift;
-      if (end <= least_seen) ptx::atomic_add_shared(&shared.num_whole, 1);
+      const uint32_t name = shared.blocks[at];
+      const int end = static_cast<int>((name >> kKindBits) + 1) << params.block_shift;
+      const bool is_window = kCuts && (name & 1) != 0;
+      if (!is_window && end <= least_seen) ptx::atomic_add_shared(&shared.num_whole, 1);
     }
   }
 };

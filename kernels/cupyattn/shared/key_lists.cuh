@@ -65,17 +65,19 @@ __device__ __forceinline__ BlockWork listed_work(const ListedAttentionParams& al
   BlockWork work =
       BlockWork::of_equal(params, place, kv_head, static_cast<int>(blockIdx.z), tile_rows, 0);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const TokenPlace at = TokenPlace::of(lists, work.request.q_start, lane);
+  const TokenPlace at = TokenPlace::of(lists, work.request.q_start, lane, lists.steps.qo_offsets);
   if (at.rest == 0) work.tile.num_rows = 0;
-  int kv_len = lists.kv_lens[at.request];
-  if (lists.kv_lens_are_steps) kv_len = lists.kv_lens[at.request + 1] - kv_len;
+  const int32_t* kv_lens = lists.kv_lens + at.request * lists.steps.kv_lens;
+  int kv_len = kv_lens[0];
+  if (lists.kv_lens_are_steps) kv_len = kv_lens[lists.steps.kv_lens] - kv_len;
   kv_len = min_of(kv_len, lists.max_kv_len);
   // mutate: drafts-see-the-future
   if (lists.is_causal) kv_len -= at.rest - 1;
   // No shuffle waits for these: entries of the list are asked for meanwhile.
   work.request.kv_len = max_of(kv_len, 0);
   work.request.kv_start = lists.kv_offsets == nullptr ? at.request * lists.kv_step
-                                                      : lists.kv_offsets[at.request];
+                                                      : lists.kv_offsets[at.request * lists.steps.kv_offsets];
+  work.request.mask_start = at.request;  // mutate: listed-scales-of-tokens
   return work;
 }
 

@@ -8,17 +8,20 @@
 
 namespace cupyattn {
 
-// Describes the rows of a tile. Rows past the last repeat it; their logits are never stored.
+// Describes the rows of a tile. Rows past the last repeat it; their logits are never stored. A scale
+// of keys is that of `scale_head`, if it is given, and else that of the key head.
 template <typename LogitsVariant, bool kKeyShare = false>
 __device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int tile_rows,
                                           const AttentionParams& params, const Request& request,
-                                          const TileWork& work, int thread, int threads) {
+                                          const TileWork& work, int thread, int threads,
+                                          int scale_head = -1) {
+  if (scale_head < 0) scale_head = work.kv_head;
   for (int r = thread; r < tile_rows; r += threads) {
     const PackGqaRow row = PackGqaRow::of(params, work.first_row + min_of(r, work.num_rows - 1));
     const int token = row.token;
     const int head = work.kv_head * params.group_size + row.group_head;
     const int position = request.position<kKeyShare>(params, token);
-    rows[r] = LogitsVariant::make_row(params, request, token, position, head, work.kv_head);
+    rows[r] = LogitsVariant::make_row(params, request, token, position, head, scale_head);
     q_offset[r] = (static_cast<int64_t>(request.q_start) + token) * params.q_stride_n +
                   head * params.q_stride_h;
   }

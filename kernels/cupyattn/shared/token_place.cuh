@@ -11,9 +11,11 @@ namespace cupyattn {
 struct TokenPlace {
   int request, rest;
 
-  // lists: has qo_offsets [num_requests + 1], which may be nullptr: request_tokens each.
+  // lists: has qo_offsets [num_requests + 1], which may be nullptr: request_tokens each;
+  // offset_step: words from one to the next.
   template <typename Lists>
-  static __device__ __forceinline__ TokenPlace of(const Lists& lists, int token, int lane) {
+  static __device__ __forceinline__ TokenPlace of(const Lists& lists, int token, int lane,
+                                                  int offset_step = 1) {
     if (lists.qo_offsets == nullptr) {
       const int request = lists.request_tokens == 1 ? token : token / lists.request_tokens;
       return TokenPlace{request, (request + 1) * lists.request_tokens - token};
@@ -24,11 +26,11 @@ struct TokenPlace {
     while (step > 1) {
       step = ceil_div(step, kWarpSize);
       const int index = first + lane * step;
-      const bool begins = index < lists.num_requests && lists.qo_offsets[index] <= token;
+      const bool begins = index < lists.num_requests && lists.qo_offsets[index * offset_step] <= token;
       first += step * (max_of(__popc(ptx::warp_ballot(begins)), 1) - 1);
     }
     // mutate: padded-tokens-attend
-    return TokenPlace{first, max_of(lists.qo_offsets[first + 1] - token, 0)};
+    return TokenPlace{first, max_of(lists.qo_offsets[(first + 1) * offset_step] - token, 0)};
   }
 };
 

@@ -131,11 +131,27 @@ struct DecodeSm80 {
     }
   }
 
+  // Whose scale of keys or values a block takes. To kernels of lists, heads that have lists of their
+  // own are key heads, and all heads may share a scale.
+  __device__ __forceinline__ int scale_head(int step) const {
+    return divide(work.kv_head, lists->heads_magic, lists->heads_shift) * step;
+  }
+  // What is in all that leaves a block.
+  __device__ __forceinline__ float own_value_scale() const {
+    if constexpr (kLists) {
+      if (lists->value_scales == nullptr) return 1.0f;
+      const int64_t place = request.mask_start * lists->v_scale_request_step;
+      return lists->value_scales[place + scale_head(lists->v_scale_step)];
+    }
+    return request_scale_of<LogitsVariant>(params, request, work.kv_head);
+  }
+
   // Describes the rows, then starts the copy of Q. Rows that are widened come behind what is copied
   // meanwhile.
   __device__ __forceinline__ void load_q() {
     fill_rows<LogitsVariant, Traits::Mask::kKeyShare>(shared.rows, shared.q_offset, kTileQ, params,
-                                                      request, work, thread, kThreads);
+                                                      request, work, thread, kThreads,
+                                                      kLists ? scale_head(lists->k_scale_step) : -1);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
     if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
@@ -563,7 +579,7 @@ struct DecodeSm80 {
     const float old_max = state.max;
     const int head = shared.rows[row].head;
     const int token = request.q_start + shared.rows[row].token;  // mutate: requests-overlap
-    const float own = request_scale_of<LogitsVariant>(params, request, work.kv_head);
+    const float own = own_value_scale();
     if (work.leaves_state()) {
       const int64_t index = (work.state(params) + work.split) * kTileQ + row;
       const float factor = state.normaliser(old_max) * own;

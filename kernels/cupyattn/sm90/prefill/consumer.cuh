@@ -430,7 +430,7 @@ struct PrefillSm90Consumer {
 #pragma unroll 1
       for (; count < Traits::kStages && at.tile - 1 - count > last_tile; ++count) {
         await_phase(shared.full_k[k.stage], k.parity);
-        const UnionTile& tile = shared.unions.of[k.stage];
+        const auto& tile = shared.unions.of[k.stage];
         // mutate: named-tiles-skipped
         if (((tile.tokens[0] | tile.tokens[1]) & own_tokens()) != 0) break;
         ptx::warp_sync();
@@ -756,7 +756,8 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ typename Traits::SeenTile key_tile_after(int tile) const {
     if constexpr (Traits::kOfUnions) {
       UnionKeyTile found{{tile - 1, 0}, {}};
-      softmax.find_seen(found, shared.unions.of[k.stage]);
+      const int window = Traits::kUnionCuts ? block.all_params.unions().window : 0;
+      softmax.find_seen(found, shared.unions.of[k.stage], window);
       return found;
     } else if constexpr (Traits::kMasked) {
       const KeyTile& present = shared.row_bits.tiles[k.stage];

@@ -4,6 +4,8 @@
 #pragma once
 
 #include "cupyattn/shared/hidden_values.cuh"
+#include "cupyattn/sm90/roles/mask.cuh"
+#include "cupyattn/shared/output_gate.cuh"
 #include "cupyattn/shared/key_rows.cuh"
 #include "cupyattn/sm90/roles/rows.cuh"
 
@@ -46,6 +48,7 @@ struct UnionRows {
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           if (n + i >= kHeadDimVO / 8) continue;
+          gate(o[i], item, h, n + i);
           const uint32_t pair =
               ptx::pack_pair<typename Traits::DTypeO>(o[i][0] * factor, o[i][1] * factor);
           store(output, item, h, n + i, pair);
@@ -56,6 +59,17 @@ struct UnionRows {
   }
 
  private:
+  __device__ __forceinline__ void gate(float (&pair)[2], const Item& item, int h, int n) const {
+    if constexpr (has_output_gate<Traits>) {
+      const auto row = rows.row_place(item, h);
+      if (!row.exists) return;
+      float factors[2];
+      GateRow<Traits, true>::of(params, row.token, row.head).factors(8 * n + 2 * (rows.lane & 3), factors);
+      pair[0] *= factors[0];
+      pair[1] *= factors[1];
+    }
+  }
+
   __device__ __forceinline__ void store(const typename Rows::Output& output, const Item& item,
                                         int h, int n, uint32_t pair) const {
     const int in_chunk = 4 * (rows.lane & 3);
@@ -75,7 +89,9 @@ struct UnionRows {
   __device__ __forceinline__ void add_keys(float (&o)[kTogether][2], const Item& item, int h,
                                            int first) const {
     const Request& request = item.work.request;
-    const UnionTile* tiles = block.all_params.unions().tiles + request.mask_start;
+    using Tile = typename Traits::TileOfUnion;
+    const KeyUnions& unions = block.all_params.unions();
+    const Tile* tiles = static_cast<const Tile*>(unions.tiles) + request.mask_start;
     const int lane = rows.lane, kv_head = item.work.tile.kv_head;
     const PackGqaRow row = rows.token_of(item, rows.own_row(h));
     const int seen = request.key_offset + (params.window_right >= 0 ? row.token : 0);
@@ -86,9 +102,11 @@ struct UnionRows {
 #pragma unroll 1
     for (int key = 0; key < request.kv_len; ++key) {
       const int half = key / kUnionKeys % 2;
-      const UnionTile& tile = tiles[key / (2 * kUnionKeys)];
+      const Tile& tile = tiles[key / (2 * kUnionKeys)];
+      const SeenOfHalf part = SeenOfHalf::of(tile, half, seen, unions.window);
       const int position = tile.first_key[half] + key % kUnionKeys;
-      const bool sees = ((tile.tokens[half] >> row.token) & 1) && position < seen;
+      const bool sees = ((tile.tokens[half] >> row.token) & 1) && position >= part.begin &&
+                        position < part.end;
       if (!ptx::warp_any(sees)) continue;
       const T* keys = keys_of<T>(params, kv_head) + key_row<true>(params, request, key);
       float sum = 0.0f;

@@ -17,6 +17,22 @@ struct KeyTile {
   int needs_mask;
 };
 
+// Which keys of its request a row sees of half a tile of a union: of its list, or of its window.
+struct SeenOfHalf {
+  int begin, end;
+
+  // seen: keys that the row sees of the request.
+  static __device__ __forceinline__ SeenOfHalf of(const CutUnionTile& tile, int half, int seen,
+                                                  int window) {
+    const int begin = tile.begin[half], listed_end = seen - window;
+    // mutate: union-windows-as-lists
+    return begin < 0 ? SeenOfHalf{max_of(~begin, listed_end), seen} : SeenOfHalf{begin, listed_end};
+  }
+  static __device__ __forceinline__ SeenOfHalf of(const UnionTile&, int, int seen, int) {
+    return SeenOfHalf{0, seen};
+  }
+};
+
 // A key tile of a union, and which of a thread's keys each of its two rows sees: a bit for each. Under
 // kLimits the warp's rows see some keys, and under kMask none.
 struct UnionKeyTile : KeyTile {
@@ -24,9 +40,9 @@ struct UnionKeyTile : KeyTile {
 };
 
 // The tiles that the stages of K hold, where items have unions of lists for keys.
-template <int kStages, int kTileQ>
+template <typename Tile, int kStages, int kTileQ>
 struct UnionTiles {
-  UnionTile of[kStages];
+  Tile of[kStages];
   float row_max[kTileQ];  // of rows that are made again (sm90/prefill/union_rows.cuh)
 };
 

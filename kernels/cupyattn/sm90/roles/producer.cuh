@@ -27,11 +27,12 @@ struct PrefillSm90Producer {
     // Of unions: a lane's word of what is known of the next tile.
     uint32_t next_fact = 0;
   };
-  enum : int { kFacts = sizeof(UnionTile) / 4 };
+  enum : int { kFacts = sizeof(typename Traits::TileOfUnion) / 4 };
 
   __device__ __forceinline__ uint32_t fact_of(const Item& item, int tile, int lane) const {
     if (!Traits::kOfUnions || tile < item.tiles.begin || lane >= kFacts) return 0;
-    const UnionTile* tiles = all_params.unions().tiles + item.work.request.mask_start;
+    const auto* tiles = static_cast<const typename Traits::TileOfUnion*>(all_params.unions().tiles) +
+                        item.work.request.mask_start;
     return reinterpret_cast<const uint32_t*>(tiles + tile)[lane];
   }
 

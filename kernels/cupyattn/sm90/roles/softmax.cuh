@@ -204,8 +204,10 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
     if constexpr (kHasFastPath) settle_fast_path(item);
   }
 
-  // Which of a thread's keys of a tile of a union its rows see.
-  __device__ __forceinline__ void find_seen(UnionKeyTile& to, const UnionTile& tile) const {
+  // Which of a thread's keys of a tile of a union its rows see; with a window of so many keys.
+  __device__ __forceinline__ void find_seen(UnionKeyTile& to,
+                                            const typename Traits::TileOfUnion& tile,
+                                            [[maybe_unused]] int window) const {
     bool is_whole = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -214,15 +216,26 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
       for (int half = 0; half < 2; ++half) {
         const bool is_listed = (tile.tokens[half] >> (position[h] & 31)) & 1;
         // mutate: union-blocks-not-cut
-        const int count = is_listed ? (position[h] >> 5) - tile.first_key[half] : 0;
-        const int own = own_keys_before(min_of(count, static_cast<int>(kUnionKeys)) - 2 * (rows.lane & 3));
-        to.seen[h] |= low_bits(own) << (16 * half);
+        int seen = position[h] >> 5;
+        uint32_t hidden = 0;
+        if constexpr (Traits::kUnionCuts) {
+          const SeenOfHalf part = SeenOfHalf::of(tile, half, seen, window);
+          seen = part.end;
+          hidden = low_bits(own_half_before(part.begin - tile.first_key[half]));
+        }
+        const int count = is_listed ? seen - tile.first_key[half] : 0;
+        to.seen[h] |= (low_bits(own_half_before(count)) & ~hidden) << (16 * half);
       }
       is_whole = is_whole && to.seen[h] == ~0u;
     }
     to.needs_mask = ptx::warp_any(!is_whole) ? KeyTile::kLimits : KeyTile::kNothing;
     // mutate: union-rows-see-nothing
     if (!ptx::warp_any((to.seen[0] | to.seen[1]) != 0)) to.needs_mask = KeyTile::kMask;
+  }
+
+  // How many of a thread's keys of half a tile lie before this one.
+  __device__ __forceinline__ int own_half_before(int count) const {
+    return own_keys_before(min_of(count, static_cast<int>(kUnionKeys)) - 2 * (rows.lane & 3));
   }
 
   __device__ __forceinline__ int first_key_of(const KeyTile& tile) const {

@@ -33,6 +33,16 @@ struct HasUnions<Config, typename AnyValue<Config::kUnions>::type> {
   enum : bool { kValue = Config::kUnions };
 };
 
+// Whether tiles of unions are CutUnionTile.
+template <typename Config, typename = void>
+struct HasUnionCuts {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct HasUnionCuts<Config, typename AnyFlag<Config::kUnionCuts>::type> {
+  enum : bool { kValue = Config::kUnionCuts };
+};
+
 template <typename Config>
 struct PrefillSm90Traits : Config {
   using Config::kConsumers, Config::kGatherers, Config::kHeadDimQK, Config::kHeadDimVO,
@@ -57,7 +67,8 @@ struct PrefillSm90Traits : Config {
   // Rows of Q of 8 bits are kept in registers, where these are enough, so that their place has those
   // of the next item early.
   static constexpr bool kKeepsQueries = kMultipliesBytes && kConsumers < 3;
-  enum : bool { kOfUnions = HasUnions<Config>::kValue };
+  enum : bool { kOfUnions = HasUnions<Config>::kValue, kUnionCuts = HasUnionCuts<Config>::kValue };
+  using TileOfUnion = conditional<kUnionCuts, CutUnionTile, UnionTile>;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
@@ -202,7 +213,7 @@ struct PrefillSm90Traits : Config {
     alignas(1024) Vector16 totals[kConsumers * 4][kHeadDimVO / 8][kWarpSize];
   };
   struct Unions {
-    UnionTiles<kStages, kTileQ> unions;
+    UnionTiles<TileOfUnion, kStages, kTileQ> unions;
   };
   struct Nothing {};
 
