@@ -18,7 +18,7 @@ LISTS = (
     Mutation("drafts-see-the-future", "at.rest - 1", "0", "lists of blocks"),
     Mutation(
         "padded-tokens-attend",
-        "max_of(lists.qo_offsets[first + 1] - token, 0)",
+        "max_of(lists.qo_offsets[(first + 1) * offset_step] - token, 0)",
         "1",
         "lists of nobody",
     ),
@@ -28,6 +28,17 @@ LISTS = (
         "s[m][n][e] = Form::hidden()",
         "s[m][n][e] += 0.0f",
         "lists of blocks",
+    ),
+    Mutation(
+        "listed-scales-of-tokens", "= at.request;", "= work.request.q_start;", "lists, scales"
+    ),
+    Mutation("union-windows-twice", "max_of(seen - params.window, 0)", "seen", "unions, window"),
+    Mutation("union-rows-past-the-last", "params.num_rows", "(1 << 30)", "unions of rows"),
+    Mutation(
+        "union-windows-as-lists",
+        "SeenOfHalf{max_of(~begin, listed_end), seen}",
+        "SeenOfHalf{~begin, seen}",
+        "unions, window",
     ),
     Mutation("unions-of-blocks-beyond", "num_blocks", "0xffffffffu", "unions"),
     Mutation("union-duplicates-once", " + rank.times", "", "unions, repeated"),
@@ -43,7 +54,7 @@ LISTS = (
     Mutation("values-of-others-reach-rows", "if (!sees) continue;", "", "unions, bad values"),
     Mutation(
         "union-blocks-not-cut",
-        "(position[h] >> 5) - tile.first_key[half]",
+        "seen - tile.first_key[half]",
         "static_cast<int>(kUnionKeys)",
         "unions",
     ),

@@ -760,12 +760,15 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "bad latent values": _bad_latent_values,
     "lists of blocks": _lists(),
     "unions": _unions(length=8, kept=0.3),
+    "unions, window": _unions(window=70),
+    "unions of rows": _unions(page_size=0, spare_rows=0, kv_lens=(300, 709)),
     "unions, repeated": _unions(length=6, repeated=0.5),
     "unions, bad values": _unions(
         length=6, kept=0.3, bad_values=0.002, num_qo_heads=10, qo_lens=(30, 28)
     ),
     "unions, skipped tiles": _unions(kv_lens=(4000, 300), length=3, kept=0.0),
     "lists, window": _lists(window=20),
+    "lists, scales": _lists(scales="requests"),
     "lists of nobody": lambda **facts: test_key_lists.check_tokens_of_nobody(),
     "scores of blocks": lambda **facts: test_select.check_model("max", False, 1),
     "scores by warps": lambda **facts: test_select.check_model("max", False, 64),

@@ -43,6 +43,7 @@ class ListCase:
     scales       of keys and values: "", or one for all, for each of the "heads", or for those of
                  each of the "requests"
     gates        of the output: "", or those of "heads" or "elements"
+    spare_rows   of keys that are in no pages, behind those of all requests
     index_step   words of 32 bits from a length to the next one: 2 of int64, more with gaps
     """
 
@@ -69,6 +70,7 @@ class ListCase:
     is_dense: bool = False
     scales: str = ""
     gates: str = ""
+    spare_rows: int = 3
     index_step: int = 1
     seed: int = 0
 
@@ -121,7 +123,7 @@ def make(case: ListCase) -> Arrays:
         shape = num_pages, size, case.num_kv_heads
     else:
         table = np.zeros((0, 0), np.int32)
-        shape = int(kv_offsets[-1]) + 3, case.num_kv_heads
+        shape = int(kv_offsets[-1]) + case.spare_rows, case.num_kv_heads
     entries, seen = _draw_lists(case, rng, qo_offsets)
     k = np.full((*shape, dim), np.nan, dtype_kv)
     v = np.full((*shape, dim_vo), np.nan, dtype_kv)
@@ -459,5 +461,6 @@ def draw_unions(seed: int) -> ListCase:
         is_dense=is_dense,
         window=int(rng.choice([0, 0, 1, 7, 64, 100, 200])),
         gates=str(rng.choice(["", "", "heads", "elements"])),
+        spare_rows=int(rng.choice([0, 0, 3])),
         index_step=int(rng.choice([1, 1, 2, 3])),
     )

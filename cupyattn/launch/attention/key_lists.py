@@ -31,10 +31,15 @@ from .key_unions import UnionLauncher
 # The keys of a request that has no pages are one: a page of more keys than there are.
 _ONE_PAGE = 1 << 30
 _MAX_PLANS = 4096
-# Sizes of clusters that lists are shared by, and what a block reads in the time of a merge by the
-# last block of a list.
+# Sizes of clusters that lists are shared by, and the most parts of a list.
 _CLUSTERS = 8, 4, 2
-_PART_BYTES = 256 << 10
+_MAX_PARTS = 32
+# What blocks that have an SM each take, fitted to models' lists on an H200 (docs/ladder.md): bytes
+# that a block reads in a microsecond, the share of the memory's rate that all of them get, and the
+# microseconds of a launch that merges. Where both limits are near, neither is reached.
+_BLOCK_RATE, _SHARE_OF_MEMORY, _MERGE = 55e3, 0.84, 1.8
+_SHARPNESS = 4
+_MEMORY_RATE = 3350  # GB/s of a card that does not say its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +140,7 @@ class ListLauncher:
     def _choose(self, num_tokens: int, num_keys: int) -> tuple[str, TileShape, int]:
         """The blocks that serve such tokens, and in how many parts each list is divided.
 
-        All lists are as long, so that blocks end together: what counts is that all SMs read. Few
-        lists are shared by the blocks of clusters, which merge without memory.
+        All lists are as long, so that blocks end together: what counts is that all SMs read.
         """
         shared_bytes = device_props(self.device_index).max_smem_per_block
         row_class = row_class_of(self.spec.group_size, self.problem, shared_bytes)
@@ -145,22 +149,39 @@ class ListLauncher:
         num_items = num_tokens * num_tiles * self.spec.num_kv_heads
         one_an_sm = one_an_sm_rows(self.problem, row_class)
         if kernel.loaded.has_clusters and one_an_sm and num_items <= kernel.loaded.num_sms:
-            alone = self._kernels.get(one_an_sm)
-            shape, loaded = alone.shapes[0], alone.loaded
-            for cluster in _CLUSTERS:
-                num_clusters = loaded.max_clusters(cluster)
-                if num_items <= num_clusters and cluster * shape.tile_kv <= num_keys:
-                    times = self._kernels.decode_times.cluster
-                    parts = self._parts(num_clusters // num_items, num_keys // cluster)
-                    return one_an_sm, shape.in_clusters(cluster, num_clusters, times), parts
-            return one_an_sm, shape, 1
+            return one_an_sm, *self._one_an_sm(one_an_sm, num_items, num_keys)
         rows = min(self.spec.group_size, kernel.kinds[0].tile_q)
         (_, shape), *_ = self._kernels.decode_blocks(row_class, num_tokens * num_tiles, rows)
         return row_class, shape, self._splits(num_tokens, num_keys, shape)
 
-    def _parts(self, max_splits: int, num_keys: int) -> int:
-        """In how many parts, of which each is worth a merge, a block's keys are divided."""
-        return max(min(max_splits, num_keys * self._kernels.key_bytes // _PART_BYTES), 1)
+    def _one_an_sm(self, row_class: str, num_items: int, num_keys: int) -> tuple[TileShape, int]:
+        """The blocks of lists that leave SMs idle, and the parts of a list: alone, in clusters that
+        merge without memory, or in parts that a launch merges."""
+        kernel = self._kernels.get(row_class)
+        alone, loaded = kernel.shapes[0], kernel.loaded
+        num_tiles = -(-num_keys // alone.tile_kv)
+        offered = [(self._time(num_items, num_keys, num_keys), alone, 1)]
+        for cluster in _CLUSTERS:
+            num_clusters = loaded.max_clusters(cluster)
+            if num_items <= num_clusters and cluster <= num_tiles:
+                shape = alone.in_clusters(cluster, num_clusters, self._kernels.decode_times.cluster)
+                part = -(-num_keys // cluster)
+                offered.append((self._time(num_items, num_keys, part), shape, 1))
+        apart = alone.merged_apart()
+        for parts in range(2, min(loaded.num_sms // num_items, num_tiles, _MAX_PARTS) + 1):
+            part = -(-num_tiles // parts) * alone.tile_kv
+            offered.append((self._time(num_items, num_keys, part) + _MERGE, apart, parts))
+        _, shape, parts = min(offered, key=lambda x: x[0])
+        return shape, parts
+
+    def _time(self, num_items: int, num_keys: int, part: int) -> float:
+        """Microseconds in which all lists are read by blocks that have so many keys each."""
+        key_bytes = self._kernels.key_bytes
+        rate = device_props(self.device_index).memory_rate or _MEMORY_RATE
+        of_block = part * key_bytes / _BLOCK_RATE
+        of_all = num_items * num_keys * key_bytes / (_SHARE_OF_MEMORY * 1e3 * rate)
+        both = of_block**_SHARPNESS + of_all**_SHARPNESS
+        return float(both ** (1 / _SHARPNESS))
 
     def _splits(self, num_tokens: int, num_keys: int, shape: TileShape) -> int:
         """In how many parts each list is divided."""

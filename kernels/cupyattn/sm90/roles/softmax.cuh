@@ -205,8 +205,8 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
   }
 
   // Which of a thread's keys of a tile of a union its rows see; with a window of so many keys.
-  __device__ __forceinline__ void find_seen(UnionKeyTile& to,
-                                            const typename Traits::TileOfUnion& tile,
+  template <typename TileOfUnion>
+  __device__ __forceinline__ void find_seen(UnionKeyTile& to, const TileOfUnion& tile,
                                             [[maybe_unused]] int window) const {
     bool is_whole = true;
 #pragma unroll
@@ -215,14 +215,14 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool is_listed = (tile.tokens[half] >> (position[h] & 31)) & 1;
-        // mutate: union-blocks-not-cut
         int seen = position[h] >> 5;
         uint32_t hidden = 0;
-        if constexpr (Traits::kUnionCuts) {
+        if constexpr (is_same<TileOfUnion, CutUnionTile>) {
           const SeenOfHalf part = SeenOfHalf::of(tile, half, seen, window);
           seen = part.end;
           hidden = low_bits(own_half_before(part.begin - tile.first_key[half]));
         }
+        // mutate: union-blocks-not-cut
         const int count = is_listed ? seen - tile.first_key[half] : 0;
         to.seen[h] |= (low_bits(own_half_before(count)) & ~hidden) << (16 * half);
       }
