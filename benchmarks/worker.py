@@ -24,6 +24,9 @@ from .batch.oracle import expect_batch
 from .candidate import Candidate, Unsupported
 from .cases import AnyCase
 from .inputs import make_inputs
+from .lists.case import ListCase
+from .lists.inputs import make_list_inputs
+from .lists.oracle import expect_lists
 from .merge.candidates import expect_merge, make_merge_inputs
 from .merge.case import MergeCase
 from .results import FILE_NAME, Results, bare_row, timed_row
@@ -122,7 +125,7 @@ def _check_and_time(
 ) -> dict[str, Any]:
     """Append the rows of one case to `rows`; returns what the GPU was like right after timing."""
     progress.note("time", case.name, "*")
-    inputs, expected = _problem(case)
+    inputs, expected = problem(case)
     clock.wait()
     offered = _offers(case, args, inputs, results, clock, progress, rows)
     is_8bit = isinstance(case, BatchCase) and case.is_8bit
@@ -152,7 +155,11 @@ def _check_and_time(
     return {"gpu": state}
 
 
-def _problem(case: AnyCase) -> tuple[Any, list[oracle.Expected]]:
+def problem(case: AnyCase) -> tuple[Any, list[oracle.Expected]]:
+    """Inputs of a case, and the answers of sampled rows."""
+    if isinstance(case, ListCase):
+        listed = make_list_inputs(case)
+        return listed, expect_lists(case, listed)
     if isinstance(case, BatchCase):
         batch = make_batch_inputs(case)
         return batch, expect_batch(case, batch)

@@ -8,6 +8,8 @@ from typing import Any
 from ..batch.case import BatchCase
 from ..candidate import Candidate, Unsupported
 from ..cases import AnyCase
+from ..lists import offers
+from ..lists.case import ListCase
 from ..merge.case import MergeCase
 
 PEERS = (
@@ -17,6 +19,8 @@ PEERS = (
     "flashmla",
     "fa3_fp8",
     "cudnn_fp8",
+    "triton",
+    "gather",
 )
 OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm", "ours_16bit")
 IMPLEMENTATIONS = (*OURS, *PEERS)
@@ -55,6 +59,8 @@ def offering(case: AnyCase) -> tuple[str, ...]:
         return _MERGE
     if not isinstance(case, BatchCase):
         return _SINGLE
+    if isinstance(case, ListCase):
+        return offers.offering(case)
     if case.is_portable:
         return _PORTABLE
     return (_WIDE if case.head_dim_vo > 256 else {}).get(case.op) or _BATCH[case.op]
@@ -67,6 +73,8 @@ def candidates(name: str, case: AnyCase, inputs: Any, build: bool = True) -> lis
     Raises Unsupported with the reason if it cannot serve the case, ImportError or OSError if the
     library is not there.
     """
+    if isinstance(case, ListCase):
+        return offers.candidates(name, case, inputs, build)
     if isinstance(case, BatchCase):
         return _of_batch(name, case, inputs, build)
     if isinstance(case, MergeCase):

@@ -32,6 +32,7 @@ from ..batch.case import BatchCase
 from ..candidate import Unsupported
 from ..case import Case
 from ..cases import OPS, AnyCase, select
+from ..lists.case import ListCase
 from ..merge.case import MergeCase
 from ..sweep.draw import draw_cases
 from ..timing import describe
@@ -70,6 +71,9 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
             if isinstance(case, MergeCase):
                 result[Module("cascade")] = None
                 continue
+            if isinstance(case, ListCase):
+                result |= dict.fromkeys(_module_of_lists(case, backend))
+                continue
             try:
                 variants = _variants(case, backend)
             except Unsupported:
@@ -85,6 +89,15 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
             if case.mask != "none":
                 result[Module("quantization")] = None  # packs a bool mask
     return list(result)
+
+
+def _module_of_lists(case: ListCase, backend: str) -> list[Module]:
+    from ..lists.peer_flashinfer import module_of
+
+    try:
+        return [module_of(case, backend)]
+    except Unsupported:
+        return []
 
 
 def _variants(case: Case | BatchCase, backend: str) -> list[str]:
@@ -180,8 +193,13 @@ def is_ready(case: BatchCase, backend: str, variant: str) -> bool:
     needed = [_module(case, backend, variant)]
     if variant in ("multilevel", "apart"):
         needed.append(_module(case, "fa3", "paged"))
-    specs = [_spec(module) for module in needed]
-    return all(spec.is_aot or Path(spec.get_library_path()).exists() for spec in specs)
+    return all(map(is_built, needed))
+
+
+def is_built(module: Module) -> bool:
+    """Whether FlashInfer would load a module without compiling it."""
+    spec = _spec(module)
+    return bool(spec.is_aot or Path(spec.get_library_path()).exists())
 
 
 def build(module: Module) -> dict[str, Any]:

@@ -33,6 +33,8 @@ _PEERS = (
     "ours_16bit",
     "fa3_fp8",
     "cudnn_fp8",
+    "triton",
+    "gather",
 )
 _PROFILE_SECONDS = 90.0
 _PREHEAT_SECONDS = 0.05  # a case; the one before has just kept the GPU busy

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..batch.case import BatchCase
+from ..lists.case import ListCase
 from .groups import BY_NAME, GROUPS
 from .models import MODELS, TENSOR_PARALLEL, Model
 
@@ -54,7 +55,10 @@ def draw_case(seed: int, number: int, schedule: str | None = None) -> BatchCase:
 
 
 def _lengths_label(case: BatchCase) -> str:
-    """Rows and keys of the longest request, and the page size; "to" where lengths differ."""
+    """Rows and keys of the longest request, and the page size; "to" where lengths differ. Of lists
+    what they say."""
+    if isinstance(case, ListCase):
+        return case.label
     q_len, kv_len = max(case.q_lens), max(case.kv_lens)
     keys = f"{'' if len(set(case.kv_lens)) == 1 else 'to'}{kv_len}"
     return f"q{q_len}_k{keys}" + (f"_p{case.page_size}" if case.page_size else "")
@@ -66,7 +70,9 @@ def schedule_of(case: BatchCase) -> str:
 
 
 def model_of(case: BatchCase) -> str:
-    """The model in the name of a drawn case; groups have none, and stand for one."""
+    """The model in the name of a drawn case, or a family of lists; groups stand for one."""
+    if isinstance(case, ListCase):
+        return case.family
     if schedule_of(case) in GROUPS:
         return schedule_of(case)
     return "_".join(case.name.split("_")[3:]).partition("_tp")[0]
@@ -205,7 +211,10 @@ def _merged(requests: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int,
 
 
 def _fit(case: BatchCase) -> BatchCase:
-    """The case with as many of its requests as memory and time allow, at least the first."""
+    """The case with as many of its requests as memory and time allow, at least the first. Lists are
+    drawn so that they fit."""
+    if isinstance(case, ListCase):
+        return case
     row = case.num_kv_heads * (case.head_dim_qk + case.head_dim_vo)
     row *= case.groups[0].kv_itemsize
     kept: list[tuple[int, int, int]] = []

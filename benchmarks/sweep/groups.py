@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..batch.case import BatchCase
+from ..lists.draw import draw as draw_lists
 from .models import MODELS, TENSOR_PARALLEL, Model
 
 _MOST_ROWS = 16384  # of queries, in a batch of prompts
@@ -235,8 +236,9 @@ GROUPS: dict[str, Group] = {
     "fp8": Group(
         "queries, keys and values of e4m3", _eight_bits, 1.15, percentile_5=0.97, lists_peers=True
     ),
+    "sparse": Group("lists of keys, block-sparse prompts", draw_lists, 2.0, 1.0, lists_peers=True),
 }
-BY_NAME = ("fp8",)
+BY_NAME = ("fp8", "sparse")
 
 
 # The prompt whose code is weighed, and the most bytes of it that are wanted.

@@ -21,7 +21,7 @@ _EXECUTABLE = 4  # SHF_EXECINSTR of a section
 def plan_of(case: BatchCase) -> Planned | None:
     """The plan of a case; None of those of several kinds of requests, of latent attention, and
     where no plan is made."""
-    return None if case.op in _PLANLESS or case.api == "mla" else batch_plan(case)
+    return None if case.op in _PLANLESS or case.api in ("mla", "lists") else batch_plan(case)
 
 
 def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:

@@ -80,10 +80,10 @@ def profile(call: Callable[[], Any], clock: Clock) -> list[Kernel]:
 
 def profile_shape(entry: dict[str, Any], seed: int, clock: Clock) -> dict[str, Any]:
     """The kernels of ours and of the best peer of one of the worst shapes."""
-    from ..batch.inputs import make_batch_inputs
+    from ..worker import problem
 
     case = draw_case(seed, int(entry["case"].split("_")[1]), entry["schedule"])
-    inputs = make_batch_inputs(case)
+    inputs, _ = problem(case)
     result: dict[str, Any] = {}
     for label in ("ours", entry["best_peer"]):
         name = label.partition(":")[0]
