@@ -234,7 +234,7 @@ def test_flashmla_reads_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         fwd_kvcache_mla=decode,
     )
     monkeypatch.setattr("benchmarks.lists.peer_flashmla.library", lambda: ops)
-    for case in (small("dsa"), packed()):
+    for case in (small("dsa"), packed(), small("dsa", num_qo_heads=64)):
         assert max(errors("flashmla", case).values()) < oracle.TOLERANCE
     with pytest.raises(peers.Unsupported, match="one list"):
         errors("flashmla", small("v4"))
