@@ -22,7 +22,7 @@ project_copyright = "The cupyattn authors, Apache-2.0"
 version = release = __version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -38,11 +38,15 @@ include_patterns = [
     "kernels/README.md",
     "benchmarks/README.md",
     "benchmarks/**/README.md",
+    "benchmarks/notebooks/*.ipynb",
 ]
 exclude_patterns = ["build", "dist", "cupyattn", "tests", "**/.*", "**/__pycache__"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
+# Notebooks are shown as they were executed; `make notebooks` executes them.
+nb_execution_mode = "off"
+nb_merge_streams = True
 
 # Doors are documented without their frameworks, which would take longer than all the rest.
 autodoc_mock_imports = ["torch", "transformers", "jax"]

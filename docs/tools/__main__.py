@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import documents
 
-from . import mistakes, support
+from . import llms, mistakes, support
 from .pictures import PICTURES
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -27,6 +27,7 @@ def rendered() -> Iterator[tuple[Path, str]]:
         yield path, _GPUS.sub(rf"\g<1>{support.gpus()}\2", text) if is_readme else text
     yield DOCS / "support.md", support.page()
     yield DOCS / "troubleshooting.md", mistakes.page()
+    yield DOCS / "home" / "llms.txt", llms.page()
     for name, draw in PICTURES.items():
         yield DOCS / "pictures" / f"{name}.svg", draw()
 

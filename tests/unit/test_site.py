@@ -15,7 +15,7 @@ import pytest
 
 import cupyattn
 from cupyattn import errors
-from docs.tools import doors, mistakes, support
+from docs.tools import doors, llms, mistakes, support
 from docs.tools.pictures import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,13 @@ def test_the_support_matrix_is_that_of_the_code() -> None:
 
 def test_the_page_of_errors_has_the_messages_of_the_code() -> None:
     assert read("troubleshooting.md") == mistakes.page(), "run python -m docs.tools"
+
+
+def test_the_list_of_pages_for_programs_names_those_of_the_first_page() -> None:
+    written = llms.linked(read("home/llms.txt"))
+    assert written == llms.linked(llms.page()), "run python -m docs.tools"
+    sources = [(ROOT / f"{x}{suffix}") for x in written for suffix in (".md", ".rst")]
+    assert len([x for x in sources if x.exists()]) == len(written)
 
 
 def test_every_kind_of_error_is_on_the_page() -> None:
@@ -91,6 +98,14 @@ def test_everything_public_is_on_an_api_page() -> None:
     assert missing == [] and "errors" in whole
 
 
+@pytest.mark.parametrize("path", sorted((DOCS / "api").glob("*.rst")), ids=lambda x: x.stem)
+def test_a_page_of_the_api_begins_with_a_summary_of_its_entries(path: Path) -> None:
+    text = path.read_text("utf-8")
+    entries = re.findall(r"auto(?:function|class):: (?:\S+\.)?(\w+)$", text, re.M)
+    summary = re.findall(r"^   ~\S+\.(\w+)$", text, re.M)
+    assert not entries or set(entries) <= set(summary) or path.stem == "integrations"
+
+
 def error(name: str) -> bool:
     return hasattr(errors, name)
 
@@ -120,7 +135,7 @@ def test_an_exported_function_says_what_it_returns_raises_and_follows() -> None:
         assert [what for what, how in _SAYS.items() if not re.search(how, text)] == [], name
 
 
-_OF_THE_SITE = ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinx_design")
+_OF_THE_SITE = "sphinx", "myst_nb", "furo", "sphinx_copybutton", "sphinx_design"
 
 
 @pytest.mark.skipif(
