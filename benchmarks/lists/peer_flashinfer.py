@@ -4,17 +4,23 @@ blocks. plan() is outside of what is timed, though a model would plan anew for e
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..batch.wrappers import workspace
 from ..candidate import Candidate, Unsupported
 from ..peers.prebuild import Module, is_built
-from .case import ListCase
+from .case import ListCase, pattern
 from .inputs import ListInputs
 from .ours import blocks
 
 _ROPE = 64
 _MAX_PAGES = 1 << 25  # of all page tables
+# Its generated kernel of Hopper: keys and rows of a block, and the most blocks of a row of blocks.
+_CAKE_BLOCK, _CAKE_BLOCKS = 64, 64
+_CAKE_STAGES = "attention", "attention_queue"
 
 
 def module_of(case: ListCase, backend: str) -> Module:
@@ -37,7 +43,10 @@ def candidates(backend: str, case: ListCase, inputs: ListInputs, build: bool) ->
 
     name = f"flashinfer_{backend}"
     if case.family == "blocks":
-        return [blocks(name, flashinfer, case, inputs, backend=backend)]
+        result = [blocks(name, flashinfer, case, inputs, backend=backend)]
+        if backend == "fa3" and has_cake(case, build):
+            result.append(_cake(name, flashinfer, case, inputs))
+        return result
     serve = _latent if case.is_latent else _paged
     return [serve(name, backend, flashinfer, case, inputs)]
 
@@ -95,6 +104,40 @@ def _paged(name: str, backend: str, library: Any, case: ListCase, inputs: ListIn
     out = torch.empty_like(q)
     call = functools.partial(wrapper.run, q, block_pages(case, inputs), out=out)
     return Candidate(name, "pages", call, lambda answer: answer.view(1, *inputs.q.shape), out)
+
+
+def has_cake(case: ListCase, build: bool) -> bool:
+    """Whether its kernel of Hopper for blocks of 64 serves a mask, and is built or may be."""
+    indptr, _ = pattern(case)
+    is_square = case.block_rows == case.granularity == _CAKE_BLOCK
+    has_equal_heads = case.num_qo_heads == case.num_kv_heads
+    if not (is_square and has_equal_heads and max(np.diff(indptr)) <= _CAKE_BLOCKS):
+        return False
+    from flashinfer.jit import cake_vsa_sm90  # type: ignore[import-not-found]
+
+    specs = [cake_vsa_sm90.gen_cake_vsa_sm90_module(stage) for stage in _CAKE_STAGES]
+    return build or all(Path(spec.get_library_path()).exists() for spec in specs)
+
+
+def _cake(name: str, library: Any, case: ListCase, inputs: ListInputs) -> Candidate:
+    """The same by its wrapper of blocks of any size, heads before rows."""
+    import torch
+
+    device = inputs.q.device
+    indptr, columns = pattern(case)
+    count = len(indptr) - 1
+    mask = np.zeros((count, count), bool)
+    mask[np.repeat(np.arange(count), np.diff(indptr)), columns] = True
+    sizes = torch.full((case.num_qo_heads, count), _CAKE_BLOCK, dtype=torch.int32, device=device)
+    wrapper = library.VariableBlockSparseAttentionWrapper(
+        workspace(f"{name} cake", str(device)), backend="cake"
+    )
+    masks = torch.from_numpy(mask).to(device).expand(case.num_qo_heads, -1, -1).contiguous()
+    heads = case.num_qo_heads, case.num_kv_heads, case.head_dim_qk
+    wrapper.plan(masks, sizes, sizes, *heads, q_data_type=inputs.q.dtype)
+    arrays = (x.transpose(0, 1).contiguous() for x in (inputs.q, inputs.k, inputs.v))
+    call = functools.partial(wrapper.run, *arrays)
+    return Candidate(name, "cake", call, lambda answer: answer.transpose(0, 1)[None])
 
 
 def _latent(name: str, backend: str, library: Any, case: ListCase, inputs: ListInputs) -> Candidate:

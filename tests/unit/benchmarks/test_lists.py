@@ -136,8 +136,24 @@ def test_flashinfer_is_given_lists_as_page_tables(
 ) -> None:
     """By our functions of FlashInfer's names, which take the same arguments."""
     monkeypatch.setitem(sys.modules, "flashinfer", cupyattn)
+    monkeypatch.setattr(peer_flashinfer, "has_cake", lambda case, build: False)
     found = errors("flashinfer_fa3", small(family))
     assert len(found) == 1 and max(found.values()) < oracle.TOLERANCE
+
+
+def test_masks_of_64_are_given_to_the_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", cupyattn)
+    jit = SimpleNamespace(
+        gen_cake_vsa_sm90_module=lambda stage: SimpleNamespace(get_library_path=lambda: "/none")
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", SimpleNamespace(cake_vsa_sm90=jit))
+    case = small("blocks", num_kv_heads=4)
+    found = errors("flashinfer_fa3", case)
+    assert found.keys() == {"flashinfer_fa3:blocks", "flashinfer_fa3:cake"}
+    assert max(found.values()) < oracle.TOLERANCE
+    assert peer_flashinfer.has_cake(case, True) and not peer_flashinfer.has_cake(case, False)
+    for other in (small("blocks"), replace(case, block_rows=128)):
+        assert not peer_flashinfer.has_cake(other, True)
 
 
 def test_flashinfer_modules_of_lists() -> None:
