@@ -22,6 +22,7 @@ of that case over our time of this one. `forms=1` says by which of its forms a p
 them. All of these may be left out.
 
 A comment `<!-- chart FILE peers=...` of the same form is drawn into FILE, beside the document.
+`<!-- dots FILE FOLDER -->` draws the shapes of a sweep (dots.py), and
 `<!-- measured FOLDER -->` ... `<!-- end of measured -->` holds a line with the card, the day, the
 commit and the versions of a folder. Measuring again means: change the folder's name in the
 comments, then run this command.
@@ -37,7 +38,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import names, readme
+from . import dots, names, readme
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -66,6 +67,7 @@ _RATES = {"tflops": "TFLOP/s", "gbps": "GB/s"}
 _TABLE = re.compile(r"(<!-- table(.*?)\n(.*?)-->\n).*?(<!-- end of table -->)", re.S)
 _ERRORS = re.compile(r"(<!-- errors (\S+) (\d+)\n(.*?)-->\n).*?(<!-- end of errors -->)", re.S)
 _MEASURED = re.compile(r"(<!-- measured (\S+) -->\n).*?(<!-- end of measured -->)", re.S)
+_DOTS = re.compile(r"<!-- dots (\S+) (\S+) -->")
 _CHART = re.compile(r"<!-- chart (\S+)(.*?)\n(.*?)-->", re.S)
 
 
@@ -101,6 +103,8 @@ def rendered() -> Iterator[tuple[Path, str]]:
         yield path, _MEASURED.sub(lambda found: found[1] + measured(found[2]) + found[3], made)
         for name, options, body in _CHART.findall(text):
             yield path.parent / name, chart(options, body)
+        for name, folder in _DOTS.findall(text):
+            yield path.parent / name, dots.picture(RESULTS, folder)
     yield ROOT / "docs" / "flashinfer-names.md", names.page()
 
 
