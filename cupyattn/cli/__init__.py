@@ -1,4 +1,5 @@
-"""The `cupyattn` command: `info`, `compile`, `cache`, `explain`, `demo`, `bench` and `tune`."""
+"""The `cupyattn` command: `info`, `compile`, `cache`, `explain`, `replay`, `demo`,
+`bench` and `tune`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import bench, cache, explain, info, tune
+from . import bench, cache, explain, info, replay, tune
 from . import compile as compiling
 
 # What shells say of a process that SIGPIPE ends.
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_parser(commands)
     cache.add_parser(commands)
     explain.add_parser(commands)
+    replay.add_parser(commands)
     bench.add_parser(commands)
     tune.add_parser(commands)
     commands.add_parser("demo", help="the main job: a prefill and a decode loop, checked and timed")

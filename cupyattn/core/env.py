@@ -58,8 +58,22 @@ PORTABLE = Variable(
 LOG = Variable(
     "CUPYATTN_LOG",
     "",
-    "choices: a line on stderr for each new choice of kernels, by the logger cupyattn.choices "
-    "(read at the first plan)",
+    "1: a line on stderr for each call, 3: its arguments and kernels too, 5: statistics of arrays "
+    "too, which waits for the GPU (read as the package is first used); choices: a line for each "
+    "new choice of kernels (read at the first plan)",
+)
+DUMP = Variable(
+    "CUPYATTN_DUMP",
+    "",
+    "folder for the inputs of calls, which `cupyattn replay` runs again (read as the package is "
+    "first used)",
+)
+DUMP_CALLS = Variable("CUPYATTN_DUMP_CALLS", "10", "how many calls of a process are saved there")
+DUMP_NAMES = Variable(
+    "CUPYATTN_DUMP_NAMES", "*", "which calls, by name: patterns as of a shell, with commas"
+)
+DUMP_LIMIT = Variable(
+    "CUPYATTN_DUMP_LIMIT_MIB", "1024", "MiB of a call beyond which it is not saved"
 )
 TUNED = Variable(
     "CUPYATTN_TUNED",
@@ -99,6 +113,10 @@ ALL = (
     EIGHT_BIT_QUERIES,
     XLA_GRAPHS,
     LOG,
+    DUMP,
+    DUMP_CALLS,
+    DUMP_NAMES,
+    DUMP_LIMIT,
     TUNED,
     KERNELS_DIR,
 )

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .observed import Observed, observed
+
 _PACKAGE = __name__.partition(".")[0]
 _REASON = (
     f"{_PACKAGE} launches its kernels itself: torch.compile breaks its graph at the call, which "
@@ -43,7 +45,13 @@ _MARK = _Mark()
 
 
 def untraced(function: _T) -> _T:
-    """Mark a function that users call. Returns the function itself."""
+    """Mark a function that users call. Returns the function itself, or with CUPYATTN_LOG and
+    CUPYATTN_DUMP what observes its calls."""
+    return mark(observed(function))
+
+
+def mark(function: _T) -> _T:
+    """Tell Dynamo of a function that users call. Returns the function itself."""
     marked: Any = function
     marked._torchdynamo_disable = _MARK
     marked._torchdynamo_disable_msg = _REASON
@@ -58,14 +66,14 @@ def traced(function: _T) -> _T:
     return function
 
 
-class Untraced:
+class Untraced(Observed):
     """Marks the methods of its subclasses that users call."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, member in vars(cls).items():
             if callable(member) and (name == "__init__" or not name.startswith("_")):
-                untraced(member)
+                mark(member)
 
 
 # --- torch.export ---

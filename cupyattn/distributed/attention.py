@@ -17,6 +17,7 @@ from .. import array
 from ..array.match import require_contiguous
 from ..core import dtypes
 from ..core.key_share import KeyShare
+from ..core.observed import Observed
 from ..errors import ArgumentError, UnsupportedError
 from ..wrappers.mla import BatchMLAPagedAttentionWrapper
 from .exchange import StateExchange
@@ -58,7 +59,7 @@ _FORMS = {
 }
 
 
-class _ContextParallel:
+class _ContextParallel(Observed):
     """What calls and wrappers share: the queries of all heads, and the exchange."""
 
     def __init__(

@@ -22,6 +22,7 @@ from ..array.match import (
 from ..core import dtypes, parse
 from ..core.cupy_module import as_stream
 from ..core.dtypes import DType
+from ..core.observed import Observed
 from ..core.records import maker
 from ..engine import merge_states
 from ..engine.call_cache import Argument, CallCache
@@ -73,7 +74,7 @@ _CALLS: CallCache[_Checked] = CallCache(
 _serials = itertools.count()
 
 
-class StateExchange:
+class StateExchange(Observed):
     """Hands each rank the states of its heads, and merges them in the order of ranks.
 
     Every rank of `group` attends with all `num_heads` heads to the keys that it has. `run` makes of

@@ -27,6 +27,7 @@ from .graph_buffers import GraphBuffers
 from .key_share import requests_of_share
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
+from .plan_words import wrapper_words
 from .requests import Batch, require_row_limit, with_indices
 from .row_mask import NO_BITS, MaskBits
 from .spec import RawOptions
@@ -419,6 +420,9 @@ class BatchWrapper(Untraced):
         if self._is_graph:
             batch_geometry.require_frozen(before, options)
         self._current = replace(plan, geometry=geometry, prepared={})
+
+    def __repr__(self) -> str:
+        return wrapper_words(type(self).__name__, self)
 
     def _require_plan(self) -> Plan:
         if self._current is None:

@@ -14,6 +14,7 @@ import re
 import sys
 from typing import Any
 
+from ..core import observed
 from ..core.packages import needs
 from ..decode import single_decode_with_kv_cache
 from ..dot_product import dot_product_attention, single_call
@@ -523,7 +524,8 @@ def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any,
         sm_scale=scale,
         sinks=sinks,
     )
-    if is_in_place and sinks is None and _is_known({}) and rows.data_ptr() == q.data_ptr():
+    is_kept = is_in_place and sinks is None and not observed.IS_ON
+    if is_kept and _is_known({}) and rows.data_ptr() == q.data_ptr():
         keep_step(arrays, (rows, k, v), step_options(window_left, scale, softcap))
     return out.view(count, 1, heads, -1)
 

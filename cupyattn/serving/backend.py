@@ -10,6 +10,7 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import dtypes, parse
+from ..core.observed import Observed
 from ..core.parse import require_int
 from ..core.tracing import untraced
 from ..errors import ArgumentError, PlanError
@@ -36,7 +37,7 @@ _UNSIGNED = {
 }
 
 
-class AttentionBackend:
+class AttentionBackend(Observed):
     """Attention of all layers of an engine, on torch, CuPy or NumPy arrays.
 
     Parameters
@@ -518,7 +519,7 @@ class AttentionBackend:
         return v.device.kind == "cuda" and cuda().is_capturing(array.current_stream(v))
 
 
-class MultiStepDraftBackend:
+class MultiStepDraftBackend(Observed):
     """The backends of all steps of a draft, over one store: S steps are prepared by one launch.
 
     The last step's tokens come from the draft extend that follows, so that steps 0 to S - 2 have

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import array
+from ..core.observed import Observed
 from ..core.tracing import untraced
 from ..errors import ArgumentError, PlanError, UnsupportedError
 from ..flash_attn.attend import float32_sinks
@@ -31,7 +32,7 @@ _MODES = {
 }
 
 
-class FlashAttentionBackend:
+class FlashAttentionBackend(Observed):
     """Attention of an engine's layers, for model_runner's server.
 
     Parameters
@@ -448,7 +449,7 @@ def _host(x: Any) -> np.ndarray:
     return array.as_numpy(v)
 
 
-class FlashAttentionMultiStepBackend:
+class FlashAttentionMultiStepBackend(Observed):
     """The backends of a draft worker's steps over one store: all steps are prepared by one launch.
 
     topk is that of the server, as in SGLang's.

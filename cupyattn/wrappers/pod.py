@@ -9,6 +9,7 @@ from ..core.problem import POS_ENCODING_MODES
 from ..core.tracing import Untraced
 from ..engine import geometry
 from ..engine import run_single as single
+from ..engine.plan_words import wrapper_words
 from ..errors import PlanError
 from ..typing import Array, Pages, Scale
 from .decode import BatchDecodeWithPagedKVCacheWrapper
@@ -65,6 +66,9 @@ class PODWithPagedKVCacheWrapper(Untraced):
             paged_kv_last_page_len_buffer,
             jit_args=jit_args,
         )
+
+    def __repr__(self) -> str:
+        return wrapper_words(type(self).__name__, getattr(self, "_decodes", None))
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

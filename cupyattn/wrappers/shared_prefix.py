@@ -21,6 +21,7 @@ from ..core.tracing import Untraced, untraced
 from ..engine import geometry as batch_geometry
 from ..engine import merge_states as module_merge
 from ..engine.kv_cache import is_pair, match_keys, planned
+from ..engine.plan_words import wrapper_words
 from ..engine.requests import host_integers
 from ..engine.run_single import run_unmasked
 from ..engine.workspace import refuse_capture, require_apart, same_device
@@ -53,6 +54,9 @@ class _SharedPrefixWrapper(Untraced):
         self._waiting: tuple[list[Any], list[int], object] | None = None
         # Options of the last run: the next one is expected to have them too.
         self._options: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return wrapper_words(type(self).__name__, getattr(self, "_unique", None))
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffer: Any = None

@@ -38,7 +38,7 @@ _RANKS = {
             ),
             ("dot_product", "dsa_indexer", "flash_attn_interface", "msa_ops", "paged_mqa", "topk"),
             ("distributed",),
-            ("bench", "demo", "explanation", "serving"),
+            ("bench", "demo", "explanation", "observation", "serving"),
             ("integrations",),
             ("cli",),
             ("__init__", "__main__"),

@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ...choose.candidates import BY_ROW_CLASS
-from ...core import env
+from ...core import log
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule.batch import BatchRequests
@@ -18,20 +18,11 @@ if TYPE_CHECKING:
     from .batch import BatchLauncher
     from .layout import BatchSchedule
 
-_CHOICES = "choices"
-
 
 @functools.cache
 def _logger() -> logging.Logger | None:
-    """Where lines go; None where nobody has asked for them. It has a handler of its own if the
-    program has none."""
-    if _CHOICES not in env.LOG.get().replace(",", " ").split():
-        return None
-    logger = logging.getLogger("cupyattn.choices")
-    logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
-    return logger
+    """Where lines go; None where nobody has asked for them."""
+    return log.logger("cupyattn.choices") if log.CHOICES in log.words() else None
 
 
 def log_of(spec: AttentionSpec, problem: AttentionProblem) -> ChoiceLog | None:
