@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from helpers import fake_gpu
 
 import cupyattn
