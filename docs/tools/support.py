@@ -174,9 +174,9 @@ def _options() -> str:
             cells.append(_all_but(slow))
         rows.append([name.replace("_", " "), *cells])
     text = (
-        "Head dims of the table above up to 256 with which prompts of more than 64 packed rows run "
-        "`prefill_sm90` on Hopper.\nEverything else, and rows off 16-byte boundaries, runs the "
-        "portable kernels.\n"
+        "Head dims of the table above, up to 256, for which Hopper's fast kernel of prompts (more "
+        "than 64 packed rows) supports\nan option. Other cases, and tensors that are not aligned "
+        "to 16 bytes, use the portable kernels: slower, same results.\n"
     )
     return (
         "## Options on Hopper\n\n" + text + "\n" + table(["option", *(f[0] for f in forms)], rows)
