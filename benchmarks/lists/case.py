@@ -11,6 +11,7 @@ import numpy as np
 from ..batch.case import BatchCase
 
 LATENT = ("dsa", "v4")
+_MOST_DRAFTS = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class ListCase(BatchCase):
     @property
     def is_latent(self) -> bool:
         return self.family in LATENT
+
+    @property
+    def kind(self) -> str:
+        """Its family and its phase."""
+        tokens = self.q_lens[0]
+        phase = "decode" if tokens == 1 else "verify" if tokens <= _MOST_DRAFTS else "prompt"
+        return self.family if self.family == "blocks" else f"{self.family} {phase}"
 
     @property
     def listed(self) -> int:

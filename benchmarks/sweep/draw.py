@@ -70,9 +70,9 @@ def schedule_of(case: BatchCase) -> str:
 
 
 def model_of(case: BatchCase) -> str:
-    """The model in the name of a drawn case, or a family of lists; groups stand for one."""
+    """The model in the name of a drawn case, or of lists the kind; groups stand for one."""
     if isinstance(case, ListCase):
-        return case.family
+        return case.kind
     if schedule_of(case) in GROUPS:
         return schedule_of(case)
     return "_".join(case.name.split("_")[3:]).partition("_tp")[0]

@@ -7,6 +7,7 @@ where they are named: the others' draws are what they were before these were add
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -22,6 +23,7 @@ _MOST_ROWS = 16384  # of queries, in a batch of prompts
 _CHECKED = 12
 _LATENT = {"num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512}
 _MOST_LATENT_KEYS = 1 << 19
+_CLASSES = (0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)  # of ratios
 
 Requests = tuple[tuple[int, int, int], ...]
 
@@ -279,6 +281,7 @@ def _judged(group: Group, rated: list[dict[str, Any]], copy_gbps: float) -> dict
         is_met = is_met and found["percentile_5"] >= group.percentile_5
     if group.lists_peers:
         found["peers"] = _peers(rated)
+        found["histogram"] = histogram(by_case.values())
     return found | {
         "worst": worst["case"],
         "worst_peer": "copy" if group.is_share else worst["best_peer"],
@@ -286,6 +289,15 @@ def _judged(group: Group, rated: list[dict[str, Any]], copy_gbps: float) -> dict
         "wanted_least": group.least,
         "met": is_met and (group.least is None or found["least"] >= group.least),
     }
+
+
+def histogram(ratios: Iterable[float]) -> dict[str, int]:
+    """How many ratios are in each class, classes without one left out."""
+    counts = dict.fromkeys(itertools.pairwise((0.0, *_CLASSES, math.inf)), 0)
+    for ratio in ratios:
+        place = next(place for place in counts if place[0] <= ratio < place[1])
+        counts[place] += 1
+    return {f"{low:.2f} to {high:.2f}": n for (low, high), n in counts.items() if n}
 
 
 def _peers(rated: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -321,4 +333,7 @@ def lines_of(judged: dict[str, Any]) -> list[str]:
             f"    {peer:20}{x['shapes']:4} shapes{x['ratio']:8.3f}   error {x['error']:.2%}"
             for peer, x in found.get("peers", {}).items()
         ]
+        if "histogram" in found:
+            counts = (f"{name}: {count}" for name, count in found["histogram"].items())
+            lines.append("    ratios: " + ", ".join(counts))
     return lines
