@@ -47,7 +47,7 @@ $(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
 	@if [ -L $(VENV) ]; then echo '$(VENV) is a link, and what it leads to is not cleared from here: make PY=$(VENV)/bin/python'; exit 1; fi
 	@echo "Setting up $(VENV) for CUDA $(CUDA) (once, a few minutes)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install -q --no-compile -e '.[cuda$(CUDA)x,test-core,bench,docs,notebooks,dev]' $(NVRTC)
+	$(PY) -m pip install -q --no-compile -e '.[cuda$(CUDA)x,test-core,bench,docs,notebooks-run,dev]' $(NVRTC)
 	$(PY) -m pip install -q --no-compile -c tests/no-cuda-packages.txt 'cupyattn[test]' || \
 		echo 'NOTICE: no CPU build of torch was found; the tests that need torch will be skipped.'
 	@touch $@
@@ -105,7 +105,7 @@ docs: $(STAMP)
 written-docs: $(STAMP)
 	$(PY) -m docs.tools
 
-notebooks: export CUPYATTN_NOTEBOOKS_SAVE = 1
+notebooks: export CUPYATTN_NOTEBOOKS_SAVE = $(CURDIR)/cupyattn/bench/lab/measured
 notebooks: $(STAMP)
 	$(PY) -m benchmarks.notebooks --execute $(ARGS)
 

@@ -6,13 +6,11 @@
 # take less than reading everything. This notebook asks when they do.
 
 # %%
-import json
-
-import lab
 import numpy as np
-from lab import plt
 
 from cupyattn import reference, sparse
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 
@@ -52,7 +50,7 @@ axis.plot(lengths, dense / 1e6, color=lab.OTHER, label="all keys")
 axis.plot(lengths, listed / 1e6, color=lab.OURS, label="index and 2,048 listed keys")
 axis.set_xscale("log", base=2)
 axis.set_yscale("log")
-axis.set_xticks(lengths, [lab.short(int(n)) for n in lengths])
+axis.set_xticks(lengths, [lab.brief(int(n)) for n in lengths])
 axis.set_xlabel("keys of a request")
 axis.set_ylabel("MB read for a token")
 axis.legend()
@@ -62,15 +60,15 @@ print(f"the same bytes at {LISTED * OF_KEY / (OF_KEY - OF_INDEX):,.0f} keys")
 # %% [markdown]
 # ## Measured steps
 #
-# Committed runs. A step is a selection and the attention to what it chose. Beside it stands the
+# A step is a selection and the attention to what it chose. Beside it stands the
 # least that a plain decode can take: its bytes at the rate at which this card reads memory, which
 # was measured in the same run.
 
 # %%
-data = json.loads((lab.RESULTS / "2026-11-28-h200-lists" / "summary.json").read_text("utf-8"))
+data = lab.measured_before("lists")
 select, attend = data["select"], data["attend"]["cases"]
 rate = select["read_TBs"]
-print(f"{data['card']}; reads {rate:.2f} TB/s; selections of {select['commit']}")
+print(f"memory is read at {rate:.2f} TB/s")
 fig, axes = plt.subplots(1, 3, figsize=(7.8, 3.0))
 for axis, n in zip(axes, (8192, 32768, 131072), strict=True):
     rows = (1, 8, 32)
@@ -85,7 +83,7 @@ for axis, n in zip(axes, (8192, 32768, 131072), strict=True):
         top = max(all_keys[at], (chosen + read)[at]) + 0.02 * all_keys[-1]
         axis.text(at, top, f"{gain:.1f}×", ha="center")
     axis.set_xticks(x, rows)
-    axis.set_title(f"{lab.short(n)} keys")
+    axis.set_title(f"{lab.brief(n)} keys")
     axis.set_xlabel("requests")
 axes[0].set_ylabel("µs")
 axes[0].legend(fontsize=8)

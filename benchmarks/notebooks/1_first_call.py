@@ -14,11 +14,11 @@ import importlib.util
 import os
 import time
 
-import lab
 import numpy as np
-from lab import plt
 
 import cupyattn
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX takes most of a GPU at once

@@ -8,8 +8,8 @@
 # its speed is quoted in GB/s.
 
 # %%
-import lab
-from lab import plt
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 
@@ -20,24 +20,19 @@ lab.begin()
 # until the matrix units are the limit. Both ceilings were measured in the run of each point, by a
 # copy of 2 GiB and by a product of two 8192 x 8192 matrices.
 
-
 # %%
-def ceilings(folder):
-    import json
-
-    return json.loads((lab.RESULTS / folder / "results.json").read_text())["ceilings"]
-
-
-top = ceilings("2026-11-25-h200-decode")
+run = lab.peers("fa3")
+top = run["ceilings"]
+print(run["on"])
 points = {
-    "decode, group of 1": ("2026-11-25-h200-decode", "decode_64x4k_mha"),
-    "decode, group of 4": ("2026-11-25-h200-decode", "decode_64x8k"),
-    "decode, group of 8, D 64": ("2026-11-25-h200-decode", "decode_64x8k_h64_d64"),
-    "latent, 16 heads": ("2026-11-25-h200-mla", "mla_32x8k_h16"),
-    "latent, 128 heads": ("2026-11-25-h200-mla", "mla_128x4k_h128"),
-    "append, 8 rows a request": ("2026-11-25-h200-decode", "append_64x8_4k"),
-    "append, 512 rows": ("2026-11-25-h200-decode", "append_8x512_8k"),
-    "prompt of 16k": ("2026-11-24-h200-fa3", "1x16k"),
+    "decode, group of 1": "decode_64x4k_mha",
+    "decode, group of 4": "decode_64x8k",
+    "decode, group of 8, D 64": "decode_64x8k_h64_d64",
+    "latent, 16 heads": "mla_32x8k_h16",
+    "latent, 128 heads": "mla_128x4k_h128",
+    "append, 8 rows a request": "append_64x8_4k",
+    "append, 512 rows": "append_8x512_8k",
+    "prompt of 16k": "1x16k",
 }
 fig, axis = plt.subplots(figsize=(7.2, 3.8))
 intensity = [0.5 * 2**i for i in range(15)]
@@ -45,11 +40,11 @@ axis.plot(
     intensity,
     [min(top["tflops"], top["gbps"] * x / 1e3) for x in intensity],
     color="black",
-    label="roof of an H200, measured",
+    label="roof, measured",
 )
 markers = "os^DvP*X"
-for marker, (name, (folder, case)) in zip(markers, points.items(), strict=True):
-    row = lab.committed(folder, case)["cupyattn"]
+for marker, (name, case) in zip(markers, points.items(), strict=True):
+    row = lab.beside("fa3", case)["cupyattn"]
     x = 1e3 * row["tflops"] / row["gbps"]
     axis.plot(x, row["tflops"], marker, ms=7, label=name)
 lab.log2_ticks(axis, [1, 4, 16, 64, 256, 1024, 4096])
@@ -89,12 +84,13 @@ def sweeps():
 data = lab.measured("decode_roofline", sweeps)
 
 # %% [markdown]
-# Committed runs: the more bytes of keys there are, the nearer the rate comes to a copy's.
+# The more bytes of keys there are, the nearer the rate comes to a copy's, in the run beside
+# FlashAttention-3:
 
 # %%
 sizes = {"64 x 1k": "decode_64x1k", "8 x 8k": "decode_8x8k", "1 x 128k": "decode_1x128k"}
 sizes |= {"256 x 2k": "decode_256x2k", "64 x 8k": "decode_64x8k"}
-found = {name: lab.committed("2026-11-25-h200-decode", case) for name, case in sizes.items()}
+found = {name: lab.beside("fa3", case) for name, case in sizes.items()}
 fig, axis = plt.subplots(figsize=(7.2, 3.0))
 who = ("cupyattn", "FlashAttention-3")
 lab.bars(axis, {name: {w: row[w]["gbps"] for w in who} for name, row in found.items()})
@@ -135,13 +131,12 @@ if data:
 # of small pages is low:
 
 # %%
-folder = "2026-11-25-h200-decode"
 pages = {"1": "decode_64x8k_p1", "16": "decode_64x8k", "64": "decode_64x8k_p64"}
-found = {name: lab.committed(folder, case) for name, case in pages.items()}
+found = {name: lab.beside("fa3", case) for name, case in pages.items()}
 fig, axis = plt.subplots(figsize=(5.6, 2.8))
 who = ("cupyattn", "FlashAttention-3")
 lab.bars(axis, {name: {w: row[w]["us"] for w in who} for name, row in found.items()})
-axis.set_xlabel("tokens of a page; 64 requests of 8k keys, committed run")
+axis.set_xlabel("tokens of a page; 64 requests of 8k keys")
 axis.set_ylabel("µs")
 lab.show()
 
@@ -166,21 +161,17 @@ if data:
 # ## Fewer bytes
 #
 # As decode is bound by bytes, halving them nearly halves the time. An fp8 cache does (64 requests
-# of 8k keys, committed runs):
+# of 8k keys, in a run beside FlashInfer):
 
 # %%
-folder = "2026-11-20-h200-hopper"
+print(lab.peers("flashinfer")["on"])
 cases = {"bfloat16 keys": "decode_64x8k", "fp8 keys": "decode_64x8k_fp8"}
-rows = {name: lab.committed(folder, case) for name, case in cases.items()}
+rows = {name: lab.beside("flashinfer", case) for name, case in cases.items()}
 fig, axis = plt.subplots(figsize=(5.6, 2.8))
 lab.bars(
     axis,
     {
-        name: {
-            who: found[who]["us"]
-            for who in ("cupyattn", "FlashAttention-3", "FlashInfer")
-            if who in found
-        }
+        name: {who: found[who]["us"] for who in ("cupyattn", "FlashInfer") if who in found}
         for name, found in rows.items()
     },
 )

@@ -9,17 +9,15 @@
 import math
 import time
 
-import lab
-from lab import plt
-
-from cupyattn.bench import peers
+from cupyattn.bench import lab, peers
 from cupyattn.bench.cases import Case
+from cupyattn.bench.lab import plt
 from cupyattn.bench.run import Settings, rows
 
 lab.begin()
 
 # %% [markdown]
-# ## The committed runs
+# ## Beside other libraries
 #
 # Every figure is the median of calls that were timed one by one, with a cold L2, in turns with the
 # other libraries in one process, after each answer had been checked against float64. Requests of
@@ -28,39 +26,42 @@ lab.begin()
 # %%
 dense = {"1 x 16k": "1x16k", "not causal": "1x16k_full", "4 x 4k": "4x4k", "D 64": "1x16k_d64_mha"}
 dense |= {"D 256": "4x4k_d256"}
+print(lab.peers("fa3")["on"])
 fig, axis = plt.subplots(figsize=(7.6, 3.2))
 groups = {}
 for name, case in dense.items():
-    newer = lab.committed("2026-11-24-h200-fa3", case)
-    older = lab.committed("2026-11-20-h200", case)
-    groups[name] = {who: newer[who]["tflops"] for who in ("cupyattn", "FlashAttention-3")}
-    groups[name]["cuDNN*"] = older["cuDNN"]["tflops"]
+    row = lab.beside("fa3", case)
+    who = ("cupyattn", "FlashAttention-3", "cuDNN")
+    groups[name] = {w: row[w]["tflops"] for w in who if w in row}
 lab.bars(axis, groups)
 axis.set_ylabel("TFLOP/s")
 lab.show()
 
 # %% [markdown]
-# *cuDNN is from the run of 2026-11-20 on another machine, FlashAttention-3 and cupyattn are from
-# one process: compare the last two to a percent and the first to some eight.
-#
 # Ragged batches, one request behind another with offsets, as servers have them:
 
 # %%
 ragged = {"4 x 4k": "ragged_4x4k", "16 x 1k": "ragged_16x1k", "32 x 512": "ragged_32x512"}
-ragged |= {"16, Zipf lengths": "ragged_zipf_16k"}
-fig, axis = plt.subplots(figsize=(7.2, 3.0))
-found = {name: lab.committed("2026-11-22-h200-hopper-flashinfer", c) for name, c in ragged.items()}
-who = ("cupyattn", "FlashAttention-3", "FlashInfer")
-lab.bars(axis, {name: {w: row[w]["tflops"] for w in who} for name, row in found.items()})
-axis.set_ylabel("TFLOP/s")
+ragged |= {"16, Zipf": "ragged_zipf_16k"}
+fig, axes = plt.subplots(1, 2, figsize=(7.8, 3.0), sharey=True)
+for axis, run, other in zip(
+    axes, ("fa3", "flashinfer"), ("FlashAttention-3", "FlashInfer"), strict=True
+):
+    found = {name: lab.beside(run, case) for name, case in ragged.items()}
+    lab.bars(
+        axis, {n: {w: row[w]["tflops"] for w in ("cupyattn", other)} for n, row in found.items()}
+    )
+axes[0].set_ylabel("TFLOP/s")
 lab.show()
+print("right:", lab.peers("flashinfer")["on"])
 
 # %% [markdown]
 # ## The same on this machine
 #
 # 16k tokens in prompts of one length, beside what is installed of torch's SDPA (its own choice,
 # and held to cuDNN) and flash-attn. FlashInfer compiles for minutes at its first call, so it is
-# left out here: add it to `PEERS` if you have the time. This is `cupyattn bench` as a library.
+# left out here: add it to `PEERS` if you have the time. On a GPU this cell takes about a minute.
+# This is `cupyattn bench` as a library.
 
 # %%
 PEERS = ("sdpa", "flash_attn")
@@ -69,7 +70,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 def prompts():
     cases = [
-        Case(f"{16384 // n} x {lab.short(n)}", "prefill", "", 16384 // n, n, n, page_size=0)
+        Case(f"{16384 // n} x {lab.brief(n)}", "prefill", "", 16384 // n, n, n, page_size=0)
         for n in LENGTHS
     ]
     names = [name for name in PEERS if name in peers.NAMES]
@@ -121,7 +122,7 @@ for n in LENGTHS:
     tiles = math.ceil(n / tile)
     computed = tiles * (tiles + 1) / 2 * tile**2
     shares.append(n * (n + 1) / 2 / computed)
-    print(f"{lab.short(n):>4} tokens: {100 * shares[-1]:5.1f} % of the computed pairs are visible")
+    print(f"{lab.brief(n):>4} tokens: {100 * shares[-1]:5.1f} % of the computed pairs are visible")
 
 # %% [markdown]
 # **In short.** Long prompts run at the rate of large matrix products; short ones lose what the

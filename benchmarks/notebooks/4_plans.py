@@ -7,16 +7,12 @@
 # request's keys. Every layer of the model then runs the same list.
 
 # %%
-import heapq
 import time
 
-import lab
 import numpy as np
-from lab import plt
 
-from cupyattn.schedule import Masking, tile_span
-from cupyattn.schedule.batch import BatchRequests, Splitting, plan_batch
-from cupyattn.schedule.tile_shape import TileShape
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 
@@ -36,74 +32,47 @@ print("last_page_len", batch.last_page_len)
 # %% [markdown]
 # ## The work list
 #
-# 64 requests: one of 64k keys, two of 16k, five of 4k, sixteen of 1k and forty of 256. An H200 has
+# 64 requests: one of 64k keys, two of 16k, five of 4k, sixteen of 1k and forty of 256. An H100 has
 # 132 SMs, and two blocks of the decode kernel fit on each: 264 slots. The planner is a function of
 # integers, so it runs without a GPU.
 
 # %%
-GROUP, KV_HEADS = 4, 8
-SLOTS = TileShape(16, 128, 264, 0.25, 0.03, 4, 0.52)  # 264 slots, 128 keys a tile
 lengths = np.array([65536] + [16384] * 2 + [4096] * 5 + [1024] * 16 + [256] * 40)
-
-
-def plan(lengths, splitting):
-    count = len(lengths)
-    starts = np.cumsum(lengths) - lengths
-    requests = BatchRequests(np.ones(count, np.int64), lengths, np.arange(count), starts, uniform=1)
-    return plan_batch(requests, GROUP, KV_HEADS, SLOTS, Masking(), splitting)
-
-
 plans = {
-    "unsplit": plan(lengths, Splitting(may_split=False)),
-    "planned": plan(lengths, Splitting()),
+    "unsplit": lab.work_list(lengths, num_sms=132, may_split=False),
+    "planned": lab.work_list(lengths, num_sms=132),
 }
 for name, made in plans.items():
-    print(f"{name:8} {len(made.items):4} items, {len(made.merges)} of 64 requests are split")
+    print(f"{name:8} {made.num_items:4} items, {made.num_split_requests} of 64 requests are split")
 
 # %% [markdown]
 # Each item is one block for each of the 8 key heads. The GPU deals blocks in the order of the list
 # to whatever slot is free. Here is that game, with the planner's own costs: a block pays 2 key
 # tiles' time for its start, and one for each tile of keys.
 
-
 # %%
-def play(made):
-    """(slot, begin, length, request) of each block, in the time of a key tile."""
-    free = [(0.0, slot) for slot in range(SLOTS.num_slots)]
-    played = []
-    for item in made.items:
-        request, kv_len, split, num_splits = int(item[0]), int(item[3]), int(item[5]), int(item[6])
-        first, last = tile_span(0, kv_len, SLOTS.tile_kv, split, num_splits)
-        length = 2 + (last - first)
-        for _ in range(KV_HEADS):
-            begin, slot = heapq.heappop(free)
-            heapq.heappush(free, (begin + length, slot))
-            played.append((slot, begin, length, request))
-    return played
-
-
 SHADES = {65536: "#7a0019", 16384: lab.OURS, 4096: "#e8795f", 1024: "#f3b8a0", 256: "#b9c7d6"}
 
 
 def gantt(axis, played, end):
     for length, shade in SHADES.items():
-        chosen = [block[:3] for block in played if lengths[block[3]] == length]
+        chosen = [block[:3] for block in played if lengths[block.request] == length]
         slots, begins, widths = (np.array(x) for x in zip(*chosen, strict=True))
         axis.barh(
             slots, widths, left=begins, height=1, color=shade, ec="white", lw=0.1, rasterized=True
         )
-        axis.bar(0, 0, color=shade, label=f"{lab.short(length)} keys")
+        axis.bar(0, 0, color=shade, label=f"{lab.brief(length)} keys")
     axis.set_xlim(0, end)
-    axis.set_ylim(SLOTS.num_slots, 0)
+    axis.set_ylim(plans["planned"].num_slots, 0)
     axis.grid(False)
 
 
-games = {name: play(made) for name, made in plans.items()}
-ends = {name: max(b + n for _, b, n, _ in played) for name, played in games.items()}
+games = {name: made.play() for name, made in plans.items()}
+ends = {name: max(b.begin + b.time for b in played) for name, played in games.items()}
 fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.6), sharey=True)
 for axis, (name, played) in zip(axes, games.items(), strict=True):
     gantt(axis, played, ends[name])
-    busy = sum(n for _, _, n, _ in played) / (ends[name] * SLOTS.num_slots)
+    busy = sum(block.time for block in played) / (ends[name] * plans[name].num_slots)
     axis.set_title(f"{name}: {ends[name]:.0f} tiles' time, {100 * busy:.0f} % busy")
     axis.set_xlabel("time, in key tiles")
 axes[0].set_ylabel("slot of the GPU")
@@ -156,25 +125,18 @@ if data:
     lab.show()
 
 # %% [markdown]
-# Committed runs: one request of 128k keys and 63 of 512, beside other libraries, and the time that
-# the host takes for a plan.
+# One request of 128k keys and 63 of 512, beside FlashInfer's plan:
 
 # %%
-row = lab.committed("2026-11-20-h200-hopper", "decode_skew")
-plan_us = {
-    count: lab.committed("2026-11-20-h200-hopper", f"plan_decode_{count}_numpy")["cupyattn"]["us"]
-    for count in (64, 256, 1024)
-}
-fig, axes = plt.subplots(1, 2, figsize=(7.6, 2.8))
-who = ("cupyattn", "FlashAttention-3", "FlashInfer")
-bars = axes[0].bar(who, [row[w]["us"] for w in who], color=[lab.COLORS[w] for w in who], width=0.6)
-axes[0].set_title("1 of 128k and 63 of 512: µs")
-axes[0].tick_params(axis="x", labelsize=8)
-plans_of = axes[1].bar([str(n) for n in plan_us], list(plan_us.values()), color=lab.OURS, width=0.6)
-axes[1].set_title("plan() of so many requests: µs")
-for axis, drawn in zip(axes, (bars, plans_of), strict=True):
-    axis.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=1)
-    axis.grid(axis="x", visible=False)
+run = lab.peers("flashinfer")
+print(run["on"])
+row = lab.beside("flashinfer", "decode_skew")
+who = ("cupyattn", "FlashInfer")
+fig, axis = plt.subplots(figsize=(4.2, 2.6))
+drawn = axis.bar(who, [row[w]["us"] for w in who], color=[lab.COLORS[w] for w in who], width=0.5)
+axis.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=1)
+axis.set_ylabel("µs")
+axis.grid(axis="x", visible=False)
 lab.show()
 
 # %% [markdown]

@@ -7,11 +7,11 @@
 # row's answer with that over the request's own keys. The merge is exact (notebook 9).
 
 # %%
-import lab
 import numpy as np
-from lab import plt
 
 import cupyattn
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 
@@ -33,7 +33,7 @@ def heatmap(axis, values, title, form="{:.1f}×", top=None):
         dark = np.log(values[i, j]) > 0.6 * np.log(top or values.max())
         text = form.format(values[i, j])
         axis.text(j, i, text, ha="center", va="center", color="white" if dark else "black")
-    axis.set_xticks(range(len(SHARED)), [lab.short(s) for s in SHARED])
+    axis.set_xticks(range(len(SHARED)), [lab.brief(s) for s in SHARED])
     axis.set_yticks(range(len(REQUESTS)), REQUESTS)
     axis.set_xlabel("shared keys")
     axis.set_title(title)
@@ -119,17 +119,18 @@ lab.show()
 #
 # ## Beside others
 #
-# Committed runs; "one launch each" attends request by request:
+# "One launch each" attends request by request:
 
 # %%
 names = {"64 share 8k": "cascade_64x8k_256", "256 share 32k": "cascade_256x32k_256"}
 names |= {"16 share 2k, 512 own": "cascade_16x2k_512"}
+print(lab.peers("flashinfer")["on"])
 fig, axis = plt.subplots(figsize=(7.2, 3.0))
 groups = {}
 for name, case in names.items():
-    row = lab.committed("2026-11-21-h200-hopper-batches", case)
+    row = lab.beside("flashinfer", case)
     groups[name] = {"cupyattn": row["cupyattn"]["us"], "FlashInfer": row["FlashInfer"]["us"]}
-    groups[name]["one launch each"] = row["ours_apart"]["us"]
+    groups[name]["one launch each"] = row["cupyattn, apart"]["us"]
 lab.bars(axis, groups)
 axis.set_yscale("log")
 axis.set_yticks([30, 100, 300, 1000, 3000], ["30", "100", "300", "1,000", "3,000"])

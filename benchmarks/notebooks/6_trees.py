@@ -6,11 +6,11 @@
 # the request and its own ancestors, but not the other branches.
 
 # %%
-import lab
 import numpy as np
-from lab import plt
 
 import cupyattn
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 
@@ -141,14 +141,15 @@ if data:
     lab.show()
 
 # %% [markdown]
-# Committed runs, 32 requests of 8k keys:
+# Beside FlashInfer, 32 requests of 8k keys:
 
 # %%
 names = {"1": "q1", "4": "q4", "8": "q8", "4, tree": "q4_tree", "8, tree": "q8_tree"}
+print(lab.peers("flashinfer")["on"])
 groups = {}
 for name, case in names.items():
-    row = lab.committed("2026-11-21-h200-hopper-batches", f"verify_32x8k_{case}")
-    who = ("cupyattn", "FlashAttention-3", "FlashInfer")
+    row = lab.beside("flashinfer", f"verify_32x8k_{case}")
+    who = ("cupyattn", "FlashInfer")
     groups[name] = {w: row[w]["us"] for w in who if w in row}
 fig, axis = plt.subplots(figsize=(7.2, 3.0))
 lab.bars(axis, groups)

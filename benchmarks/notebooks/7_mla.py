@@ -8,11 +8,11 @@
 # are the values.
 
 # %%
-import lab
 import numpy as np
-from lab import plt
 
 import cupyattn
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 
@@ -120,17 +120,18 @@ if data:
     ):
         axis.plot(heads, values, "o-", color=lab.OURS)
         lab.log2_ticks(axis, heads)
-        axis.set_ylim(0)
+        axis.set_ylim(0, 1.1 * max(values))
         axis.set_title(label)
         axis.set_xlabel("query heads")
     axes[1].axhline(data["copy_gbps"], color="black", ls="--", lw=1)
+    axes[1].set_ylim(0, 1.1 * data["copy_gbps"])
     axes[1].text(heads[-1], data["copy_gbps"], "copy", ha="right", va="bottom", fontsize=8)
     lab.show()
 
 # %% [markdown]
-# ## Beside FlashAttention-3
+# ## Beside FlashMLA and FlashAttention-3
 #
-# Committed runs, with its `qv` argument:
+# The latter with its `qv` argument:
 
 # %%
 names = {
@@ -140,11 +141,13 @@ names = {
     "1 x 32k,\n128 heads": "mla_1x32k_h128",
     "4 of 2k to 45k,\n16 heads": "mla_skew_h16",
 }
+who = ("cupyattn", "FlashMLA", "FlashAttention-3")
+print(lab.peers("fa3")["on"])
 fig, axis = plt.subplots(figsize=(7.4, 3.0))
-found = {name: lab.committed("2026-11-25-h200-mla", case) for name, case in names.items()}
+found = {name: lab.beside("fa3", case) for name, case in names.items()}
 lab.bars(
     axis,
-    {n: {w: r[w]["us"] for w in ("cupyattn", "FlashAttention-3")} for n, r in found.items()},
+    {n: {w: r[w]["us"] for w in who if w in r} for n, r in found.items()},
 )
 axis.set_ylabel("µs")
 lab.show()

@@ -8,11 +8,11 @@
 # %%
 import time
 
-import lab
 import numpy as np
-from lab import plt
 
 import cupyattn
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 LAYERS, PAGE = 32, 16
@@ -135,7 +135,8 @@ if data:
         axis.set_xticks(x, counts)
         axis.set_xlabel("requests")
         axis.grid(axis="x", visible=False)
-        axis.legend(fontsize=7.5, ncols=2, loc="lower left", bbox_to_anchor=(0, 1.08))
+        axis.set_ylim(0, 1.3 * axis.get_ylim()[1])
+        axis.legend(fontsize=7.5, loc="upper left")
     lab.show()
 
     for count, us in data["us"].items():
@@ -146,67 +147,9 @@ if data:
         )
 
 # %% [markdown]
-# Committed runs give the parts: a plan and the launches of 32 layers from Python, and what a graph
-# does for the toy engine of `make serve-demo` (a random Llama of 0.85e9 weights, 64 requests,
-# every layer of it in the graph).
-
-# %%
-host = "2026-11-20-h200-hopper"
-plan_us = lab.committed(host, "plan_decode_64_numpy")["cupyattn"]["us"]
-run_us = lab.committed(host, "run_decode_torch_out")["cupyattn"]["us"]
-served = (lab.RESULTS / "2026-11-25-h200-serving" / "serve.txt").read_text().splitlines()
-rates = {
-    line[:24].strip(): int(line[24:].split()[1].replace(",", ""))
-    for line in served
-    if line.startswith(("no drafts", "drafts"))
-}
-fig, axes = plt.subplots(1, 2, figsize=(7.6, 2.8), width_ratios=[1, 1.5])
-parts = {"plan()": plan_us, f"{LAYERS} x run()": LAYERS * run_us}
-drawn = axes[0].bar(list(parts), list(parts.values()), color=lab.OURS, width=0.6)
-axes[0].bar_label(drawn, fmt="{:,.0f}", fontsize=8)
-axes[0].set_title("host of an eager step, µs")
-labels = [name.replace(", CUDA", ",\nCUDA") for name in rates]
-drawn = axes[1].bar(labels, list(rates.values()), color=lab.OURS, width=0.6)
-axes[1].bar_label(drawn, fmt="{:,.0f}", fontsize=8)
-axes[1].set_title("toy engine, decoded tokens a second")
-for axis in axes:
-    axis.grid(axis="x", visible=False)
-    axis.tick_params(axis="x", labelsize=8)
-lab.show()
-
-# %% [markdown]
-# ## A whole engine's metadata
-#
 # An engine also prepares page tables and lengths each step. `cupyattn.serving` does it in one
-# launch that reads the engine's own arrays on the GPU, so the graph may contain it. Beside the
-# backend of SGLang that it is modelled on (committed run, one decode step):
-
-# %%
-import json
-
-rows = json.loads((lab.RESULTS / "2026-11-25-h200-serving" / "serving.json").read_text())
-cases = {
-    "DECODE 64x8k": "decode,\n64 requests",
-    "DECODE 256x8k": "decode,\n256 requests",
-    "TARGET_VERIFY 32x8k": "verify,\n32 trees of 8",
-}
-fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.0))
-for axis, key, title in (
-    (axes[0], "host_us", "metadata, host"),
-    (axes[1], "device_us", "metadata, GPU"),
-):
-    groups = {}
-    for case, label in cases.items():
-        groups[label] = {
-            {"ours": "cupyattn", "sglang": "SGLang"}[row["who"]]: row[key]
-            for row in rows
-            if row["case"] == case
-        }
-    lab.bars(axis, groups)
-    axis.legend(fontsize=8, loc="upper left")
-    axis.set_title(title)
-axes[0].set_ylabel("µs")
-lab.show()
+# launch that reads the engine's own arrays on the GPU, so the graph may contain it too: then
+# nothing is left on the host but the replay.
 
 # %% [markdown]
 # **In short.** Plan once a step, replay one graph: what is left of the host is the plan. `make

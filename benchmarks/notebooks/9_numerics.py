@@ -7,12 +7,12 @@
 # %%
 import itertools
 
-import lab
 import ml_dtypes
 import numpy as np
-from lab import plt
 
 import cupyattn
+from cupyattn.bench import lab
+from cupyattn.bench.lab import plt
 
 lab.begin()
 
@@ -90,12 +90,28 @@ for axis, dtype in zip(axes, (ml_dtypes.bfloat16, np.float16), strict=True):
         found.append(
             [np.sqrt(np.square(x - exact).mean() / np.square(exact).mean()) for x in answers]
         )
-    axis.bar(range(len(KEYS)), [kernel for kernel, _ in found], color=lab.OURS, width=0.6)
-    axis.plot(range(len(KEYS)), [rounded for _, rounded in found], "_", ms=30, mew=2, color="black")
-    axis.set_xticks(range(len(KEYS)), [lab.short(n) for n in KEYS])
+    axis.bar(
+        range(len(KEYS)),
+        [kernel for kernel, _ in found],
+        color=lab.OURS,
+        width=0.6,
+        label="a kernel's arithmetic",
+    )
+    axis.plot(
+        range(len(KEYS)),
+        [rounded for _, rounded in found],
+        "_",
+        ms=30,
+        mew=2,
+        color="black",
+        label="rounding the exact answer",
+    )
+    axis.set_xticks(range(len(KEYS)), [lab.brief(n) for n in KEYS])
     axis.set_xlabel("keys")
     axis.set_title(f"{np.dtype(dtype).name}: relative RMS error")
     axis.grid(axis="x", visible=False)
+    axis.set_ylim(0, 1.45 * axis.get_ylim()[1])
+    axis.legend(fontsize=8, loc="upper right", markerscale=0.4)
 lab.show()
 
 # %% [markdown]
@@ -128,15 +144,29 @@ if data:
     fig, axes = plt.subplots(1, 2, figsize=(7.6, 2.9))
     for axis, (dtype, rows) in zip(axes, data["rms"].items(), strict=True):
         lengths = [int(n) for n in rows]
-        axis.bar(range(len(lengths)), [e for e, _ in rows.values()], color=lab.OURS, width=0.6)
-        axis.plot(
-            range(len(lengths)), [r for _, r in rows.values()], "_", ms=26, mew=2, color="black"
+        axis.bar(
+            range(len(lengths)),
+            [e for e, _ in rows.values()],
+            color=lab.OURS,
+            width=0.6,
+            label="cupyattn",
         )
-        axis.set_xticks(range(len(lengths)), [lab.short(n) for n in lengths])
+        axis.plot(
+            range(len(lengths)),
+            [r for _, r in rows.values()],
+            "_",
+            ms=26,
+            mew=2,
+            color="black",
+            label="rounding the exact answer",
+        )
+        axis.set_xticks(range(len(lengths)), [lab.brief(n) for n in lengths])
         axis.set_xlabel("keys")
         axis.set_title(f"{dtype}: relative RMS error")
         axis.grid(axis="x", visible=False)
         axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        axis.set_ylim(0, 1.45 * axis.get_ylim()[1])
+        axis.legend(fontsize=8, loc="upper right", markerscale=0.4)
     lab.show()
 
 # %% [markdown]

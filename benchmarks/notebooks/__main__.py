@@ -2,13 +2,15 @@
 
 The scripts are the source, in the percent format (`# %%` begins a cell, `# %% [markdown]` a text).
 Without `--execute` outputs are kept where the code of a notebook did not change. With it each
-notebook runs in a kernel of its own, in its own folder.
+notebook runs in a kernel of its own, in this folder. `--rows NAME FOLDER` keeps what the
+notebooks show of a run beside other libraries: `lab.peers(NAME)`.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import sys
 import time
@@ -16,9 +18,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cupyattn.bench.lab.runs import KEPT
+
 HERE = Path(__file__).resolve().parent
+# What the rows of results call a library, and what figures do. Others are not shown.
+LIBRARIES = {
+    "ours": "cupyattn",
+    "ours_apart": "cupyattn, apart",
+    "fa3": "FlashAttention-3",
+    "flashinfer": "FlashInfer",
+    "flashmla": "FlashMLA",
+    "sdpa_cudnn": "cuDNN",
+}
 MOST_BYTES = 300_000
 _TEXT = "# %% [markdown]"
+
+
+_KEPT = "us", "tflops", "gbps"
 
 
 def scripts() -> list[Path]:
@@ -71,12 +87,12 @@ def _keep_outputs(old: Any, new: Any) -> None:
             wanted.outputs, wanted.execution_count = have.outputs, have.execution_count
 
 
-def execute(built: Any, timeout: int = 300) -> Any:
-    """The notebook with new outputs. Raises CellExecutionError where a cell does."""
+def execute(built: Any, timeout: int = 300, place: Path = HERE) -> Any:
+    """The notebook with new outputs, run in a folder. Raises CellExecutionError as a cell does."""
     from nbclient import NotebookClient
 
-    place = {"metadata": {"path": str(HERE)}}
-    client = NotebookClient(built, timeout=timeout, kernel_name="python3", resources=place)
+    folder = {"metadata": {"path": str(place)}}
+    client = NotebookClient(built, timeout=timeout, kernel_name="python3", resources=folder)
     roots = str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")
     client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, roots))})
     for cell in built.cells:
@@ -94,13 +110,38 @@ def write(built: Any, target: Path) -> None:
     target.write_text(text, "utf-8")
 
 
+def kept_rows(data: dict[str, Any]) -> dict[str, Any]:
+    """What `lab.peers` returns of a run's results.json: each library's fastest right row."""
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    for row in data["rows"]:
+        library = LIBRARIES.get(row["peer"], LIBRARIES.get(row["peer"].partition("_")[0]))
+        if row["peer"].startswith("ours_"):
+            library = LIBRARIES.get(row["peer"])
+        if row["status"] != "timed" or not library:
+            continue
+        best = rows.setdefault(row["case"], {})
+        if library not in best or row["us"] < best[library]["us"]:
+            best[library] = {key: round(row[key], 1) for key in _KEPT if key in row}
+    header = data["header"]
+    on = f"{header['device']['name']}, {header['date'][:10]}, commit {header['commit'][:8]}"
+    ceilings = {key: round(data["ceilings"][key], 1) for key in ("tflops", "gbps")}
+    return {"on": on, "ceilings": ceilings, "rows": rows}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Make, and if asked execute, the notebooks named, or all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.notebooks", description=__doc__)
     parser.add_argument("--execute", action="store_true", help="run them too")
     parser.add_argument("--out", type=Path, default=HERE, help="folder (default: beside scripts)")
     parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
+    told = "NAME", "FOLDER"
+    parser.add_argument("--rows", nargs=2, metavar=told, help="keep rows of a result folder")
     args = parser.parse_args(argv)
+    if args.rows:
+        name, folder = args.rows
+        data = json.loads((Path(folder) / "results.json").read_text("utf-8"))
+        (KEPT / f"rows_{name}.json").write_text(json.dumps(kept_rows(data)) + "\n", "utf-8")
+        return 0
     args.out.mkdir(parents=True, exist_ok=True)
     for script in scripts():
         if args.names and not script.name.startswith(tuple(args.names)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.share import slow_unless
 
@@ -15,6 +17,7 @@ pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
 from benchmarks.notebooks import __main__ as building  # noqa: E402
+from cupyattn.bench.lab import batches, runs, work_list  # noqa: E402
 
 SCRIPTS = building.scripts()
 by_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -32,8 +35,8 @@ def text(made: Any) -> str:
     return "".join(output.get("text", "") for output in outputs(made))
 
 
-def test_there_are_ten() -> None:
-    assert sorted(int(path.name.split("_")[0]) for path in SCRIPTS) == list(range(1, 11))
+def test_there_are_eleven() -> None:
+    assert sorted(int(path.name.split("_")[0]) for path in SCRIPTS) == list(range(1, 12))
     page = (building.HERE / "README.md").read_text("utf-8")
     assert all(f"({path.stem}.ipynb)" in page for path in SCRIPTS)
 
@@ -66,11 +69,32 @@ def test_it_runs_without_a_gpu(script: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not stray, stray
 
 
-def test_each_committed_run_says_what_it_ran_on() -> None:
+def test_each_run_says_what_it_ran_on() -> None:
     used = "".join(path.read_text("utf-8") for path in SCRIPTS)
-    for path in (building.HERE / "measured").glob("*.json"):
+    for path in runs.KEPT.glob("*.json"):
+        name = path.stem.removeprefix("rows_")
         assert json.loads(path.read_text("utf-8"))["on"].startswith("NVIDIA ")
-        assert f'lab.measured("{path.stem}"' in used, f"{path.name} is shown by no notebook"
+        calls = "measured", "measured_before", "peers"
+        assert any(f'lab.{call}("{name}"' in used for call in calls), (
+            f"no notebook shows {path.name}"
+        )
+
+
+@by_script
+def test_it_stands_alone(script: Path) -> None:
+    """It imports the package's public modules, and reads no file."""
+    for node in ast.walk(ast.parse(script.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cupyattn."):
+            assert (node.module or "").split(".")[1] == "bench", node.module
+    assert "Path(" not in script.read_text("utf-8") and "open(" not in script.read_text("utf-8")
+
+
+def test_one_file_runs_elsewhere(tmp_path: Path) -> None:
+    """The first notebook, copied where nothing else is."""
+    script = tmp_path / "7_mla.py"
+    script.write_text((building.HERE / script.name).read_text("utf-8"), "utf-8")
+    made = building.execute(building.notebook(script), place=tmp_path)
+    assert "No GPU here" in text(made)
 
 
 def test_outputs_stay_where_no_code_changed(tmp_path: Path) -> None:
@@ -98,26 +122,51 @@ def test_a_large_notebook_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_is_kept_only_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.notebooks import lab
     from cupyattn.core.device import NO_GPU
 
-    monkeypatch.setattr(lab, "HERE", tmp_path)
-    monkeypatch.setattr(lab, "GPU", NO_GPU)
-    monkeypatch.delenv(lab.SAVE, raising=False)
-    found = lab.measured("it", lambda: {"us": {8: 1.5}})
+    monkeypatch.setattr(runs, "KEPT", tmp_path)
+    monkeypatch.setattr(batches, "GPU", NO_GPU)
+    monkeypatch.delenv(runs.SAVE, raising=False)
+    found = runs.measured("it", lambda: {"us": {8: 1.5}})
     assert found["us"] == {"8": 1.5}, "keys are what another run will read"
-    assert not (tmp_path / "measured").exists()
-    monkeypatch.setenv(lab.SAVE, "1")
-    lab.measured("it", lambda: {"us": {8: 2.5}})
-    monkeypatch.setattr(lab, "GPU", None)
-    again = lab.measured("it", lambda: pytest.fail("there is no GPU"))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(runs.SAVE, str(tmp_path))
+    runs.measured("it", lambda: {"us": {8: 2.5}})
+    monkeypatch.setattr(batches, "GPU", None)
+    again = runs.measured("it", lambda: pytest.fail("there is no GPU"))
     assert again["us"] == {"8": 2.5} and again["on"].startswith("no GPU, 20")
+    assert runs.measured("other", dict) == {}
 
 
-def test_committed_rows_are_the_fastest_right_ones() -> None:
-    from benchmarks.notebooks import lab
+def test_rows_that_are_kept_are_the_fastest_right_ones() -> None:
+    row = {"case": "it", "status": "timed", "us": 2.0, "tflops": 3.04, "gbps": 4.0}
+    rows = [
+        row | {"peer": "ours"},
+        row | {"peer": "ours_trtllm", "us": 1.0},
+        row | {"peer": "ours_apart", "us": 9.0},
+        row | {"peer": "flashinfer_fa2"},
+        row | {"peer": "flashinfer_fa3", "us": 1.5},
+        row | {"peer": "fa3", "status": "wrong"},
+        row | {"peer": "sdpa_flash"},
+    ]
+    header = {"device": {"name": "NVIDIA X"}, "date": "2026-11-28T12:00", "commit": "0123456789"}
+    data = {"rows": rows, "header": header, "ceilings": {"tflops": 700.0, "gbps": 3000.04}}
+    kept = building.kept_rows(data)
+    assert kept["on"] == "NVIDIA X, 2026-11-28, commit 01234567"
+    assert kept["ceilings"] == {"tflops": 700.0, "gbps": 3000.0}
+    ours = {"us": 2.0, "tflops": 3.0, "gbps": 4.0}
+    assert kept["rows"]["it"] == {
+        "cupyattn": ours,
+        "cupyattn, apart": ours | {"us": 9.0},
+        "FlashInfer": ours | {"us": 1.5},
+    }
 
-    rows = lab.committed("2026-11-20-h200-hopper", "decode_64x8k")
-    assert set(rows) == {"cupyattn", "FlashAttention-3", "FlashInfer", "ours_trtllm"}
-    assert all(row["status"] == "timed" for row in rows.values())
-    assert rows["cupyattn"]["peer"] == "ours"
+
+def test_a_work_list_needs_no_gpu() -> None:
+    lengths = np.array([65536, *[256] * 40])
+    whole, dealt = (work_list(lengths, may_split=may) for may in (False, True))
+    assert whole.num_split_requests == 0 and dealt.num_split_requests == 1
+    ends = [max(block.begin + block.time for block in made.play()) for made in (whole, dealt)]
+    assert ends[0] == 2 + 512 and ends[1] < ends[0] / 8
+    keys = [block.time - 2 for block in dealt.play() if block.request == 0]
+    assert sum(keys) == 8 * 512, "every key tile once for each key head"
