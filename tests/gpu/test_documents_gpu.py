@@ -1,4 +1,4 @@
-"""Every example of the documents, on a machine with a GPU."""
+"""Every example of the documents and of docstrings, on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import translated
+from helpers import docstrings, translated
 
 from benchmarks import documents
 
@@ -31,8 +31,11 @@ def examples() -> list[tuple[str, str]]:
 
 def calls() -> list[tuple[str, str]]:
     """Those that call the library with arrays of a framework that another can stand in for."""
-    own = "from cupyattn", "import jax"
-    found = [x for x in examples() if "import cupyattn\n" in x[1]]
+    own = (
+        *("from cupyattn", "import jax", 'device="cpu"', "quantize_qkv"),
+        *("cupyattn.explain(", "fast_decode_plan("),  # they take a wrapper itself
+    )
+    found = [x for x in [*examples(), *docstrings.programs()] if "import cupyattn\n" in x[1]]
     return [x for x in found if not any(words in x[1] for words in own)]
 
 

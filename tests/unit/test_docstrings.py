@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import doctest
-import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers import docstrings
 
-import cupyattn
-from cupyattn import errors
-
-# Modules of functions and classes that users call.
-_MODULES = (
-    *("flash_attn", "flash_attn.bert_padding", "flash_attn_interface", "flash_mla", "serving"),
-    *("distributed", "dsa_indexer", "msa_ops", "paged_mqa", "sparse"),
-)
 # What other entries' examples show: fields of a step, interfaces, objects of engines.
 _SHOWN_ELSEWHERE = {
     *("serving.AttentionMetadata", "serving.ContextParallelBackend", "serving.DraftInfo"),
@@ -32,20 +23,7 @@ _SECTION = re.compile(r"^(\w+)\n-+$", re.M)
 _ORDER = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
 
 
-def _documented() -> dict[str, Callable[..., Any]]:
-    """Public functions and classes by name, each once."""
-    names = [x for x in cupyattn.__all__ if not hasattr(errors, x)]
-    for module in _MODULES:
-        names += [f"{module}.{x}" for x in importlib.import_module(f"cupyattn.{module}").__all__]
-    found: dict[int, tuple[str, Callable[..., Any]]] = {}
-    for name in names:
-        value = functools.reduce(getattr, name.split("."), cupyattn)
-        if callable(value):
-            found.setdefault(id(value), (name, value))
-    return dict(found.values())
-
-
-DOCUMENTED = _documented()
+DOCUMENTED = docstrings.documented()
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
