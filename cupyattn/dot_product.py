@@ -107,12 +107,12 @@ def dot_product_attention(
         Any number of query heads shares a key head. Any strides but a contiguous last dimension.
     bias
         float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without b),
-        contiguous: added to the scaled logits, behind a soft cap. Dense requests alone, each a
-        launch of its own; the kernel is compiled on its first use.
+        contiguous: added to the scaled logits, behind a soft cap. Only for dense batches; one
+        kernel launch per request, and the kernel is compiled on its first use.
     mask
-        bool, of the same shapes: True where a row sees a key. Dense requests alone; is_causal, the
-        window and lengths hold besides. Each request is a launch of its own then. One that differs
-        by head, or comes with a bias, is taken as the bias is.
+        bool, of the same shapes: True where a row sees a key. Only for dense batches; one kernel
+        launch per request. is_causal, the window and lengths hold besides. A mask that differs by
+        head, or comes with a bias, is served as a bias is.
     scale
         Of the logits; default 1 / sqrt(head_dim).
     is_causal
@@ -126,7 +126,7 @@ def dot_product_attention(
     query_seq_lengths
         [b]: how many rows of each dense or paged request count; the others give 0.
     key_value_seq_lengths, kv_lens
-        Two names of [b]: how many keys of each request count.
+        [b], by either name: how many keys of each request count.
     local_window_size
         (left, right): keys before and after a row's own position that it sees, both ends included,
         -1 for all; one number stands for both sides.
@@ -147,7 +147,7 @@ def dot_product_attention(
     out
         Array to write instead of a new one.
     return_lse, return_residual
-        Two names of: return the log-sum-exp of each row too. For JAX's arrays return_residual has
+        Either one: return the log-sum-exp of each row too. For JAX's arrays return_residual has
         query's dtype, as in jax.nn.
     logits_transform, mask_fn, logits_params
         Expressions over each logit and its position, as in single_prefill_with_kv_cache. Only for
