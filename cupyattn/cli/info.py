@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from .. import jit
-from .._version import __version__
+from .._version import __version__, build_version
 from ..choose.card import known
 from ..core import env
 from ..core.cupy_module import cupy_module
@@ -49,6 +49,7 @@ def facts() -> dict[str, Any]:
     """
     return {
         "cupyattn": __version__,
+        "build": build_version(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "frameworks": {x: version(x) for x in _FRAMEWORKS},
@@ -135,7 +136,7 @@ def _cache_facts() -> Any:
 def _lines(result: dict[str, Any]) -> list[str]:
     """The facts for readers, a line each."""
     lines = [
-        f"cupyattn     {result['cupyattn']}",
+        f"cupyattn     {result['build']}",
         f"Python       {result['python']}, {result['platform']}",
         f"frameworks   {_frameworks(result['frameworks'])}",
     ]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from .._version import __version__
+from .._version import build_version
 from ..core import env
 from ..core.folders import is_writable
 from ..errors import ArgumentError
@@ -185,7 +185,7 @@ def _write(call: Call, error: BaseException | None = None) -> Path:
     arrays = {key: x for step in steps for key, x in step.arrays.items()}
     facts = {
         "schema": SCHEMA,
-        "cupyattn": __version__,
+        "cupyattn": build_version(),
         "call": call.number,
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "steps": [step.facts for step in steps],

@@ -6,6 +6,7 @@ import email
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from cupyattn import _version
 
 pytest.importorskip("hatchling")
 
@@ -142,6 +145,37 @@ def test_the_metadata(wheel: Path) -> None:
         assert f"[{group}]\n{line}" in entry_points
 
 
+def version_of(archive: zipfile.ZipFile) -> str:
+    (line,) = re.findall(
+        r'^__version__ = "(.*)"$', archive.read("cupyattn/_version.py").decode(), re.M
+    )
+    return str(line)
+
+
+def test_a_wheel_says_which_commit_it_is_of(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        version = version_of(archive)
+        metadata = email.message_from_bytes(archive.read(f"{info_folder(wheel)}/METADATA"))
+    assert metadata["Version"] == version == _version.build_version()
+    if (ROOT / ".git").exists() and _version.__version__.endswith(".dev0"):
+        assert re.fullmatch(r"\d+\.\d+\.\d+\.dev[1-9]\d*\+[0-9a-f]{8,}(\.dirty)?", version)
+
+
+def test_a_copy_without_git_builds_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "cupyattn" / "_version.py"
+    own.parent.mkdir()
+    shutil.copy(_version.__file__, own)
+    monkeypatch.setattr(_version, "__file__", str(own))
+    assert _version.build_version() == _version.__version__
+    # A checkout, and no git in the path; then a git that knows no checkout here.
+    (tmp_path / ".git").touch()
+    assert _version.build_version() == _version.__version__
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _version.build_version() == _version.__version__
+    monkeypatch.setattr(_version, "__version__", "0.3.0")
+    assert _version.build_version() == "0.3.0"
+
+
 def test_the_wheel_answers_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     package, kernels, frameworks, answer = run_outside(installed, tmp_path, "-c", CALL)
     assert Path(package) == installed / "cupyattn" / "__init__.py"
@@ -203,3 +237,4 @@ def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -
     again = build("wheel", source, tmp_path / "wheel")
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
         assert sorted(first.namelist()) == sorted(second.namelist())
+        assert version_of(first) == version_of(second)
