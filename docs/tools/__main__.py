@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import documents
 
-from . import llms, mistakes, support
+from . import address, llms, mistakes, support
 from .pictures import PICTURES
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -28,6 +28,7 @@ def rendered() -> Iterator[tuple[Path, str]]:
     yield DOCS / "support.md", support.page()
     yield DOCS / "troubleshooting.md", mistakes.page()
     yield DOCS / "home" / "llms.txt", llms.page()
+    yield from address.rendered()
     for name, draw in PICTURES.items():
         yield DOCS / "pictures" / f"{name}.svg", draw()
 
