@@ -23,7 +23,7 @@ from ..tiles import decode_sm80
 from ..tiles.config import TileConfig
 from ..tiles.decode_sm80 import one_an_sm_rows
 from ..tiles.row_classes import DECODE, MAX_ROWS, VERIFY
-from . import merge_splits
+from . import log_choices, merge_splits
 from .kernels import Kernels
 from .key_list_arrays import ListAddresses, Lists
 from .key_unions import UnionLauncher
@@ -105,6 +105,7 @@ class ListLauncher:
         # Neighbours among many tokens share what their lists name.
         self.unions = None if are_of_query_heads else UnionLauncher.of(spec, problem, device_index)
         self._plans: dict[tuple[int, int], _Plan] = {}
+        self._log = log_choices.log_of(self.spec, problem)
 
     def plan(self, num_tokens: int, num_keys: int) -> _Plan:
         """The launches for tokens whose lists have so many keys."""
@@ -239,6 +240,9 @@ class ListLauncher:
             unions = self.unions.plan(lists, groups, strides, num_tokens)
             if unions is not None:
                 self.unions.launch(unions, at, optional, stream, allocate)
+                if self._log is not None:
+                    both = unions.union, unions.attention
+                    self._log.lists(lists, num_tokens, "unions of neighbours' lists", both)
                 return
         num_keys = lists.num_keys
         plan = self.plan(num_tokens, num_keys)
@@ -282,6 +286,9 @@ class ListLauncher:
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
             enqueue(plan.merge, arguments, self.device_index, stream)
+        if self._log is not None:
+            launches = [launch for launch, _ in plan.parts]
+            self._log.lists(lists, num_tokens, _words_of(plan), launches)
 
     def _pack_lists(self, buffer: bytearray, begin: int, at: ListAddresses, lists: Lists) -> None:
         params.KEY_LISTS.pack_into(
@@ -310,3 +317,15 @@ class ListLauncher:
             lists.v_scale_request_step,
             at.value_scales,
         )
+
+
+def _words_of(plan: _Plan) -> str:
+    """Who reads a list, for the log of choices."""
+    (launch, _), *_ = plan.parts
+    num_parts = launch.grid[2]
+    if launch.cluster > 1:
+        return f"each list by a cluster of {launch.cluster}"
+    if num_parts == 1:
+        return "each list by a block"
+    merged = "" if plan.merge is None else ", which a launch merges"
+    return f"each list in {num_parts} parts{merged}"

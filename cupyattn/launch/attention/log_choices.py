@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...choose.candidates import BY_ROW_CLASS
@@ -12,6 +13,8 @@ from ...core import log
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule.batch import BatchRequests
+from ..driver.enqueue import Launch
+from .key_list_arrays import Lists
 from .words import batch_words, problem_words
 
 if TYPE_CHECKING:
@@ -49,6 +52,14 @@ class ChoiceLog:
         """Say what serves requests whose lengths stay on the device."""
         if self._is_new((row_class, kernel)):
             self._say("lengths on the device", row_class, kernel)
+
+    def lists(self, lists: Lists, num_tokens: int, choice: str, launches: Sequence[Launch]) -> None:
+        """Say what serves tokens that have lists of keys; `launches` in their order."""
+        blocks = [math.prod(launch.grid) for launch in launches]
+        if self._is_new((choice, lists.granularity, lists.length, *blocks)):
+            about = f"{num_tokens:,} tokens with {lists.length:,} blocks of {lists.granularity}"
+            about += f" and the last {lists.window:,} keys" if lists.window else ""
+            self._say(about, choice, ", then ".join(f"{n:,} blocks" for n in blocks))
 
     def _is_new(self, choice: tuple[object, ...]) -> bool:
         is_new = choice not in self._said

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cupyattn
+from cupyattn import sparse
+from cupyattn.engine import geometry
 from cupyattn.launch.attention import log_choices
 from cupyattn.launch.attention.batch import BatchLauncher
 from cupyattn.launch.attention.single import AttentionLauncher
@@ -105,3 +108,19 @@ def test_lines_go_to_stderr_once(has_handlers: bool) -> None:
     assert done.returncode == 0 and len(lines) == 1
     assert lines[0].startswith("mine: cupyattn: " if has_handlers else "cupyattn: float16, ")
     assert logging.getLogger("cupyattn").level == logging.NOTSET
+
+
+def test_lists_of_keys(
+    gpu: Any, make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    geometry.forget()
+    cache = make(40, 64, 2, 64), make(40, 64, 2, 64)
+    table = make(1, 40, dtype="int32")
+    for tokens in (1, 1, 4):
+        lists = make(tokens, 2, 4, dtype="int32")
+        lengths = make(1, dtype="int32")
+        sparse.attend(make(tokens, 32, 64), cache, lists, table, lengths, granularity=64)
+    one, more = caplog.messages
+    assert "; 1 tokens with 4 blocks of 64 -> each list by a block: 2 blocks" in one
+    assert "; 4 tokens with 4 blocks of 64 -> each list by a block: 8 blocks" in more
+    geometry.forget()
