@@ -23,7 +23,14 @@ from .core.tracing import untraced
 from .engine import geometry
 from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options
-from .engine.gathered_keys import MAX_BYTES, ListedCache, ListedCaches, has_pages_of_584
+from .engine.gathered_keys import (
+    MAX_BYTES,
+    Gathered,
+    ListedCache,
+    ListedCaches,
+    gather_again,
+    has_pages_of_584,
+)
 from .engine.index_arrays import fresh_progression, full
 from .engine.kept_list import KeptList
 from .engine.key_share import WHOLE_LENGTHS, read_share
@@ -443,6 +450,11 @@ def _attend_listed(
     arrays: Arrays, second: tuple[Any, Any, Any], arguments: _CacheOptions
 ) -> tuple[Any, Any]:
     """(out, lse) of lists over two caches, or one that attention cannot read as it is."""
+    inputs = arrays.q, arrays.k, arrays.block_tables, arrays.kv_lens, *second, arrays.out
+    is_plain = are_numbers(arguments.softmax_scale)
+    gathered = gather_again(inputs, arguments) if is_plain else None
+    if gathered is not None:
+        return _attend_gathered(arrays, gathered, arguments)
     extra_k, extra_indices, extra_lens = second
     if not arguments.is_list:
         name = "extra_k_cache" if extra_k is not None else "k_cache"
@@ -477,7 +489,10 @@ def _attend_listed(
         match_output(vout, shape, vq.dtype, "out", **caches.inputs)
     num_parts = -(-count * tokens * caches.num_bytes // MAX_BYTES)
     if num_parts <= 1 or vq.device.kind == "cpu":
-        return _attend_gathered(arrays, caches, arguments)
+        result = _attend_gathered(arrays, caches.gather(arrays.q), arguments)
+        if is_plain:
+            caches.keep(inputs, arguments)
+        return result
     out = arrays.out
     if out is None:
         out = array.empty((count, tokens, heads, latent), vq.dtype, vq)
@@ -492,7 +507,7 @@ def _attend_listed(
         ]
         of_part = arrays._replace(q=arrays.q[part], out=out[part], lse=lse[part])
         caches = ListedCaches(of_part.q, own, has_scales, latent)
-        _attend_gathered(of_part, caches, arguments)
+        _attend_gathered(of_part, caches.gather(of_part.q), arguments)
     return array.deliver(out, vq), array.deliver(lse, vq)
 
 
@@ -504,9 +519,8 @@ def _parts(count: int, tokens: int, limit: int) -> Iterator[tuple[slice, slice]]
             yield slice(first, first + requests), slice(token, token + of_each)
 
 
-def _attend_gathered(arrays: Arrays, caches: ListedCaches, arguments: _CacheOptions) -> Any:
+def _attend_gathered(arrays: Arrays, gathered: Gathered, arguments: _CacheOptions) -> Any:
     """(out, lse) of one part."""
-    gathered = caches.gather(arrays.q)
     arrays = arrays._replace(
         q=gathered.q,
         q_rope=gathered.q_rope,
@@ -519,7 +533,7 @@ def _attend_gathered(arrays: Arrays, caches: ListedCaches, arguments: _CacheOpti
         key = _GatheredOptions(
             arguments.head_dim_v,
             arguments.softmax_scale,
-            caches.q.dtype.name,
+            gathered.dtype,
             arguments.key_share,
         )
         result = run_cached(arrays, key)
@@ -532,8 +546,8 @@ def _attend_gathered(arrays: Arrays, caches: ListedCaches, arguments: _CacheOpti
         q_len=1,
         is_list=True,
         request_tokens=options.q_len,
-        o_dtype=caches.q.dtype.name,
-        dims=_dims(caches.q.shape[3] + caches.zeros, arguments.head_dim_v, "head_dim_v"),
+        o_dtype=gathered.dtype,
+        dims=_dims(gathered.columns, arguments.head_dim_v, "head_dim_v"),
     )
     return run(arrays, options, asked=asked)
 

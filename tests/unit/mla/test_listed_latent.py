@@ -119,6 +119,34 @@ def test_launches(gpu: fake_gpu.Gpu, make: Callable[..., Any]) -> None:
         assert struct.unpack("<4i", gpu.launches[0].params[160:176]) == (6, 3, 64, 72)
 
 
+def test_a_repeated_call_is_not_looked_at(
+    gpu: fake_gpu.Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(x: Any, out: Any) -> Any:
+        pages, lists = make(2, 4, 1, 584, dtype="uint8"), make(2, 3, 5, dtype="int32")
+        return flash_mla.flash_mla_with_kvcache(
+            *(x, pages, None, None, 512),
+            is_fp8_kvcache=True,
+            indices=lists,
+            extra_k_cache=pages,
+            extra_indices_in_kvcache=lists,
+            out=out,
+        )
+
+    q, out = make(2, 3, 16, 512), make(2, 3, 16, 512)
+    call(q, out)
+    first, real = [(x.kernel, x.grid) for x in gpu.launches], flash_mla.ListedCaches
+    gpu.launches.clear()
+    monkeypatch.setattr(flash_mla, "ListedCaches", None)
+    assert call(make(2, 3, 16, 512), out)[0] is out
+    assert [(x.kernel, x.grid) for x in gpu.launches] == first
+    monkeypatch.setattr(flash_mla, "ListedCaches", real)
+    with pytest.raises(ArgumentError, match="out: overlaps"):
+        call(q, q)
+    with pytest.raises(ArgumentError, match="out: shape"):
+        call(q, make(2, 3, 16, 256))
+
+
 def test_parts(
     gpu: fake_gpu.Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
