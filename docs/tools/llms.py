@@ -7,6 +7,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1]
 _LEFT_OUT = ("Notebooks", "Project")
+_NESTED = re.compile(r"^:::\{toctree\}\n:hidden:\n(?!:)(.*?)^:::$", re.S | re.M)
 _TOCTREE = re.compile(r"^:::\{toctree\}\n:hidden:\n:caption: (.*?)\n(.*?)^:::$", re.S | re.M)
 _HEAD = """# cupyattn
 
@@ -23,8 +24,8 @@ def page() -> str:
     parts = [_HEAD]
     for caption, entries in _TOCTREE.findall((DOCS / "index.md").read_text("utf-8")):
         if caption not in _LEFT_OUT:
-            lines = [_line(entry) for entry in entries.split()]
-            parts.append(f"## {caption}\n\n" + "".join(line for line in lines if line))
+            lines = "".join(_lines(entry) for entry in entries.split())
+            parts.append(f"## {caption}\n\n" + lines)
     return "\n".join(parts)
 
 
@@ -33,13 +34,17 @@ def linked(text: str) -> list[str]:
     return re.findall(r"\]\((\S+?)\.html\)", text)
 
 
-def _line(entry: str) -> str:
+def _lines(entry: str) -> str:
+    """A page, and those below it."""
     for suffix in (".md", ".rst"):
         path = (DOCS / f"{entry}{suffix}").resolve()
         if path.exists():
-            title, about = _title_and_sentence(path.read_text("utf-8"), suffix)
+            text = path.read_text("utf-8")
+            title, about = _title_and_sentence(text, suffix)
             address = path.relative_to(DOCS.parent).with_suffix(".html").as_posix()
-            return f"- [{title}]({address})" + (f": {about}" if about else "") + "\n"
+            line = f"- [{title}]({address})" + (f": {about}" if about else "") + "\n"
+            below = [x for tree in _NESTED.findall(text) for x in tree.split()]
+            return line + "".join(map(_lines, below))
     return ""
 
 
