@@ -66,6 +66,10 @@ autosummary_generate = False
 # `name` in a docstring is a link where it names something of ours, and code elsewhere.
 default_role = "py:obj"
 
+# Copied examples come without their prompts and what they print.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
 smartquotes = False
 html_theme = "furo"
 html_title = f"cupyattn {release}"
