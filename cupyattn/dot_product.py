@@ -133,7 +133,7 @@ def dot_product_attention(
     cu_seqlens_q, cu_seqlens_k
         [b + 1]: the first row of each request, and the end of the last.
     max_seqlen_q, max_seqlen_k
-        Upper bounds of one request, as far as the host knows; they affect speed only.
+        Upper bounds of the rows and keys of one request; they affect speed only.
     block_table
         [b, most pages]: the pages of each request in the order of its keys; entries past its last
         page may hold anything.

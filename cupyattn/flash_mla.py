@@ -181,8 +181,9 @@ def flash_mla_with_kvcache(
     out
         Array to write instead of a new one.
     cp_world_size, cp_rank, cp_kv_cache_interleave_size
-        So many GPUs hold the keys of every request, of which this is one: runs of so many tokens in
-        turn (cupyattn.shares). block_table and cache_seqlens, or indices (`get_share_lists`), are
+        The keys of every request are spread over this many ranks (GPUs); the rank of this call; the
+        number of consecutive tokens that go to one rank before the next takes over
+        (cupyattn.shares). block_table and cache_seqlens, or indices (`get_share_lists`), are
         those of this rank's keys. The states of all ranks merge, so that a row that sees no key has
         -inf in its LSE. Not with attn_sink. cp_tot_seqused_k [b]: whole lengths, where causal or
         with a window.

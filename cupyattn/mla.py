@@ -113,8 +113,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         [B, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], float16 or bfloat16 (on the CPU
         float32 too), or float8_e4m3fn or float8_e5m2, which a launch turns into 16 bits: the last
         tokens of each request, causal among themselves. With cum_seq_lens_q [B + 1] any number of
-        rows of each: [rows, num_heads, columns]; max_q_len is then the most of one, as far as is
-        known.
+        rows of each: [rows, num_heads, columns]; max_q_len then bounds the rows of
+        one.
     kv_cache
         [num_pages, page_size, columns], with an axis of one head before or behind page_size or
         none; dtype of query or float8_e4m3fn. Any page size.
@@ -136,7 +136,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         where seq_lens is None. sparse_mla_top_k_lens [B * q_len]: how many count of each token's,
         whatever seq_lens says.
     max_seq_len
-        An upper bound of seq_lens, as far as is known: it affects speed only.
+        An upper bound of seq_lens. It affects speed only.
     bmm1_scale
         The whole scale of the logits, 1 / sqrt(128 + 64) in DeepSeek's models; bmm2_scale that of
         the output. Numbers, or float32 arrays of one element, read on the device.

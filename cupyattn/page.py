@@ -243,8 +243,9 @@ def get_batch_indices_positions(
     batch_indices, positions
         int32 [nnz] to write into (default: new arrays).
     cp_world_size, cp_rank, cp_kv_cache_interleave_size
-        Where that many ranks hold the keys of every request, runs of so many tokens in turn:
-        seq_lens are whole lengths, positions those in this rank's keys, and tokens of other ranks
+        The number of ranks (GPUs) over which the keys of every request are spread; this rank; and
+        the number of consecutive tokens that go to one rank before the next takes over. seq_lens
+        are then whole lengths and positions those among this rank's keys. Tokens of other ranks
         get -1 and 0, so that an append leaves them out.
 
     Returns

@@ -120,8 +120,8 @@ def attend(
         A token sees no key behind its own, for tokens are the last of their requests: token i of n
         sees lengths - (n - 1 - i) keys. False: all of them.
     window
-        So many last keys that a token sees are attended besides those of its list, each once,
-        whether they are listed or not.
+        The number of last keys that a token sees besides those of its list. Each counts once, even
+        if it is listed too.
     sinks
         float32 [num_qo_heads]: extra natural-log logits in the denominator and in the LSE.
     output_gate

@@ -120,8 +120,7 @@ def trtllm_batch_decode_with_kv_cache(
         int32, uint32 or int64 [B], keys of each request, the new tokens among them; 0: its rows
         give 0 and -inf. Lengths beyond the table are cut to it.
     max_seq_len
-        An upper bound of seq_lens, as far as is known: it affects speed only, by how finely keys
-        are split.
+        An upper bound of seq_lens. It affects speed only, by how finely keys are split.
     bmm1_scale
         The whole scale of the logits (k_scale / sqrt(head_dim), say); bmm2_scale that of the output
         (v_scale). Numbers, or float32 arrays of one element: on a GPU they are read there, without
@@ -136,8 +135,8 @@ def trtllm_batch_decode_with_kv_cache(
     sinks
         float32 [num_qo_heads]: extra natural-log logits in the denominator.
     q_len_per_req
-        Rows of each request. cum_seq_lens_q: [B + 1], the first row of each and their number, in
-        its place; max_q_len (or a q_len_per_req above 1) is then the most of one.
+        Rows of each request. Instead, cum_seq_lens_q [B + 1] says where the rows of each begin and
+        how many there are; max_q_len (or a q_len_per_req above 1) then bounds the rows of one.
     skip_softmax_threshold_scale_factor
         As in `single_prefill_with_kv_cache`. Few rows are exact.
     o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode
@@ -151,8 +150,9 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale times log2(e), which then counts in its place: a number, or float32 array of one
         element.
     cp_world, cp_rank, cp_kv_cache_interleave_size
-        So many GPUs hold the keys of every request, of which this is one: runs of so many tokens in
-        turn (cupyattn.shares). block_tables and seq_lens are those of this rank's keys; the states
+        The keys of every request are spread over this many ranks (GPUs); the rank of this call; the
+        number of consecutive tokens that go to one rank before the next takes over
+        (cupyattn.shares). block_tables and seq_lens are those of this rank's keys; the states
         of all ranks, with their LSEs, merge into the answer. sinks on rank 0 alone.
     causal_seqlens_kv_global
         [B]: keys of each whole request ahead of its rows of query, where several rows, a window or
@@ -356,9 +356,9 @@ def trtllm_batch_context_with_kv_cache(
     cum_seq_lens_q
         int32, uint32 or int64 [B + 1]: the first row of each, and their number.
     max_q_len
-        The most rows of one request, as far as is known: it chooses the kernel.
+        An upper bound of the rows of one request. It affects speed only.
     max_kv_len
-        The most of seq_lens, likewise; batch_size must be B.
+        An upper bound of seq_lens. It affects speed only. batch_size must be B.
     cum_seq_lens_kv
         Accepted for compatibility: seq_lens says the same. So are use_fp16_softmax and
         uses_spcompress, which allow less exact outputs.

@@ -266,8 +266,9 @@ def flash_attn_varlen_func(
     dynamic_causal
         [b], bool or an integer, with causal=True: 0 for requests whose rows see all their keys.
     cp_world_size, cp_rank, cp_kv_cache_interleave_size
-        So many GPUs hold the keys of every request, of which this is one: runs of so many tokens in
-        turn. With block_table; seqused_k and the table are those of this rank's keys, see
+        The keys of every request are spread over this many ranks (GPUs); the rank of this call; the
+        number of consecutive tokens that go to one rank before the next takes over.
+        With block_table; seqused_k and the table are those of this rank's keys, see
         `cupyattn.shares`. States of all ranks, with their LSEs, merge into the answer
         (`merge_states`). Not with alibi_slopes and attention_chunk; sinks on rank 0 alone.
     cp_tot_seqused_k

@@ -442,7 +442,7 @@ class AttentionBackend(Observed):
         cu_seqlens_k
             Likewise of k; default: cu_seqlens_q.
         max_seqlen_q, max_seqlen_k
-            The most of one request, as far as is known.
+            Upper bounds for one request; they affect speed only.
         causal
             True: new tokens over themselves. False: over a chunk of the prefix, in which sinks
             don't count, so that they do once in what is merged Others, and what is returned, as in

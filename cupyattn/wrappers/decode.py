@@ -175,10 +175,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             replace arrays. Indices count from the first query token and key of each request, which
             `batch` tells apart.
         cp_world_size, cp_rank, cp_kv_cache_interleave_size
-            Several GPUs hold the keys of every request: so many ranks, of which this is one; the
-            tokens of a sequence go round them in runs of so many, token t to rank t //
-            interleave_size % world_size. The arrays above are then of this rank's own keys, and its
-            answers with their LSEs merge with those of the other ranks (cascade.merge_states).
+            The keys of every request are spread over this many ranks (GPUs); the rank of this
+            wrapper; the number of consecutive tokens that go to one rank before the next takes
+            over. Token t is on rank t // interleave_size % world_size. The arrays above describe
+            this rank's own keys. Merge its outputs and LSEs with those of the other ranks
+            (cascade.merge_states).
         cp_tot_seqused_k
             int32 or int64 [B], on the host or the device: keys of each request on all ranks
             together. Needed for several rows of a request, a window or a run's mask, which go by
