@@ -98,8 +98,8 @@ SPARSE_MODELS = Variable(
 EIGHT_BIT_QUERIES = Variable(
     "CUPYATTN_8BIT_QUERIES",
     "0",
-    "1 lets vLLM quantise queries to e4m3 beside caches of e4m3; ours then multiply 8 bits where "
-    "that is sooner (read as a layer is made)",
+    "1: queries become e4m3 beside caches of e4m3, by vLLM, and in SGLang's backend; ours then "
+    "multiply 8 bits where that is sooner (read as a layer or a backend is made)",
 )
 
 ALL = (

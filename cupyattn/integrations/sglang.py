@@ -97,6 +97,7 @@ class Backend(FlashAttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
+        self.quantises_queries = env.EIGHT_BIT_QUERIES.flag()
         self._plain: set[int] = set()
 
     @property  # type: ignore[override]

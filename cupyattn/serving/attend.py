@@ -129,7 +129,8 @@ class LayerOptions(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Call:
     """A pass over a layer, as a call without a plan takes it: arrays by their roles there, and the
-    options. scale_k, scale_v and options_of_fp8 are of fp8 caches alone.
+    options. scale_k, scale_v and options_of_fp8 are of fp8 caches alone, scale_q and
+    options_of_8_bits, where queries have a scale, of queries of 8 bits over them.
 
     arrays, function  of its layout of keys: the call's arrays by their roles, and what runs it.
                     All that a layout lacks is left out: each name takes time
@@ -147,10 +148,12 @@ class Call:
     options_of_fp8: Any
     qo_lens: Any = None
     mask: Any = None
+    options_of_8_bits: Any = None
+    scale_q: Any = None
     scale_k: Any = None
     scale_v: Any = None
     whole_lens: Any = None
-    _asked: dict[tuple[bool, bool, DType | None], Any] = field(default_factory=dict)
+    _asked: dict[tuple[int, bool, DType | None], Any] = field(default_factory=dict)
 
     def run(
         self,
@@ -167,12 +170,15 @@ class Call:
         is_fp8 = cache.is_fp8
         arrays = self.arrays(self, q, q_rope, cache, out, lse, memory)
         options = self.options_of_fp8 if is_fp8 else self.options
+        has_8_bits = is_fp8 and self.options_of_8_bits is not None and _has_8_bits(q)
+        if has_8_bits:
+            arrays, options = arrays._replace(scale_q=self.scale_q), self.options_of_8_bits
         if return_lse or o_dtype is not None:
-            options = self._options(options, is_fp8, return_lse, o_dtype)
+            options = self._options(options, is_fp8 + has_8_bits, return_lse, o_dtype)
         return self.function(arrays, options)
 
-    def _options(self, options: Any, is_fp8: bool, return_lse: bool, o_dtype: DType | None) -> Any:
-        key = is_fp8, return_lse, o_dtype
+    def _options(self, options: Any, which: int, return_lse: bool, o_dtype: DType | None) -> Any:
+        key = which, return_lse, o_dtype
         cached = self._asked.get(key)
         if cached is None:
             cached = self._asked[key] = options._replace(return_lse=return_lse, o_dtype=o_dtype)
@@ -200,6 +206,10 @@ def _arrays(
         scale_v=call.scale_v if is_fp8 else None,
         mask=call.mask,
     )
+
+
+def _has_8_bits(q: Any) -> bool:
+    return array.view(q, "q").dtype.itemsize == 1
 
 
 def of_share(arrays: Callable[..., Arrays]) -> Callable[..., Arrays]:
@@ -241,6 +251,7 @@ def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> 
 
 def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     over, mask = each.over, each.mask
+    q_number, q_array = number_or_array(layer.q_scale)
     k_number, k_array = number_or_array(layer.k_scale)
     v_number, v_array = number_or_array(layer.v_scale)
     sm_scale = layer.softmax_scale
@@ -263,6 +274,10 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         sm_scale=sm_scale * parse.finite(k_number, "k_scale", 1.0),
         output_scale=parse.finite(v_number, "v_scale", 1.0),
     )
+    options_of_8_bits = None
+    if layer.q_scale is not None:
+        of_q = parse.finite(q_number, "q_scale", 1.0)
+        options_of_8_bits = options_of_fp8._replace(sm_scale=options_of_fp8.sm_scale * of_q)
     return Call(
         arrays=_arrays if over.key_share is None else _arrays_of_share,
         function=run,
@@ -275,6 +290,8 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
         sinks=sinks_of(layer, each),
         whole_lens=over.whole_lens,
         mask=over.tree_mask,
+        options_of_8_bits=options_of_8_bits,
+        scale_q=q_array,
         scale_k=k_array,
         scale_v=v_array,
         options=options,
@@ -395,7 +412,7 @@ def attend(
         (v_a, s_a), (v_b, s_b) = partial
         if out is None:
             vq = array.view(q, "q")
-            out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype, vq)
+            out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype.of_output, vq)
         output, lse = merge.run(
             merge.PAIR, merge.make_arrays(v_a=v_a, v_b=v_b, s_a=s_a, s_b=s_b, out=out), False
         )

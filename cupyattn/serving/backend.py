@@ -486,7 +486,7 @@ class AttentionBackend(Observed):
         """The output of no requests: rows of none are left alone."""
         rows, heads, _ = vq.shape
         if out is None:
-            out = array.from_numpy(np.zeros((rows, heads, dim_v), vq.dtype.numpy), vq)
+            out = array.from_numpy(np.zeros((rows, heads, dim_v), vq.dtype.of_output.numpy), vq)
         if not return_lse:
             return out
         lse = np.full((rows, heads), -np.inf, np.float32)

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from .. import array
+from ..core import dtypes
 from ..core.observed import Observed
 from ..core.tracing import untraced
 from ..errors import ArgumentError, PlanError, UnsupportedError
 from ..flash_attn.attend import float32_sinks
+from ..quantize import quantize_qkv
 from .backend import AttentionBackend, MultiStepDraftBackend
 from .document import FlashAttentionExpandMetadata, FlashAttentionMetadata
 from .modes import BackendConfig, BatchInfo, DraftInfo, ForwardMode, LayerSpec
@@ -78,6 +80,8 @@ class FlashAttentionBackend(Observed):
         self.num_splits = int(self.config.deterministic)
         self._layers: dict[Any, tuple[tuple[Any, ...], LayerSpec]] = {}
         self._pending: tuple[Store, int, BatchInfo] | None = None
+        # Whether queries of 16 bits become e4m3 beside caches of e4m3, by a layer's q_scale.
+        self.quantises_queries = False
 
     # --- what a program may read ---
 
@@ -305,7 +309,10 @@ class FlashAttentionBackend(Observed):
             q = q.reshape(-1, heads, dim if q_rope is None else dim_v)
         if q_rope is not None and len(q_rope.shape) != 3:
             q_rope = q_rope.reshape(-1, heads, dim - dim_v)
-        out = self.core.forward(q, spec, q_rope=q_rope)
+        out = None
+        if self.quantises_queries and not use_mla:
+            q, out = _quantised(q, pool.get_kv_buffer(layer.layer_id)[0], spec, dim_v)
+        out = self.core.forward(q, spec, q_rope=q_rope, out=out)
         return out.reshape(-1, heads * out.shape[-1])
 
     @staticmethod
@@ -347,7 +354,7 @@ class FlashAttentionBackend(Observed):
         window, cap = get(layer, "sliding_window_size", None), get(layer, "logit_cap", 0.0)
         facts = (
             *(layer.scaling, cap, window, layer.is_cross_attention, layer.k_scale, layer.v_scale),
-            *(get(layer, "use_irope", False), sinks, pool),
+            *(get(layer, "q_scale", None), get(layer, "use_irope", False), sinks, pool),
         )
         cached = self._layers.get(layer.layer_id)
         if cached is not None and all(a is b for a, b in zip(cached[0], facts, strict=True)):
@@ -361,6 +368,7 @@ class FlashAttentionBackend(Observed):
             window_size=(int(window or 0), 0) if has_window else (-1, -1),
             attention_chunk=(self.attention_chunk_size or 0) if is_local else 0,
             is_cross_attention=bool(layer.is_cross_attention),
+            q_scale=get(layer, "q_scale", None),
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             sinks=None if sinks is None else float32_sinks(sinks),
@@ -374,6 +382,18 @@ class FlashAttentionBackend(Observed):
         if spec.sinks is sinks:
             self._layers[layer.layer_id] = facts, spec
         return spec
+
+
+def _quantised(q: Any, k_buffer: Any, layer: LayerSpec, dim_v: int) -> tuple[Any, Any]:
+    """(queries, output): e4m3 beside such a cache, with an output of the dtype that they had, else
+    as they are and None. What lies beyond e4m3's largest becomes that."""
+    vq = array.view(q, "q")
+    is_e4m3 = array.view(k_buffer, "k_cache").dtype is dtypes.float8_e4m3fn
+    if vq.dtype.itemsize != 2 or not is_e4m3 or 0 in vq.shape:
+        return q, None
+    scale = 1.0 if layer.q_scale is None else layer.q_scale
+    out = array.empty((*vq.shape[:-1], dim_v), vq.dtype, vq)
+    return quantize_qkv(q, scale_q=scale).q, out
 
 
 def _is_in_swa_pool(pool: Any, layer: Any, is_local: bool) -> bool:

@@ -213,6 +213,9 @@ class LayerSpec:
         Keys are those of the encoder, all of them.
     causal
         Rows see keys up to their own.
+    q_scale
+        What queries of 8 bits are multiplied by: a number, or a float32 array of one element; no
+        effect on queries of 16 bits.
     k_scale, v_scale
         What fp8 keys and values are multiplied by: numbers, or float32 arrays of one element or of
         one for each KV head; no effect on other dtypes.
@@ -239,6 +242,7 @@ class LayerSpec:
     attention_chunk: int = 0
     is_cross_attention: bool = False
     causal: bool = True
+    q_scale: Any = None
     k_scale: Any = None
     v_scale: Any = None
     sinks: Any = None

@@ -214,6 +214,39 @@ def test_sglang_serves_prompts_and_decoding(registry: dict[str, Any]) -> None:
             at += count
 
 
+@pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
+@pytest.mark.parametrize("scale", [None, 0.25, torch.tensor([0.25])])
+def test_sglang_quantises_queries_where_it_is_asked_to(
+    scale: Any, mode: str, registry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a layer's scale, and saturated: what comes is attention of the rounded queries."""
+    monkeypatch.setenv(env.EIGHT_BIT_QUERIES.name, "1")
+    given, eight = runner(), torch.float8_e4m3fn
+    backend = sglang.create(given)
+    buffers = tuple(torch.randn(64, 2, 16).to(eight) for _ in "kv")
+    backend.core.pool = SimpleNamespace(get_kv_buffer=lambda layer_id: buffers)
+    table, new = given.req_to_token_pool.req_to_token, [4, 3] if mode == "EXTEND" else [1, 1]
+    fb = batch(mode, [7, 3], new, table)
+    q = torch.randn(sum(new), 64).half()
+    q[0, 5] = 500 * (scale or 1)
+    backend.init_forward_metadata(fb)
+    layer = radix(q_scale=scale, k_scale=torch.tensor([0.5]), v_scale=2.0)
+    out = backend.forward(q, None, None, layer, fb)
+    assert out.dtype == torch.float16
+    factor = 1.0 if scale is None else 0.25
+    stored = ((q.float() / factor).clamp(-448, 448).to(eight).float() * factor).view(-1, 4, 16)
+    keys, values = (x.float() * number for x, number in zip(buffers, (0.5, 2.0), strict=True))
+    at = 0
+    for n, (length, count) in enumerate(zip([7, 3], new, strict=True)):
+        slots = table[n, :length].long()
+        want = dense(stored[at : at + count], keys[slots], values[slots], 0.25)
+        got = out[at : at + count].view(-1, 4, 16)
+        np.testing.assert_allclose(got.float(), want, rtol=2e-3, atol=1e-3)
+        at += count
+    monkeypatch.delenv(env.EIGHT_BIT_QUERIES.name)
+    assert not sglang.create(given).quantises_queries
+
+
 def test_sglang_has_buffers_for_kernels_that_write(registry: dict[str, Any]) -> None:
     sglang.register()
     wide = runner()
