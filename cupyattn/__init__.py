@@ -50,7 +50,7 @@ Errors:
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._version import __version__
 
@@ -138,12 +138,41 @@ _MODULES = (
         "errors",
         "typing",
     ),
-    *("distributed", "integrations", "reference", "serving"),
+    *("distributed", "integrations", "reference", "serving", "slots"),
 )
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from . import attention as attention
+    from . import cascade as cascade
+    from . import cudnn as cudnn
+    from . import decode as decode
+    from . import distributed as distributed
+    from . import dsa_indexer as dsa_indexer
+    from . import errors as errors
+    from . import flash_attn as flash_attn
+    from . import flash_attn_interface as flash_attn_interface
+    from . import flash_mla as flash_mla
+    from . import integrations as integrations
+    from . import mla as mla
+    from . import msa_ops as msa_ops
+    from . import page as page
+    from . import paged_mqa as paged_mqa
+    from . import paging as paging
+    from . import pod as pod
+    from . import prefill as prefill
+    from . import quantization as quantization
+    from . import quantize as quantize
+    from . import quantize_pages as quantize_pages
+    from . import reference as reference
+    from . import serving as serving
+    from . import shares as shares
+    from . import slots as slots
+    from . import sparse as sparse
+    from . import topk as topk
+    from . import trtllm as trtllm
+    from . import typing as typing
     from .attention import BatchAttention as BatchAttention
     from .attention import (
         BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
@@ -232,17 +261,20 @@ if TYPE_CHECKING:
     from .xqa import xqa as xqa
 
 
-def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is not None:
-        value = getattr(importlib.import_module(f".{module}", __name__), name)
-        globals()[name] = value
-        return value
-    if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
-    from .core.names import missing
+# For type checkers a name that is not above is a mistake.
+if not TYPE_CHECKING:
 
-    raise missing(__name__, name)
+    def __getattr__(name: str) -> object:
+        module = _EXPORTS.get(name)
+        if module is not None:
+            value = getattr(importlib.import_module(f".{module}", __name__), name)
+            globals()[name] = value
+            return value
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        from .core.names import missing
+
+        raise missing(__name__, name)
 
 
 def __dir__() -> list[str]:

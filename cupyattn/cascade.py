@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .engine import merge_states as merge
-from .typing import Array, ArrayT, Scale
+from .typing import Array, ArrayT, LseT, Scale
 from .wrappers.cascade import MultiLevelCascadeAttentionWrapper
 from .wrappers.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -36,7 +36,7 @@ if not TYPE_CHECKING:
 @untraced
 def merge_state(
     v_a: ArrayT,
-    s_a: Array,
+    s_a: LseT,
     v_b: Array,
     s_b: Array,
     *,
@@ -44,7 +44,7 @@ def merge_state(
     lse: Array | None = None,
     lse_base_on_e: bool = False,
     output_scale: Scale = None,
-) -> tuple[ArrayT, ArrayT]:
+) -> tuple[ArrayT, LseT]:
     """The attention state over the keys of two states, which have none in common.
 
     Parameters
@@ -101,13 +101,13 @@ def merge_state(
 @untraced
 def merge_state_in_place(
     v: ArrayT,
-    s: Array,
+    s: LseT,
     v_other: Array,
     s_other: Array,
     mask: Array | None = None,
     *,
     lse_base_on_e: bool = False,
-) -> tuple[ArrayT, ArrayT] | None:
+) -> tuple[ArrayT, LseT] | None:
     """`merge_state` of (v, s) and (v_other, s_other), written to v and s.
 
     Parameters
@@ -146,20 +146,20 @@ def merge_state_in_place(
     (np.float16(1.0), np.float32(0.0))
     """
     arrays = merge.make_arrays(v_a=v, v_b=v_other, s_a=s, s_b=s_other, mask=mask)
-    result: tuple[ArrayT, ArrayT] = merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
+    result: tuple[ArrayT, LseT] = merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
     return None if result[0] is None else result
 
 
 @untraced
 def merge_states(
     v: ArrayT,
-    s: Array,
+    s: LseT,
     *,
     out: Array | None = None,
     lse: Array | None = None,
     lse_base_on_e: bool = False,
     output_scale: Scale = None,
-) -> tuple[ArrayT, ArrayT]:
+) -> tuple[ArrayT, LseT]:
     """The states over the keys of m states each.
 
     Parameters
@@ -201,14 +201,14 @@ def merge_states(
 @untraced
 def variable_length_merge_states(
     v: ArrayT,
-    s: Array,
+    s: LseT,
     indptr: Array,
     *,
     out: Array | None = None,
     lse: Array | None = None,
     lse_base_on_e: bool = False,
     output_scale: Scale = None,
-) -> tuple[ArrayT, ArrayT]:
+) -> tuple[ArrayT, LseT]:
     """The states over the keys of any number of states each.
 
     Parameters

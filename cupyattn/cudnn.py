@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import array
-from .core import parse
+from .core import overloads, parse
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .engine.arrays import Arrays, make_arrays
@@ -14,7 +14,7 @@ from .engine.check_planless import Options, options_of
 from .engine.run_planless import run
 from .engine.views import Names, next_power_of_two, number_or_array
 from .errors import ArgumentError, UnsupportedError
-from .typing import Array, ArrayT, Scale, returns_lse
+from .typing import Array, ArrayT, Scale
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 
@@ -36,7 +36,7 @@ _NAMES = Names(
 
 
 @untraced
-@returns_lse
+@overloads.cudnn_batch_decode_with_kv_cache
 def cudnn_batch_decode_with_kv_cache(
     q: Array,
     k_cache: Array,
@@ -54,7 +54,7 @@ def cudnn_batch_decode_with_kv_cache(
     batch_offsets_v: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
 ) -> Any:
     """Attention of one query token of each request over paged keys; page table and lengths stay on
     the device, so that a CUDA graph may capture the call and follow their changes.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from .core import parse
+from .core import overloads, parse
 from .core.names import missing
 from .core.tracing import exported, is_exporting, untraced
 from .engine import logits
 from .engine.run_single import make_arrays, make_options, run
 from .errors import ArgumentError
-from .typing import Array, returns_lse
+from .typing import Array
 from .wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -39,15 +39,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # FlashInfer has some functions here as well as in modules of their own.
-    if name in __all__:
-        return getattr(importlib.import_module("cupyattn"), name)
-    raise missing(__name__, name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # FlashInfer has some functions here as well as in modules of their own.
+        if name in __all__:
+            return getattr(importlib.import_module("cupyattn"), name)
+        raise missing(__name__, name)
 
 
 @untraced
-@returns_lse
+@overloads.single_decode_with_kv_cache
 def single_decode_with_kv_cache(
     q: Array,
     k: Array,
@@ -63,7 +65,7 @@ def single_decode_with_kv_cache(
     sm_scale: float | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
     *,
     enable_pdl: bool | None = None,
     sinks: Array | None = None,

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import array
 from .array import ArrayView
-from .core import dtypes, parse
+from .core import dtypes, overloads, parse
 from .core.dtypes import DType
 from .core.logits import LogitsExpression
 from .core.names import refuse_names
@@ -26,7 +26,7 @@ from .engine.spec import RawOptions
 from .errors import ArgumentError, UnsupportedError
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .prefill import single_prefill_with_kv_cache
-from .typing import Array, query_returns_lse
+from .typing import Array
 
 __all__ = ["dot_product_attention"]
 
@@ -54,7 +54,7 @@ _NAME = re.compile(rf"(?<![\w.])({'|'.join([*_NAMES, 'cache_seqlens', 'seqused_k
 
 
 @untraced
-@query_returns_lse
+@overloads.dot_product_attention
 def dot_product_attention(
     query: Array,
     key: Array,
@@ -77,7 +77,7 @@ def dot_product_attention(
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     out: Array | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
     return_residual: bool = False,
     logits_transform: str | None = None,
     mask_fn: str | None = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import flash_attn
+from .core import overloads
 from .core.tracing import untraced
 from .flash_attn.api import hide
 from .flash_attn.forward import asks
@@ -31,6 +32,7 @@ __version__ = "3.0.0"
 
 
 @untraced
+@overloads.fa3_flash_attn_func
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -104,6 +106,7 @@ def flash_attn_func(
 
 
 @untraced
+@overloads.fa3_flash_attn_qkvpacked_func
 def flash_attn_qkvpacked_func(
     qkv: Any,
     softmax_scale: float | None = None,
@@ -158,6 +161,7 @@ def flash_attn_qkvpacked_func(
 
 
 @untraced
+@overloads.fa3_flash_attn_varlen_func
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -247,6 +251,7 @@ def flash_attn_varlen_func(
 
 
 @untraced
+@overloads.fa3_flash_attn_with_kvcache
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,

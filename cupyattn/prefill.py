@@ -6,9 +6,9 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .core import parse
+from .core import overloads, parse
 from .core.names import missing
 from .core.problem import KV_LAYOUTS
 from .core.tracing import exported, is_exporting, untraced
@@ -16,7 +16,7 @@ from .engine import geometry, logits
 from .engine.block_scales import BlockScales
 from .engine.run_single import make_arrays, make_options, run
 from .errors import ArgumentError
-from .typing import Array, ArrayT, Scale, returns_lse
+from .typing import Array, ArrayT, Scale
 from .wrappers.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -42,11 +42,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # FlashInfer has some functions here as well as in modules of their own.
-    if name in __all__:
-        return getattr(importlib.import_module("cupyattn"), name)
-    raise missing(__name__, name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # FlashInfer has some functions here as well as in modules of their own.
+        if name in __all__:
+            return getattr(importlib.import_module("cupyattn"), name)
+        raise missing(__name__, name)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -105,7 +107,7 @@ def _accepts_old_calls(function: _F) -> _F:
 
 @untraced
 @_accepts_old_calls
-@returns_lse
+@overloads.single_prefill_with_kv_cache
 def single_prefill_with_kv_cache(
     q: Array,
     k: Array,
@@ -126,7 +128,7 @@ def single_prefill_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     backend: str = "auto",
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
     kv_cache_sf: Any = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
@@ -324,6 +326,7 @@ def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:
 
 
 @untraced
+@overloads.single_prefill_with_kv_cache_return_lse
 def single_prefill_with_kv_cache_return_lse(
     q: ArrayT, *args: Any, **kwargs: Any
 ) -> tuple[ArrayT, ArrayT]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import array
-from .core import parse
+from .core import overloads, parse
 from .core.names import refuse_names
 from .core.parse import require_int
 from .core.tracing import untraced
@@ -22,7 +22,7 @@ from .engine.select import SelectArrays, SelectOptions
 from .engine.select import run as run_select
 from .engine.views import Names, number_or_array
 from .errors import ArgumentError, UnsupportedError
-from .typing import Array, Pages, Scale, returns_lse
+from .typing import Array, Pages, Scale
 from .wrappers.block_sparse import BlockSparseAttentionWrapper
 from .wrappers.variable_block_sparse import VariableBlockSparseAttentionWrapper
 
@@ -54,7 +54,7 @@ _ONE_CACHE = _NAMES.but(k="cache", v="cache[:, 1]")
 
 
 @untraced
-@returns_lse
+@overloads.attend
 def attend(
     q: Array,
     cache: Pages,
@@ -78,7 +78,7 @@ def attend(
     o_dtype: Any = None,
     out: Array | None = None,
     lse: Array | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
 ) -> Any:
     """Attention of each token to the blocks of keys that a list of its own names. Lists, lengths
     and tables stay where they are, on the device, so that a CUDA graph may capture the call.

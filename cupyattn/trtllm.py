@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from . import array
-from .core import dtypes, parse
+from .core import dtypes, overloads, parse
 from .core.key_share import KeyShare
 from .core.parse import require_int
 from .core.records import maker
@@ -27,7 +27,7 @@ from .engine.views import (
 )
 from .engine.widening import widened
 from .errors import ArgumentError, UnsupportedError
-from .typing import Array, Pages, Scale, query_returns_lse
+from .typing import Array, Pages, Scale
 
 __all__ = [
     "trtllm_batch_context_with_kv_cache",
@@ -55,7 +55,7 @@ _LAYOUTS = {
 
 
 @untraced
-@query_returns_lse
+@overloads.trtllm_batch_decode_with_kv_cache
 def trtllm_batch_decode_with_kv_cache(
     query: Array,
     kv_cache: Pages,
@@ -83,7 +83,7 @@ def trtllm_batch_decode_with_kv_cache(
     kv_cache_sf: Any = None,
     uses_shared_paged_kv_idx: bool = True,
     lse: Array | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
     bmm1_scale_log2: Any = None,
     multi_ctas_kv_counter_buffer: Any = None,
     enable_block_sparse_attention: bool = False,
@@ -245,7 +245,7 @@ def trtllm_batch_decode_with_kv_cache(
 
 
 @untraced
-@query_returns_lse
+@overloads.xqa_batch_decode_with_kv_cache
 def xqa_batch_decode_with_kv_cache(
     query: Array,
     kv_cache: Pages,
@@ -267,7 +267,7 @@ def xqa_batch_decode_with_kv_cache(
     q_cu_seq_lens: Array | None = None,
     *,
     lse: Array | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
 ) -> Any:
     """`trtllm_batch_decode_with_kv_cache` with its arguments in another order, and NHD by default.
 
@@ -314,7 +314,7 @@ def xqa_batch_decode_with_kv_cache(
 
 
 @untraced
-@query_returns_lse
+@overloads.trtllm_batch_context_with_kv_cache
 def trtllm_batch_context_with_kv_cache(
     query: Array,
     kv_cache: Pages,
@@ -341,7 +341,7 @@ def trtllm_batch_context_with_kv_cache(
     uses_shared_paged_kv_idx: bool = True,
     causal: bool = True,
     lse: Array | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
     multi_ctas_kv_counter_buffer: Any = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,

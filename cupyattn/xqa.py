@@ -7,8 +7,9 @@ import importlib
 import inspect
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .core import overloads
 from .core.names import missing
 from .core.parse import require_int
 from .core.tracing import untraced
@@ -17,7 +18,7 @@ from .engine.arrays import Arrays, make_arrays
 from .engine.check_planless import Options, options_of
 from .engine.run_planless import run
 from .engine.views import Names, number_or_array
-from .typing import Array, Scale, returns_lse
+from .typing import Array, Scale
 
 if TYPE_CHECKING:
     from .mla import xqa_mla
@@ -49,7 +50,7 @@ _NAMES = Names(
 
 
 @untraced
-@returns_lse
+@overloads.xqa
 def xqa(
     q: Array,
     k_cache: Array,
@@ -77,7 +78,7 @@ def xqa(
     v_sf_cache: Any = None,
     head_dim: int | None = None,
     lse: Array | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: bool = False,
 ) -> Any:
     """`trtllm_batch_decode_with_kv_cache` in XQA's terms; capture, workspace and errors as there.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,11 +11,11 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import match_array, match_output, require_contiguous_last
 from ..cascade import merge_states
-from ..core import dtypes, parse
+from ..core import dtypes, overloads, parse
 from ..core.tracing import Untraced
 from ..errors import ArgumentError, CupyAttnError, DistributedError, PlanError, UnsupportedError
 from ..slots import reshape_and_cache
-from ..typing import Array, run_returns_lse
+from ..typing import Array
 from .exchanged_rows import ExchangedRows
 from .group import Group
 from .heads import head_range
@@ -177,7 +177,7 @@ class ContextParallelPrefill(Untraced):
             self._way = _Gathered(self.group, share, checked, choice, peers)
         self._share, self._options, self._choice = share, checked, choice
 
-    @run_returns_lse
+    @overloads.parallel_prefill_run
     def run(
         self,
         q: Array,
@@ -186,7 +186,7 @@ class ContextParallelPrefill(Untraced):
         *,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
     ) -> Any:
         """Attention of this rank's tokens. All ranks call it.
 

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from .. import array
-from ..core import dtypes
+from ..core import dtypes, overloads
 from ..core.tracing import exported, is_exporting, untraced
 from ..engine.arrays import NO_MORE, Arrays, MoreArrays, make_arrays
 from ..engine.key_share import WHOLE_LENGTHS, read_share
@@ -44,6 +44,7 @@ _OTHER_NAMES = {"q_v": "qv"}
 
 
 @untraced
+@overloads.flash_attn_func
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -189,6 +190,7 @@ def flash_attn_func(
 
 
 @untraced
+@overloads.flash_attn_varlen_func
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -367,6 +369,7 @@ def flash_attn_varlen_func(
 
 
 @untraced
+@overloads.flash_attn_with_kvcache
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,

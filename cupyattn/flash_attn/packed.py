@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import array
+from ..core import overloads
 from ..core.parse import require_int
 from ..core.tracing import untraced
 from ..errors import ArgumentError
@@ -12,6 +13,7 @@ from .api import flash_attn_func, flash_attn_varlen_func
 
 
 @untraced
+@overloads.flash_attn_qkvpacked_func
 def flash_attn_qkvpacked_func(
     qkv: Any,
     dropout_p: float = 0.0,
@@ -59,6 +61,7 @@ def flash_attn_qkvpacked_func(
 
 
 @untraced
+@overloads.flash_attn_kvpacked_func
 def flash_attn_kvpacked_func(
     q: Any,
     kv: Any,
@@ -108,6 +111,7 @@ def flash_attn_kvpacked_func(
 
 
 @untraced
+@overloads.flash_attn_varlen_qkvpacked_func
 def flash_attn_varlen_qkvpacked_func(
     qkv: Any,
     cu_seqlens: Any,
@@ -166,6 +170,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 @untraced
+@overloads.flash_attn_varlen_kvpacked_func
 def flash_attn_varlen_kvpacked_func(
     q: Any,
     kv: Any,

@@ -16,6 +16,7 @@ from ..core.tracing import untraced
 from ..engine import merge_states as merge
 from ..engine.index_arrays import compute, progression
 from ..errors import ArgumentError
+from ..typing import Array, ArrayT, LseT
 
 _FLOATS = dtypes.float32, dtypes.float16, dtypes.bfloat16
 _ATTN_STATES = merge.PAIR._replace(
@@ -32,8 +33,8 @@ _ATTN_STATES = merge.PAIR._replace(
 
 @untraced
 def merge_state_v2(
-    v_a: Any, s_a: Any, v_b: Any, s_b: Any, v_merged: Any = None, s_merged: Any = None
-) -> tuple[Any, Any]:
+    v_a: ArrayT, s_a: LseT, v_b: Array, s_b: Array, v_merged: Any = None, s_merged: Any = None
+) -> tuple[ArrayT, LseT]:
     """The output over the keys of two states, which have none in common.
 
     Parameters
@@ -168,8 +169,8 @@ def _by_rows(s: Any, name: str) -> Any:
 
 @untraced
 def flash_attn_combine(
-    out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None
-) -> tuple[Any, Any]:
+    out_partial: ArrayT, lse_partial: LseT, out: Any = None, out_dtype: Any = None
+) -> tuple[ArrayT, LseT]:
     """The output over the keys of several states, which have none in common.
 
     Parameters
@@ -234,8 +235,10 @@ def flash_attn_combine(
             raise ArgumentError(
                 "out: has rows that are not equally far apart; pass a contiguous one"
             )
-    states = out_partial.reshape(splits, rows, heads, dim).swapaxes(0, 1)
-    s_rows = lse_partial.reshape(splits, rows, heads).swapaxes(0, 1)
+    parts: Any = out_partial
+    lses: Any = lse_partial
+    states = parts.reshape(splits, rows, heads, dim).swapaxes(0, 1)
+    s_rows = lses.reshape(splits, rows, heads).swapaxes(0, 1)
     arrays = merge.make_arrays(v_a=states, s_a=s_rows, out=target)
     output, lse = merge.run(merge.STATES, arrays, True)
     return (output.reshape(*lead, heads, dim) if out is None else out), lse.reshape(*lead, heads)

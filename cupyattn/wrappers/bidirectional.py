@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import array
 from ..array.match import match, require_dtype
-from ..core import dtypes, parse
+from ..core import dtypes, overloads, parse
 from ..engine import geometry
 from ..engine.ranges import read_ranges
 from ..engine.requests import Batch, PageNames, read_paged, read_rows, with_mask
@@ -17,7 +17,7 @@ from ..engine.run_batch import make_options, run
 from ..engine.workspace import refuse_capture
 from ..engine.wrapper import exclusive, planning
 from ..errors import ArgumentError, PlanError, UnsupportedError
-from ..typing import Array, Pages, Scale, run_returns_lse
+from ..typing import Array, Pages, Scale
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 _NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -255,7 +255,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
                     f"{name}: got {value!r}, but the wrapper was made for {own}; make another one"
                 )
 
-    @run_returns_lse
+    @overloads.ranges_run
     @exclusive
     def run(  # type: ignore[override]
         self,
@@ -269,7 +269,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         v_scale: Scale = None,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
         kv_cache_sf: None = None,
     ) -> Any:
@@ -326,7 +326,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         )
         return run(self, q=q, k=paged_kv_cache, out=out, lse=lse, options=options)
 
-    @run_returns_lse
+    @overloads.ranges_forward
     def forward(  # type: ignore[override]
         self,
         q: Array,
@@ -340,7 +340,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         enable_pdl: bool | None = None,
         kv_cache_sf: None = None,
         *,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
     ) -> Any:
         """run() in its older form."""
         geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match, match_contiguous, require_dtype
-from ..core import dtypes, parse
+from ..core import dtypes, overloads, parse
 from ..engine import blocks as sparse
 from ..engine import geometry
 from ..engine.blocks import Blocks
@@ -19,7 +19,7 @@ from ..engine.requests import Batch, host_integers, read_indptr, with_mask
 from ..engine.run_batch import make_options, run
 from ..engine.wrapper import BatchWrapper, exclusive, planning
 from ..errors import ArgumentError, UnsupportedError
-from ..typing import Array, ArrayT, Scale, run_returns_lse
+from ..typing import Array, ArrayT, Scale
 
 # FlashInfer's kernels for block-sparse masks; here they choose nothing.
 _BACKENDS = (
@@ -205,7 +205,7 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
 
     begin_forward = plan
 
-    @run_returns_lse
+    @overloads.block_sparse_run
     def run(
         self,
         q: Array,
@@ -216,7 +216,7 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
         scale_v: Scale = None,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Any:
         """Attention with the planned mask.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..core import dtypes
+from ..core import dtypes, overloads
 from ..engine import geometry as batch_geometry
 from ..engine.geometry import Geometry, Variant
 from ..engine.graph_buffers import GraphBuffers
@@ -31,7 +31,7 @@ from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..schedule.levels import MAX_LEVELS
 from ..schedule.mixed import CASCADE_SPLITTINGS
-from ..typing import Array, Pages, Scale, run_returns_lse
+from ..typing import Array, Pages, Scale
 from .legacy import OlderCalls
 
 
@@ -335,7 +335,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):
             buffers.fill_on_cpu(part)
 
-    @run_returns_lse
+    @overloads.cascade_run
     def run(
         self,
         q: Array,
@@ -345,7 +345,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         v_scale: Scale = None,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         sinks: Array | None = None,
         output_gate: Array | None = None,
     ) -> Any:

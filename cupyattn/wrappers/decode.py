@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from .. import array
-from ..core import parse
+from ..core import overloads, parse
 from ..core.tracing import untraced
 from ..engine import geometry
 from ..engine.batch_logits import check as check_logits
@@ -22,7 +22,7 @@ from ..engine.requests import PageNames, read_paged, require_row_limit, with_q_l
 from ..engine.run_batch import NO_OPTIONS, make_options, run
 from ..engine.wrapper import BatchWrapper, Plan, planning
 from ..errors import PlanError
-from ..typing import Array, Pages, Scale, run_returns_lse
+from ..typing import Array, Pages, Scale
 from .legacy import OlderCalls, as_older_run, check_run, read_options
 
 _NAMES = PageNames("indptr", "indices", "last_page_len")
@@ -242,7 +242,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
 
     begin_forward = plan
 
-    @run_returns_lse
+    @overloads.decode_run
     def run(
         self,
         q: Array,
@@ -253,7 +253,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         v_scale: Scale = None,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Array | None = None,
@@ -398,7 +398,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 plan.by_q_len[q_len] = replace(plan, geometry=changed, batch=batch, prepared={})
             return plan.by_q_len[q_len]
 
-    @run_returns_lse
+    @overloads.decode_forward
     @as_older_run
     def forward(
         self,
@@ -414,7 +414,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         *,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
     ) -> Any:
         """run() in its older form: options that are given replace the plan's from here on.
 

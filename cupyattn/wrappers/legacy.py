@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from .. import array
 from ..array.match import match_array
-from ..core import dtypes, parse
+from ..core import dtypes, overloads, parse
 from ..core.tracing import Untraced
 from ..engine import geometry
 from ..engine.run_batch import RunOptions
@@ -28,11 +28,13 @@ class OlderCalls(Untraced):
     run: Callable[..., Any]
     forward: Callable[..., Any]
 
+    @overloads.run_return_lse
     def run_return_lse(self, q: ArrayT, *args: Any, **kwargs: Any) -> tuple[ArrayT, ArrayT]:
         """run() that returns (out, lse)."""
         result: tuple[ArrayT, ArrayT] = self.run(q, *args, **{**kwargs, "return_lse": True})
         return result
 
+    @overloads.forward_return_lse
     def forward_return_lse(self, q: ArrayT, *args: Any, **kwargs: Any) -> tuple[ArrayT, ArrayT]:
         """forward() that returns (out, lse)."""
         result: tuple[ArrayT, ArrayT] = self.forward(q, *args, **{**kwargs, "return_lse": True})

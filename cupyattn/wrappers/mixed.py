@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..core import parse
+from ..core import overloads, parse
 from ..engine import geometry
 from ..engine.mask import NO_MASK
 from ..engine.own_workspace import parse_device
@@ -138,6 +138,7 @@ class BatchAttention(BatchWrapper):
         )
         self._install(options, batch, NO_MASK, (0, True))
 
+    @overloads.mixed_run
     def run(
         self,
         q: ArrayT,

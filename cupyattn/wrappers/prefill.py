@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from ..core import overloads
 from ..engine import geometry
 from ..engine.block_scales import BlockScales
 from ..engine.key_share import read_share, with_whole_lengths
@@ -25,7 +26,7 @@ from ..engine.requests import (
 )
 from ..engine.run_batch import NO_OPTIONS, RunOptions, make_options, run
 from ..engine.wrapper import BatchWrapper, planning
-from ..typing import Array, Pages, Scale, run_returns_lse
+from ..typing import Array, Pages, Scale
 from .legacy import (
     OlderCalls,
     accepts_old_plans,
@@ -329,7 +330,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
 
     begin_forward = plan
 
-    @run_returns_lse
+    @overloads.paged_prefill_run
     def run(
         self,
         q: Array,
@@ -340,7 +341,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         v_scale: Scale = None,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Array | None = None,
@@ -432,7 +433,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             logits_params=logits_params,
         )
 
-    @run_returns_lse
+    @overloads.paged_prefill_forward
     @as_older_run
     def forward(
         self,
@@ -450,7 +451,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         rope_theta: float | None = None,
         *,
         allow_fp16_qk_reduction: bool = False,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
     ) -> Any:
         """run() in its older form, as BatchDecodeWithPagedKVCacheWrapper.forward."""
         raise NotImplementedError
@@ -630,7 +631,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
 
     begin_forward = plan
 
-    @run_returns_lse
+    @overloads.ragged_prefill_run
     def run(
         self,
         q: Array,
@@ -643,7 +644,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         o_scale: float | None = None,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Array | None = None,
@@ -717,7 +718,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             logits_params=logits_params,
         )
 
-    @run_returns_lse
+    @overloads.ragged_prefill_forward
     @as_older_run
     def forward(
         self,
@@ -734,7 +735,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         rope_theta: float | None = None,
         *,
         allow_fp16_qk_reduction: bool = False,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
     ) -> Any:
         """run() in its older form, as BatchDecodeWithPagedKVCacheWrapper.forward."""
         raise NotImplementedError

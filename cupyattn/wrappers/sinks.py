@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any
 
-from ..core import dtypes, parse
+from ..core import dtypes, overloads, parse
 from ..core.problem import AttentionProblem
 from ..engine import geometry
 from ..engine.wrapper import planning
 from ..errors import UnsupportedError
-from ..typing import Array, Pages, Scale, run_returns_lse
+from ..typing import Array, Pages, Scale
 from .legacy import accepts_old_plans, read_sink
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -122,7 +122,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     plan.__signature__ = _PLAN  # type: ignore[attr-defined]
     begin_forward = plan
 
-    @run_returns_lse
+    @overloads.sinks_run
     def run(  # type: ignore[override]
         self,
         q: Array,
@@ -131,7 +131,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         sm_scale: float,
         *,
         q_scale: Scale = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         **options: Any,
     ) -> Any:
         """Attention of the planned batch.

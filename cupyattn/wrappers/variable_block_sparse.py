@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match, match_contiguous, match_output, require_dtype
-from ..core import dtypes, parse
+from ..core import dtypes, overloads, parse
 from ..core.dtypes import DType
 from ..core.problem import MAX_LENGTH
 from ..engine import blocks as sparse
@@ -20,7 +20,7 @@ from ..engine.requests import with_mask
 from ..engine.run_batch import run
 from ..engine.wrapper import exclusive, planning
 from ..errors import ArgumentError, UnsupportedError
-from ..typing import Array, ArrayT, run_returns_lse
+from ..typing import Array, ArrayT
 from .block_sparse import BlockSparseBase, refuse_positions
 
 
@@ -142,7 +142,7 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
 
     begin_forward = plan
 
-    @run_returns_lse
+    @overloads.variable_blocks_run
     def run(
         self,
         q: Array,
@@ -150,7 +150,7 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
         v: Array,
         out: Array | None = None,
         lse: Array | None = None,
-        return_lse: Literal[False] = False,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Any:
         """Attention with the planned masks.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import documents
 
-from . import address, llms, mistakes, support
+from . import address, llms, mistakes, overloads, support
 from .pictures import PICTURES
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -29,6 +29,7 @@ def rendered() -> Iterator[tuple[Path, str]]:
     yield DOCS / "troubleshooting.md", mistakes.page()
     yield DOCS / "home" / "llms.txt", llms.page()
     yield from address.rendered()
+    yield overloads.PAGE, overloads.page()
     for name, draw in PICTURES.items():
         yield DOCS / "pictures" / f"{name}.svg", draw()
 

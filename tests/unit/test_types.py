@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pydoc
 import shutil
 import subprocess
@@ -15,9 +16,11 @@ import pytest
 
 import cupyattn
 from cupyattn import typing
+from docs.tools import overloads
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = Path(__file__).with_name("typing_sample.py")
+CALLS = Path(__file__).with_name("typing_calls.py")
 CLASSES = [
     value
     for value in (getattr(cupyattn, name) for name in cupyattn.__all__)
@@ -30,17 +33,39 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_sample_program_passes_mypy(tmp_path: Path) -> None:
+def test_the_sample_programs_pass_mypy(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     # Nothing of our own settings, as in another project; its mistakes have to be found as well.
     options = ["--strict", "--follow-imports=silent", f"--config-file={tmp_path / 'none'}"]
     (tmp_path / "none").write_text("[mypy]\n")
-    run(sys.executable, "-m", "mypy", *options, f"--cache-dir={tmp_path}", str(SAMPLE))
+    options.append(f"--cache-dir={tmp_path}")
+    run(sys.executable, "-m", "mypy", *options, str(SAMPLE), str(CALLS))
 
 
 @pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
-def test_the_sample_program_passes_pyright() -> None:
-    run("pyright", "--pythonpath", sys.executable, str(SAMPLE))
+def test_the_sample_programs_pass_pyright(tmp_path: Path) -> None:
+    # A mistake that it does not find leaves a comment that ignores nothing.
+    settings = {
+        "include": [str(SAMPLE), str(CALLS)],
+        "extraPaths": [str(ROOT)],
+        "reportUnnecessaryTypeIgnoreComment": "error",
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    run("pyright", "--pythonpath", sys.executable, "--project", str(tmp_path))
+
+
+def test_there_are_sixty_calls() -> None:
+    lines = CALLS.read_text("utf-8").splitlines()
+    wrong = [line for line in lines if "type: ignore" in line and "`" not in line]
+    right = [line for line in lines if line.strip().startswith("assert_type(")]
+    assert len(wrong) >= 30 and len(right) >= 30
+
+
+def test_overloads_are_those_of_the_functions() -> None:
+    written = overloads.PAGE.read_text("utf-8")
+    assert written == overloads.page(), "run python -m docs.tools"
+    names = [name for name, _ in overloads.functions()]
+    assert len(set(names)) == len(names)
 
 
 def test_the_sample_program_uses_every_public_name() -> None:

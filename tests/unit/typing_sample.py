@@ -10,7 +10,7 @@ import numpy.typing as npt
 from typing_extensions import assert_type
 
 import cupyattn
-from cupyattn.typing import Array, ArrayT, Pages, Scale
+from cupyattn.typing import Array, ArrayT, LseT, Pages, Scale
 from cupyattn.xqa import xqa
 
 Half = npt.NDArray[np.float16]
@@ -38,7 +38,7 @@ def answers_of_one_request(q: Half, t: Tensor, mask: Bool, flag: bool) -> None:
     prefill = cupyattn.single_prefill_with_kv_cache
     assert_type(prefill(q, q, q), Half)
     assert_type(prefill(q, q, q, causal=True, custom_mask=mask), Half)
-    assert_type(prefill(q=q, k=q, v=q, return_lse=True), tuple[Half, Half])
+    assert_type(prefill(q=q, k=q, v=q, return_lse=True), tuple[Half, Float])
     assert_type(prefill(t, q, q), Tensor)
     assert_type(prefill(t, q, q, return_lse=flag), Tensor | tuple[Tensor, Tensor])
     assert_type(cupyattn.single_prefill_with_kv_cache_return_lse(t, q, q), tuple[Tensor, Tensor])
@@ -55,18 +55,18 @@ def answers_of_one_request(q: Half, t: Tensor, mask: Bool, flag: bool) -> None:
 def calls_without_a_plan(q: Half, pages: Pages, table: Int, flag: bool) -> None:
     decode = cupyattn.trtllm_batch_decode_with_kv_cache
     assert_type(decode(q, pages, None, table, table, 99, 0.1, q), Half)
-    assert_type(decode(q, pages, None, table, table, 9, return_lse=True), tuple[Half, Half])
+    assert_type(decode(q, pages, None, table, table, 9, return_lse=True), tuple[Half, Float])
     assert_type(decode(query=q, kv_cache=(q, q), workspace_buffer=None, block_tables=table,
                        seq_lens=table, max_seq_len=99), Half)  # fmt: skip
     context = cupyattn.trtllm_batch_context_with_kv_cache
     rest = (1.0, 1.0, 2, table, table)
     assert_type(context(q, pages, None, table, table, 5, 99, *rest, return_lse=flag),
-                Half | tuple[Half, Half])  # fmt: skip
+                Half | tuple[Half, Float])  # fmt: skip
     assert_type(
         cupyattn.xqa_batch_decode_with_kv_cache(q, pages, None, table, table, 99, sinks=table), Half
     )
     assert_type(cupyattn.xqa(q, q, q, table, table, q_seq_len=2), Half)
-    assert_type(xqa(q, q, q, table, table, return_lse=True), tuple[Half, Half])
+    assert_type(xqa(q, q, q, table, table, return_lse=True), tuple[Half, Float])
     cupyattn.cudnn_batch_decode_with_kv_cache(q, q, q, 0.1, None, max_sequence_kv=9)
     prefill = cupyattn.cudnn_batch_prefill_with_kv_cache
     out, _ = prefill(q, q, q, 0.1, None, max_token_per_sequence=5, max_sequence_kv=9,
@@ -118,7 +118,7 @@ def shared_keys(q: Half, pages: Pages, offsets: Int) -> None:
     levels = [offsets, offsets]
     cascade.plan(levels, levels, levels, levels, 4, 2, 128, 16)
     assert_type(cascade.run(q, pages), Half)
-    assert_type(cascade.run(q, pages, return_lse=True), tuple[Half, Half])
+    assert_type(cascade.run(q, pages, return_lse=True), tuple[Half, Float])
     decode = cupyattn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper()
     decode.begin_forward(offsets, offsets, offsets, 4, 2, 128, 16)
     assert_type(decode.forward(q, q, q, pages), Half)
@@ -149,10 +149,10 @@ def pods(q: Tensor, pages: Pages, table: Int, scale: float) -> None:
 
 
 def states(v: Tensor, s: Float, offsets: Int) -> None:
-    assert_type(cupyattn.merge_state(v, s, v, s), tuple[Tensor, Tensor])
-    assert_type(cupyattn.merge_state_in_place(v, s, v, s), tuple[Tensor, Tensor] | None)
-    assert_type(cupyattn.merge_states(v, s), tuple[Tensor, Tensor])
-    assert_type(cupyattn.variable_length_merge_states(v, s, offsets), tuple[Tensor, Tensor])
+    assert_type(cupyattn.merge_state(v, s, v, s), tuple[Tensor, Float])
+    assert_type(cupyattn.merge_state_in_place(v, s, v, s), tuple[Tensor, Float] | None)
+    assert_type(cupyattn.merge_states(v, s), tuple[Tensor, Float])
+    assert_type(cupyattn.variable_length_merge_states(v, s, offsets), tuple[Tensor, Float])
 
 
 def caches(k: Half, pages: Pages, offsets: Int, mask: Bool) -> None:
@@ -175,6 +175,10 @@ def caches(k: Half, pages: Pages, offsets: Int, mask: Bool) -> None:
 def twice(x: ArrayT, scale: Scale, other: Array) -> ArrayT:
     """What a library on top of this one may look like."""
     return cupyattn.single_decode_with_kv_cache(x, other, other, k_scale=2.0)
+
+
+def merged(v: ArrayT, s: LseT) -> tuple[ArrayT, LseT]:
+    return cupyattn.merge_states(v, s)
 
 
 def errors() -> tuple[type[cupyattn.CupyAttnError], ...]:
