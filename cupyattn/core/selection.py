@@ -25,27 +25,29 @@ class SelectProblem:
     topk, first, last  entries of a list, of which the first and last blocks have theirs
     tail            one more entry is for a last block that no row stands for
     paged           rows are found through a page table
-    candidate_block keys of the blocks that candidates name; 0: all blocks compete
+    candidate_block keys of the blocks that candidates name; 0: all blocks compete.
+                    group_candidates: each list has candidates of its own
     gives_values    scores are written too
     """
 
     dtype_q: DType
     dtype_k: DType
-    row_scales: str
     head_dim: int
     num_heads: int
-    num_groups: int
-    score: str
-    dtype_w: DType | None
-    block: int
-    ratio: int
-    topk: int
-    first: int
-    last: int
-    tail: bool
-    paged: bool
-    candidate_block: int
-    gives_values: bool
+    num_groups: int = 1
+    row_scales: str = ""
+    score: str = "max"
+    dtype_w: DType | None = None
+    block: int = 1
+    ratio: int = 1
+    topk: int = 1
+    first: int = 0
+    last: int = 0
+    tail: bool = False
+    paged: bool = True
+    candidate_block: int = 0
+    group_candidates: bool = False
+    gives_values: bool = False
 
     @property
     def block_rows(self) -> int:

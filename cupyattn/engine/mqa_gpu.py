@@ -86,18 +86,8 @@ def _problem(heads: int, head_dim: int) -> SelectProblem:
         row_scales="pages",
         head_dim=head_dim,
         num_heads=heads,
-        num_groups=1,
         score="relu_sum",
         dtype_w=dtypes.float32,
-        block=1,
-        ratio=1,
-        topk=1,
-        first=0,
-        last=0,
-        tail=False,
-        paged=True,
-        candidate_block=0,
-        gives_values=False,
     )
 
 

@@ -262,6 +262,7 @@ def _problem(
         tail=blocks.tail,
         paged=arrays.table is not None,
         candidate_block=_candidate_block(arrays, options, blocks.block),
+        group_candidates=_has_group_candidates(arrays, groups),
         gives_values=arrays.values is not None or options.return_values is True,
     )
 
@@ -317,6 +318,14 @@ def _candidate_block(arrays: SelectArrays, options: SelectOptions, block: int) -
     if size % block:
         raise ArgumentError(f"candidate_block: got {size}; wanted a multiple of block, {block}")
     return size
+
+
+def _has_group_candidates(arrays: SelectArrays, groups: int) -> bool:
+    """Whether each list has candidates of its own."""
+    if arrays.candidates is None or groups == 1:
+        return False
+    shape = array.view(arrays.candidates, "candidates").shape
+    return len(shape) == 3 and shape[1] == groups
 
 
 def _view_lengths(

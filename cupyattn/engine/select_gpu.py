@@ -101,9 +101,7 @@ def _refusal_of_candidates(call: Call) -> str | None:
     v = call.candidates
     if v is None:
         return None
-    if v.shape[1] > 1:
-        return f"candidates: {v.shape[1]} lists a token have no GPU kernel; wanted one for all"
-    if v.strides[0] < 0:
+    if min(v.strides[:2]) < 0:
         return f"candidates: strides {list(v.strides)} are negative; pass a contiguous array"
     if v.shape[2] * call.problem.candidate_block > launch_select.MAX_KEYS:
         return f"candidates: {v.shape[2]} of {call.problem.candidate_block} keys are too many"
@@ -164,5 +162,6 @@ def _shape(call: Call, out: ArrayView, values: ArrayView | None) -> SelectShape:
         kv_lens_are_steps=call.lengths is None and call.kv_indptr is not None,
         sm_scale=call.sm_scale,
         candidate_stride=0 if call.candidates is None else call.candidates.strides[0],
+        candidate_stride_group=call.candidates.strides[1] if problem.group_candidates else 0,
         num_candidates=0 if call.candidates is None else call.candidates.shape[2],
     )

@@ -230,16 +230,10 @@ def _selection(
         num_heads=4,
         num_groups=4 if score == "max" else 1,
         score=score,
-        dtype_w=None,
         block=128,
-        ratio=1,
         topk=16,
-        first=0,
         last=1,
-        tail=False,
-        paged=True,
         candidate_block=128 if has_candidates else 0,
-        gives_values=False,
     )
 
 

@@ -6,7 +6,7 @@ struct Config {
   using DTypeQ = bfloat16_t;
   using DTypeK = bfloat16_t;
   using DTypeW = float;
-  static constexpr bool kSum = false, kRowScales = false, kCandidates = false;
+  static constexpr bool kSum = false, kSoftmax = false, kRowScales = false, kCandidates = false;
   static constexpr bool kWarpgroup = false;
   static constexpr int kHeadDim = 128, kHeads = 4, kGroups = 4, kBlockRows = 128;
   static constexpr int kTiles = 1, kWarps = 4, kEights = 4, kAhead = 1, kSharing = 1, kBlocksPerSm = 4;

@@ -14,25 +14,7 @@ from cupyattn.launch.ops import select
 
 _E4M3, _BF16 = dtypes.float8_e4m3fn, dtypes.bfloat16
 
-M3 = SelectProblem(
-    dtype_q=_BF16,
-    dtype_k=_BF16,
-    row_scales="",
-    head_dim=128,
-    num_heads=4,
-    num_groups=4,
-    score="max",
-    dtype_w=None,
-    block=128,
-    ratio=1,
-    topk=16,
-    first=0,
-    last=1,
-    tail=False,
-    paged=True,
-    candidate_block=0,
-    gives_values=False,
-)
+M3 = SelectProblem(_BF16, _BF16, 128, 4, num_groups=4, block=128, topk=16, last=1)
 DSA = replace(
     M3,
     dtype_q=_E4M3,

@@ -773,6 +773,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "scores of blocks": lambda **facts: test_select.check_model("max", False, 1),
     "scores by warps": lambda **facts: test_select.check_model("max", False, 64),
     "scores of candidates": lambda **facts: test_select.check_candidates(),
+    "scores of softmax": lambda **facts: test_select.check_softmax(),
+    "candidates of groups": lambda **facts: test_select.check_candidates_of_groups("softmax"),
     "scores of sums": lambda **facts: test_select.check_model("relu_sum", True, 1),
     "topk of clusters": lambda **facts: test_topk.check_zeros_of_clusters(),
     "topk of warps": lambda **facts: test_topk.check_zeros_of_warps(),

@@ -27,7 +27,11 @@ def run(case_seed: int, **facts: Any) -> gpu.EmulatedGpu:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_calls(seed: int) -> None:
     emulated = run(seed, num_sms=4, seed=seed)
-    assert {x.name for x in emulated.launches} <= {"select_scores", "select_topk"}
+    assert {x.name for x in emulated.launches} <= {
+        "select_scores",
+        "select_softmax",
+        "select_topk",
+    }
 
 
 @pytest.mark.slow
@@ -66,11 +70,7 @@ def models_call(score: str, is_fp8: bool) -> dict[str, Any]:
 
 def check_model(score: str, is_fp8: bool, num_sms: int) -> None:
     call = models_call(score, is_fp8)
-    want = sparse.select(**call)
-    with gpu.plugged_in(num_sms=num_sms):
-        lists, values = sparse.select(**call)
-    np.testing.assert_array_equal(lists, want[0])
-    np.testing.assert_allclose(values, want[1], rtol=1e-5, atol=1e-5)
+    check_beside_host(call, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [1, 64])
@@ -88,11 +88,7 @@ def test_prompts(num_sms: int, is_fp8: bool) -> None:
     rng = np.random.default_rng(8)
     q = rng.standard_normal((2 * 40, 4, 128)).astype(call["q_index"].dtype)
     call |= {"q_index": q, "sm_scale": -0.5, "lengths": np.array([300, 39], np.int32)}
-    want = sparse.select(**call)
-    with gpu.plugged_in(num_sms=num_sms):
-        lists, values = sparse.select(**call)
-    np.testing.assert_array_equal(lists, want[0])
-    np.testing.assert_allclose(values, want[1], rtol=1e-5, atol=1e-5)
+    check_beside_host(call, num_sms=num_sms)
 
 
 def check_candidates() -> None:
@@ -101,15 +97,50 @@ def check_candidates() -> None:
     call["candidates"] = np.array(
         [[-1, 3, 0, 9], [2, -1, -1, 1], [1, -7, 0, 5], [-1] * 4], np.int32
     )
-    want = sparse.select(**call)
-    with gpu.plugged_in():
-        lists, values = sparse.select(**call)
-    np.testing.assert_array_equal(lists, want[0])
-    np.testing.assert_allclose(values, want[1], rtol=1e-5, atol=1e-5)
+    check_beside_host(call)
 
 
 def test_candidates_alone_compete() -> None:
     check_candidates()
+
+
+@pytest.mark.parametrize("score", ["max", "relu_sum", "softmax"])
+def test_candidates_of_groups(score: str) -> None:
+    check_candidates_of_groups(score)
+
+
+def check_candidates_of_groups(score: str) -> None:
+    """Two lists of each token, of two heads each."""
+    call = models_call("max", False) | {"score": score, "groups": 2}
+    rng = np.random.default_rng(12)
+    own = np.array([rng.permutation(5) - 1 for _ in range(8)], np.int32)
+    call["candidates"] = own.reshape(4, 2, 5)[:, :, :3]
+    if score != "max":
+        call["weights"] = rng.standard_normal((4, 4)).astype(np.float32)
+    check_beside_host(call)
+
+
+def check_softmax(num_sms: int = 64) -> None:
+    """Blocks that several warps share, of long rows whose logits rise."""
+    call = models_call("max", False) | {"score": "softmax", "groups": 2, "topk": 3}
+    rng = np.random.default_rng(14)
+    rows = call["index_cache"].astype(np.float64) * np.linspace(0.2, 2, 16)[:, None, None]
+    call["index_cache"] = rows.astype(call["index_cache"].dtype)
+    call["weights"] = rng.uniform(0.5, 2, (4, 4)).astype(np.float32)
+    check_beside_host(call, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("num_sms", [1, 64])
+def test_shares_of_softmax(num_sms: int) -> None:
+    check_softmax(num_sms)
+
+
+def check_beside_host(call: dict[str, Any], **facts: Any) -> None:
+    want = sparse.select(**call)
+    with gpu.plugged_in(**facts):
+        lists, values = sparse.select(**call)
+    np.testing.assert_array_equal(lists, want[0])
+    np.testing.assert_allclose(values, want[1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_nan_is_no_score() -> None:

@@ -48,7 +48,7 @@ def draw(seed: int, on_gpu: bool = False) -> SelectCase:
     form = str(rng.choice(["pages", "pages", "head", "fused", "rows", "dense"]))
     ratio = int(rng.choice([1, 1, 1, 2, 4]))
     block = ratio * int(rng.choice([1, 2, 8, 64]))
-    score = str(rng.choice(["max", "relu_sum", "max" if on_gpu else "softmax"]))
+    score = str(rng.choice(["max", "relu_sum", "softmax"]))
     heads = int(rng.choice([1, 2, 4, 16 if on_gpu else 6]))
     qo = (
         np.full(count, rng.integers(1, 4)) if rng.random() < 0.5 else rng.integers(0, 4, size=count)
@@ -165,7 +165,7 @@ def _add_options(case: SelectCase, rng: np.random.Generator, on_gpu: bool) -> No
         arguments["k_scale"] = float(rng.choice([0.5, 2.0]))
     if rng.random() < 0.3:
         each = arguments["block"] * int(rng.choice([1, 2]))
-        groups = num_groups(case) if rng.random() < 0.5 and not on_gpu else 1
+        groups = num_groups(case) if rng.random() < 0.5 else 1
         shape = len(q), groups, int(rng.integers(1, 6))
         candidates = np.full(shape, -1, np.int32)
         for place in np.ndindex(*shape[:2]):
@@ -225,11 +225,15 @@ def magnitude(case: SelectCase, token: int, group: int) -> float:
         return 0.0
     q = np.abs(arguments["q_index"][token, heads].astype(np.float64))
     sums = q @ np.abs(case.rows[request][:count].T) * case.scales[request][:count]
-    sums *= abs(arguments.get("sm_scale", 1.0) * arguments.get("k_scale", 1.0))
+    default = q.shape[1] ** -0.5 if arguments["score"] == "softmax" else 1.0
+    sums *= abs(arguments.get("sm_scale", default) * arguments.get("k_scale", 1.0))
     if arguments["score"] == "max":
         return float(sums.max())
     weights = arguments.get("weights")
     by_head = np.ones(share) if weights is None else np.abs(weights[token, heads].astype(float))
+    if arguments["score"] == "softmax":
+        # Errors of logits are those of probabilities, of which none is above 1.
+        return float(by_head @ (1.0 + sums.max(1)))
     return float((by_head @ sums).max())
 
 

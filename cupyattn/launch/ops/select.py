@@ -1,5 +1,8 @@
 """Launches a selection: scores of blocks of index rows, then for each row of them the greatest.
 
+Between these two, scores of softmax are made of what each head has of a block, for which it must be
+known what it has of all. Candidates of a group are as those of a token of that group's heads alone.
+
 Lengths and offsets of tokens stay on the device, so that the grid is for all that may be there.
 """
 
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -20,11 +23,11 @@ from ...core.selection import SelectProblem
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, cuda, enqueue, load_function
 from ..driver.scratch import Allocate
-from . import select_topk
+from . import select_softmax, select_topk
 
 # kernels/cupyattn/params/select.cuh
 TOKENS = struct.Struct("<2Q 8i")
-SELECT_SCORES = struct.Struct(f"<9Q 5q {TOKENS.size}s 4I 3i I 3i I i f")
+SELECT_SCORES = struct.Struct(f"<9Q 6q {TOKENS.size}s 4I 3i I 3i I i f 2i")
 MAX_HEADS = 64
 # Offsets of rows are counted in 16 bytes, by 32 bits.
 MAX_INDEX_BYTES = 16 * 2**32
@@ -59,7 +62,7 @@ class SelectShape(NamedTuple):
     max_kv_len      keys a request has room for
     strides         q (token, head), k (page, row), k_scales (page, in floats), table (request),
                     weights (token), out (token, group), values (token, group), candidates (token)
-    num_candidates  of a token, one list for all groups
+    num_candidates  of a token, or of each of its groups, candidate_stride_group apart
     kv_lens_are_steps  lengths are the steps of offsets of index rows
     """
 
@@ -78,6 +81,7 @@ class SelectShape(NamedTuple):
     kv_lens_are_steps: bool
     sm_scale: float
     candidate_stride: int = 0
+    candidate_stride_group: int = 0
     num_candidates: int = 0
 
 
@@ -102,8 +106,6 @@ def refusal(problem: SelectProblem) -> str | None:
     """Why no kernel serves a problem, as a sentence; None for those that are served."""
     q, k, share = problem.dtype_q, problem.dtype_k, problem.num_heads // problem.num_groups
     columns, max_dim = (64, 128) if k.is_fp8 else (32, 256)
-    if problem.score == "softmax":
-        return "score: 'softmax' has no GPU kernel; pass 'max' or 'relu_sum', or CPU arrays"
     if not (q.is_float16 or q.is_fp8):
         return f"q_index: dtype {q} has no GPU kernel; pass float16, bfloat16 or float8_e4m3fn"
     if problem.head_dim % columns or problem.head_dim > max_dim:
@@ -111,7 +113,8 @@ def refusal(problem: SelectProblem) -> str | None:
             f"q_index: head_dim {problem.head_dim} has no GPU kernel; wanted a multiple of "
             f"{columns} up to {max_dim} with index rows of {k}"
         )
-    if problem.num_heads > MAX_HEADS or (share not in (1, 2, 4) and share % 8):
+    is_any_share = problem.score == "softmax"
+    if problem.num_heads > MAX_HEADS or not (is_any_share or share in (1, 2, 4) or share % 8 == 0):
         return (
             f"groups: {problem.num_groups} of {problem.num_heads} index heads have no GPU kernel; "
             f"wanted 1, 2, 4 or a multiple of 8 heads a group, and {MAX_HEADS} heads at most"
@@ -141,7 +144,9 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -
     if problem.candidate_block:
         tokens = 1
     num_tiles = _num_tiles(problem, tokens, arch)
+    has_sums = problem.score == "softmax"
     by_four = arch == "sm_90a" and num_tiles >= _TILES_OF_FOUR and problem.head_dim % 64 == 0
+    by_four = by_four and not has_sums
     is_short = by_four or num_tiles <= 2 or problem.head_dim > 128
     eights, ahead = _SHORT_STEPS if is_short else _STEPS
     if problem.dtype_k.is_fp8 and eights == 2 and num_tiles <= _TILES_OF_FOUR:
@@ -155,6 +160,7 @@ def choose_tiles(problem: SelectProblem, tokens: int, shares: bool, arch: str) -
             "DTypeK": problem.dtype_k,
             "DTypeW": problem.dtype_w or dtypes.float32,
             "kSum": problem.score == "relu_sum",
+            "kSoftmax": problem.score == "softmax",
             "kRowScales": problem.row_scales != "",
             "kCandidates": problem.candidate_block > 0,
             "kWarpgroup": by_four,
@@ -180,7 +186,8 @@ def _num_tiles(problem: SelectProblem, tokens: int, arch: str) -> int:
     heads = problem.num_heads
     max_tiles = min(_MAX_TILES, _MAX_SHARED_BYTES // (8 * 2 * problem.head_dim))
     # Registers.
-    if problem.head_dim > 128 or (problem.dtype_k.is_fp8 and arch != "sm_90a"):
+    is_narrow = problem.dtype_k.is_fp8 and arch != "sm_90a"
+    if problem.head_dim > 128 or is_narrow or problem.score == "softmax":
         max_tiles = min(max_tiles, _MAX_TILES // 2)
     num_tiles = -(-heads // 8)
     while 8 * num_tiles < tokens * heads and 2 * num_tiles <= max_tiles:
@@ -190,7 +197,7 @@ def _num_tiles(problem: SelectProblem, tokens: int, arch: str) -> int:
 
 def _blocks_per_sm(problem: SelectProblem, num_tiles: int, by_four: bool) -> int:
     """Blocks that run at a time: as many as have registers enough."""
-    if problem.head_dim > 128:
+    if problem.head_dim > 128 or problem.score == "softmax":
         return 2
     if not by_four:
         if num_tiles == 1 and not problem.dtype_k.is_fp8:
@@ -204,25 +211,8 @@ def _blocks_per_sm(problem: SelectProblem, num_tiles: int, by_four: bool) -> int
 def configs(kinds: Iterable[tuple[DType, DType]], arch: str) -> Iterator[jit.Config]:
     """The Configs of selections of models, of queries and keys of these dtypes: MiniMax-M3's blocks
     of 128 keys by four heads, and sums of four heads for each row of four keys."""
-    of_blocks = SelectProblem(
-        dtype_q=dtypes.bfloat16,
-        dtype_k=dtypes.bfloat16,
-        row_scales="",
-        head_dim=128,
-        num_heads=4,
-        num_groups=4,
-        score="max",
-        dtype_w=None,
-        block=128,
-        ratio=1,
-        topk=16,
-        first=0,
-        last=1,
-        tail=False,
-        paged=True,
-        candidate_block=0,
-        gives_values=False,
-    )
+    kind = dtypes.bfloat16
+    of_blocks = SelectProblem(kind, kind, 128, 4, num_groups=4, block=128, topk=16, last=1)
     of_rows = replace(of_blocks, num_groups=1, score="relu_sum", block=4, ratio=4)
     for q, k in kinds:
         if k is dtypes.float8_e5m2:
@@ -233,11 +223,31 @@ def configs(kinds: Iterable[tuple[DType, DType]], arch: str) -> Iterator[jit.Con
                 yield choose_tiles(asked, tokens, shares, arch).config
 
 
+def scored(problem: SelectProblem) -> SelectProblem:
+    """The problem that the kernel of scores has: for softmax each head's own, and of groups with
+    candidates of their own the heads of one."""
+    if problem.score == "softmax":
+        return replace(
+            problem, num_groups=problem.num_heads, candidate_block=0, group_candidates=False
+        )
+    if problem.group_candidates:
+        return replace(problem, num_heads=problem.num_heads // problem.num_groups, num_groups=1)
+    return problem
+
+
+class _ScoreLaunch(NamedTuple):
+    """A launch of scores, and the numbers of its struct behind the tokens."""
+
+    launch: Launch
+    numbers: tuple[float, ...]
+
+
 class SelectLauncher:
     """Serves every selection of one problem and device."""
 
     def __init__(self, problem: SelectProblem, device_index: int) -> None:
         self.problem, self.device_index = problem, device_index
+        self.scored = scored(problem)
         props = device_props(device_index)
         self._num_sms, self._arch = props.num_sms, props.arch
         self._is_dependent = overlaps_launches(props.arch)
@@ -251,51 +261,44 @@ class SelectLauncher:
         allocate: Allocate,
     ) -> None:
         """Enqueue one call."""
-        problem = self.problem
-        max_rows = shape.max_kv_len // problem.ratio
-        max_blocks = max(-(-max_rows // problem.block_rows), 1)
+        self.prepare(shape, num_tokens).launch(at, stream, allocate)
+
+    def prepare(self, shape: SelectShape, num_tokens: int) -> PreparedSelection:
+        """What calls of one shape launch."""
+        max_rows = shape.max_kv_len // self.problem.ratio
+        max_blocks = max(-(-max_rows // self.problem.block_rows), 1)
+        rows = self.problem.num_groups
+        # Rows of scores of softmax lie behind those of heads.
+        log_rows = self.scored.num_groups if self.problem.score == "softmax" else 0
         score_stride = -(-max_blocks // 4) * 4
-        token_bytes = 4 * score_stride * problem.num_groups
-        chunk = max(1, min(num_tokens, _MAX_SCORE_BYTES // token_bytes))
-        scores, _scores = scratch.workspace(
-            chunk * token_bytes, self.device_index, stream, allocate
+        chunk = max(1, min(num_tokens, _MAX_SCORE_BYTES // (4 * score_stride * (rows + log_rows))))
+        counts = dict.fromkeys(min(chunk, num_tokens - at) for at in range(0, num_tokens, chunk))
+        launches = {
+            count: self._shape_scores(shape, count, count == num_tokens) for count in counts
+        }
+        has_scores = max_rows and (shape.num_candidates or not self.scored.candidate_block)
+        return PreparedSelection(
+            self,
+            shape,
+            num_tokens,
+            chunk,
+            max_blocks,
+            score_stride,
+            log_rows,
+            launches if has_scores else {},
         )
-        for first in range(0, num_tokens, chunk):
-            count = min(chunk, num_tokens - first)
-            tokens = self._pack_tokens(at, shape, first)
-            if problem.candidate_block:
-                # What has no score does not compete: a NaN.
-                recording.spoil()
-                cuda().runtime.memsetAsync(scores, 0xFF, count * token_bytes, stream)
-            if max_rows and (shape.num_candidates or not problem.candidate_block):
-                is_whole = count == num_tokens
-                target = scores, score_stride
-                self._score(at, shape, tokens, target, count, is_whole, stream)
-            select_topk.launch(
-                problem,
-                scores,
-                score_stride,
-                max_blocks,
-                tokens,
-                count,
-                at.out + 4 * first * shape.out_strides[0],
-                shape.out_strides,
-                at.values and at.values + 4 * first * shape.values_strides[0],
-                shape.values_strides,
-                self.device_index,
-                stream,
-            )
 
     def score(
         self, at: SelectAddresses, shape: SelectShape, target: tuple[int, int], stream: int
     ) -> None:
         """Enqueue the scores alone, into float32 [tokens * groups, stride] at an address; what a
         token does not see stays as it is. All requests have equally many tokens."""
-        tokens = self._pack_tokens(at, shape, 0)
+        tokens = self.pack_tokens(at, shape, 0)
         count = shape.num_requests * shape.request_tokens
-        self._score(at, shape, tokens, target, count, True, stream)
+        launch = self._shape_scores(shape, count, True)
+        self.enqueue_scores(launch, at, shape, tokens, target, stream)
 
-    def _pack_tokens(self, at: SelectAddresses, shape: SelectShape, first: int) -> bytes:
+    def pack_tokens(self, at: SelectAddresses, shape: SelectShape, first: int) -> bytes:
         return TOKENS.pack(
             at.kv_lens,
             at.qo_offsets,
@@ -309,34 +312,17 @@ class SelectLauncher:
             first,
         )
 
-    def _score(
+    def enqueue_scores(
         self,
+        scores: _ScoreLaunch,
         at: SelectAddresses,
         shape: SelectShape,
         tokens: bytes,
-        scores: tuple[int, int],
-        count: int,
-        is_whole: bool,
+        target: tuple[int, int],
         stream: int,
     ) -> None:
-        """Enqueue the scores of a launch's tokens."""
-        max_rows = shape.max_kv_len // self.problem.ratio
-        candidate_rows = self.problem.candidate_block // self.problem.ratio
-        if candidate_rows:
-            max_rows = shape.num_candidates * candidate_rows
-        each = shape.request_tokens or -(-count // shape.num_requests)
-        tiles = self._tiles(min(each, count), shape.num_requests, max_rows)
-        request_tiles = 0
-        if shape.request_tokens and is_whole:
-            request_tiles = -(-shape.request_tokens // tiles.tokens)
-            num_tiles = request_tiles * shape.num_requests
-        else:
-            num_tiles = count // tiles.tokens + shape.num_requests
-        parts = self._parts(tiles, num_tiles, max_rows)
-        function = load_function("select_scores", tiles.config, self.device_index)
+        """Enqueue the scores of a launch's tokens, of which SelectTokens tell."""
         arguments = params.this_thread.launch_buffer
-        page_size = shape.page_size or _ONE_PAGE
-        q_size, k_size = self.problem.dtype_q.itemsize, self.problem.dtype_k.itemsize
         SELECT_SCORES.pack_into(
             arguments.buffer,
             arguments.offset,
@@ -348,15 +334,39 @@ class SelectLauncher:
             at.table,
             at.kv_offsets,
             at.candidates,
-            scores[0],
+            target[0],
             shape.table_stride,
             shape.weight_stride,
-            scores[1],
+            target[1],
             shape.scale_stride,
             shape.candidate_stride,
+            shape.candidate_stride_group,
             tokens,
-            *(x * q_size // 16 for x in shape.q_strides),
-            *(x * k_size // 16 for x in shape.k_strides),
+            *scores.numbers,
+        )
+        enqueue(scores.launch, arguments, self.device_index, stream)
+
+    def _shape_scores(self, shape: SelectShape, count: int, is_whole: bool) -> _ScoreLaunch:
+        """The launch of the scores of so many tokens, all those of the call if `is_whole`."""
+        problem = self.scored
+        max_rows = shape.max_kv_len // problem.ratio
+        candidate_rows = problem.candidate_block // problem.ratio
+        if candidate_rows:
+            max_rows = shape.num_candidates * candidate_rows
+        each = shape.request_tokens or -(-count // max(shape.num_requests, 1))
+        tiles = self._tiles(min(each, count), shape.num_requests, max_rows)
+        request_tiles = 0
+        if shape.request_tokens and is_whole:
+            request_tiles = -(-shape.request_tokens // tiles.tokens)
+            num_tiles = request_tiles * shape.num_requests
+        else:
+            num_tiles = count // tiles.tokens + shape.num_requests
+        times = self.problem.num_groups if problem.group_candidates else 1
+        parts = self._parts(tiles, max(num_tiles * times, 1), max_rows)
+        page_size = shape.page_size or _ONE_PAGE
+        numbers = (
+            *(x * problem.dtype_q.itemsize // 16 for x in shape.q_strides),
+            *(x * problem.dtype_k.itemsize // 16 for x in shape.k_strides),
             count,
             request_tiles,
             page_size,
@@ -365,21 +375,24 @@ class SelectLauncher:
             candidate_rows,
             *params.divisor(max(candidate_rows, 1)),
             shape.sm_scale,
+            self.problem.num_groups,
+            0,
         )
-        launch = Launch(
-            function, (num_tiles, parts, 1), 32 * _WARPS, 0, is_dependent=self._is_dependent
+        function = load_function("select_scores", tiles.config, self.device_index)
+        grid = num_tiles, parts, times
+        return _ScoreLaunch(
+            Launch(function, grid, 32 * _WARPS, 0, is_dependent=self._is_dependent), numbers
         )
-        enqueue(launch, arguments, self.device_index, stream)
 
     def _tiles(self, tokens: int, num_requests: int, max_rows: int) -> _Tiles:
         """Warps share blocks of keys, but those of many columns only where these are too few for
         all warps that run at a time."""
-        alone = choose_tiles(self.problem, tokens, False, self._arch)
+        alone = choose_tiles(self.scored, tokens, False, self._arch)
         num_tiles = num_requests * -(-tokens // alone.tokens)
         units = num_tiles * -(-max_rows // alone.unit)
         are_few = units < 2 * alone.blocks_per_sm * self._num_sms
         if alone.columns <= 8 * _TILES_THAT_SHARE or are_few:
-            return choose_tiles(self.problem, tokens, True, self._arch)
+            return choose_tiles(self.scored, tokens, True, self._arch)
         return alone
 
     def _parts(self, tiles: _Tiles, num_tiles: int, max_rows: int) -> int:
@@ -387,7 +400,7 @@ class SelectLauncher:
         slots = tiles.blocks_per_sm * self._num_sms
         parts = slots // num_tiles
         if tiles.columns <= 8 * _FEW_TILES:
-            row_bytes = self.problem.head_dim * self.problem.dtype_k.itemsize
+            row_bytes = self.scored.head_dim * self.scored.dtype_k.itemsize
             by_bytes = -(-max_rows * row_bytes // _PART_BYTES)
             parts = max(parts, min(by_bytes, -(-_MAX_WAVES * slots // num_tiles)))
         elif parts < _FEW_PARTS:
@@ -395,6 +408,82 @@ class SelectLauncher:
         elif tiles.columns > 8 * _TILES_OF_FOUR:
             parts = -(-_WAVES * slots // num_tiles)
         return max(1, min(parts, -(-max_rows // tiles.unit)))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSelection:
+    """What selections of one problem and shape launch, wherever their arrays are.
+
+    chunk       tokens that have scores at a time; scores: their launches by how many tokens these
+                are, none where nothing has a score
+    log_rows    rows of what heads have, of a token; 0 but for softmax
+    """
+
+    owner: SelectLauncher
+    shape: SelectShape
+    num_tokens: int
+    chunk: int
+    max_blocks: int
+    score_stride: int
+    log_rows: int
+    scores: dict[int, _ScoreLaunch]
+
+    def launch(self, at: SelectAddresses, stream: int, allocate: Allocate) -> None:
+        """Enqueue a call."""
+        owner, problem, shape = self.owner, self.owner.problem, self.shape
+        row_bytes = 4 * self.score_stride
+        log_bytes = self.chunk * row_bytes * self.log_rows
+        score_bytes = self.chunk * row_bytes * problem.num_groups
+        memory, _memory = scratch.workspace(
+            log_bytes + score_bytes, owner.device_index, stream, allocate
+        )
+        scores = memory + log_bytes
+        for first in range(0, self.num_tokens, self.chunk):
+            count = min(self.chunk, self.num_tokens - first)
+            tokens = owner.pack_tokens(at, shape, first)
+            if problem.candidate_block:
+                # What has no score does not compete: a NaN.
+                recording.spoil()
+                cuda().runtime.memsetAsync(scores, 0xFF, score_bytes, stream)
+            if self.scores:
+                target = memory, self.score_stride
+                owner.enqueue_scores(self.scores[count], at, shape, tokens, target, stream)
+                if self.log_rows:
+                    shares = self._shares(at, (memory, scores), tokens, count)
+                    select_softmax.launch(shares, problem.dtype_w, owner.device_index, stream)
+            select_topk.launch(
+                problem,
+                scores,
+                self.score_stride,
+                self.max_blocks,
+                tokens,
+                count,
+                at.out + 4 * first * shape.out_strides[0],
+                shape.out_strides,
+                at.values and at.values + 4 * first * shape.values_strides[0],
+                shape.values_strides,
+                owner.device_index,
+                stream,
+            )
+
+    def _shares(
+        self, at: SelectAddresses, memory: tuple[int, int], tokens: bytes, count: int
+    ) -> select_softmax.Shares:
+        problem, shape = self.owner.problem, self.shape
+        return select_softmax.Shares(
+            *memory,
+            at.weights,
+            at.candidates,
+            self.score_stride,
+            shape.weight_stride,
+            (shape.candidate_stride, shape.candidate_stride_group),
+            tokens,
+            count,
+            problem.num_heads,
+            problem.num_groups,
+            shape.num_candidates,
+            max(problem.candidate_block // problem.block, 1),
+        )
 
 
 @lru_cache(maxsize=256)

@@ -31,13 +31,15 @@ struct SelectScoresParams {
   const void* weights;        // [tokens, heads] of Config::DTypeW; nullptr: ones
   const int32_t* table;       // pages of each request; nullptr: rows lie one after another
   const int32_t* kv_offsets;  // [num_requests + 1] first rows; nullptr: those of page `request`
-  const int32_t* candidates;  // [tokens, num_candidates] blocks that alone have scores; nullptr: all
+  const int32_t* candidates;  // [tokens, groups or 1, num_candidates] blocks that alone have scores;
+                              // nullptr: all
   float* scores;              // [tokens * groups, score_stride], from first_token on
   int64_t table_stride;
   int64_t weight_stride;      // of a token
   int64_t score_stride;
   int64_t scale_stride_page;  // in floats
   int64_t candidate_stride;   // of a token
+  int64_t candidate_stride_group;
   SelectTokens tokens;
   uint32_t q_stride_n, q_stride_h;
   uint32_t k_stride_page, k_stride_n;
@@ -51,9 +53,28 @@ struct SelectScoresParams {
   uint32_t candidate_magic;   // divides by that
   int32_t candidate_shift;
   float sm_scale;
+  int32_t token_rows;         // rows of scores of a token, where it has candidates
+  int32_t unused;
 };
 
-static_assert(sizeof(SelectScoresParams) == 216,
+// Of the launch that makes scores of softmax of what each head has. Strides are in elements.
+struct SelectSoftmaxParams {
+  const float* logs;          // [tokens * heads, score_stride]: of a block's exponentials, base 2
+  float* scores;              // [tokens * groups, score_stride]
+  const void* weights;        // [tokens, heads] of Config::DTypeW; nullptr: ones
+  const int32_t* candidates;  // [tokens, groups or 1, num_candidates]; nullptr: all blocks compete
+  int64_t score_stride;
+  int64_t weight_stride;      // of a token
+  int64_t candidate_stride;   // of a token
+  int64_t candidate_stride_group;
+  SelectTokens tokens;
+  int32_t num_heads;
+  int32_t num_groups;
+  int32_t num_candidates;
+  int32_t candidate_blocks;   // of what a candidate names
+};
+
+static_assert(sizeof(SelectScoresParams) == 232 && sizeof(SelectSoftmaxParams) == 128,
               "the struct and its mirror in launch/ops/select.py must agree");
 
 }  // namespace cupyattn

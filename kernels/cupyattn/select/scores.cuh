@@ -14,6 +14,7 @@
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/ptx/mma.cuh"
 #include "cupyattn/ptx/tensor_copy.cuh"
+#include "cupyattn/select/score_totals.cuh"
 #include "cupyattn/select/tokens.cuh"
 #include "cupyattn/shared/work.cuh"
 #include "cupyattn/tile/warpgroup_tile.cuh"
@@ -33,10 +34,10 @@ struct SelectShape {
   // Candidates are a token's own.
   static constexpr int kTokens = Config::kCandidates ? 1 : 8 * kTiles / kHeads;
   static constexpr int kWarps = Config::kWarps, kThreads = kWarps * kWarpSize;
-  static constexpr bool kIsSum = Config::kSum;
+  static constexpr bool kIsSum = Config::kSum, kIsSoftmax = Config::kSoftmax;
   static constexpr int kBlockRows = Config::kBlockRows;
-  // Eights of rows of a warp's step, and steps whose rows are on their way at a time; warps that share a block; rows that those have before they move
-  // on.
+  // Eights of rows of a warp's step, and steps whose rows are on their way at a time; warps that
+  // share a block; rows that those have before they move on.
   static constexpr bool kWarpgroup = Config::kWarpgroup;
   static constexpr int kEights = Config::kEights, kStep = 8 * kEights, kAhead = Config::kAhead;
   static constexpr int kSharing = Config::kSharing;
@@ -56,6 +57,7 @@ struct SelectShape {
   static_assert(kTokens > 0, "a tile has whole tokens");
   static_assert(!kWarpgroup || kEights == 2, "a warp has 16 rows of a product");
   static_assert(!kWarpgroup || (kWarps == 4 && Config::kHeadDim % 64 == 0), "whole panels");
+  static_assert(!kIsSoftmax || (kShare == 1 && !Config::kCandidates), "a head's rows are all of them");
   static_assert(kSharing == 1 || kBlockRows % (kStep * kSharing) == 0, "warps share whole steps");
 };
 
@@ -144,6 +146,7 @@ struct SelectScores {
   static constexpr bool kIsLarge = kBlockRows > kStep;
   // Rows g, g + 8 and so on of a step, as they are in memory.
   using Raw = Vector16[kEights][kRaw];
+  using Total = conditional<Shape::kIsSoftmax, ScoreExponentials, LargestScore>;
   using QueryTile = PanelTile<T, 8 * kTiles, Config::kHeadDim>;
 
   const SelectScoresParams& params;
@@ -151,6 +154,11 @@ struct SelectScores {
   SelectTile tile;
   float scale;  // of all products
   int lane, warp;
+
+  // Where each group has candidates of its own, each has blocks of the grid.
+  __device__ __forceinline__ int first_head() const {
+    return Config::kCandidates ? static_cast<int>(blockIdx.z) * Shape::kHeads : 0;
+  }
 
   // --- queries ---
 
@@ -161,7 +169,7 @@ struct SelectScores {
     if (token >= tile.count || column >= Shape::kTokens * Shape::kHeads) return result;
     const int64_t row =
         static_cast<int64_t>(params.tokens.first_token + tile.first + token) * params.q_stride_n +
-        head * params.q_stride_h;
+        (head + first_head()) * params.q_stride_h;
     const Vector16* source = static_cast<const Vector16*>(params.q) + row;
     // 16 elements of keys of 8 bits are two vectors here.
     const int element = is_fp8<Key> ? 64 * (vector / 2) + 16 * thread + 8 * (vector % 2)
@@ -191,7 +199,8 @@ struct SelectScores {
     if (params.weights != nullptr) {
       using Weight = typename Config::DTypeW;
       const int64_t at =
-          static_cast<int64_t>(params.tokens.first_token + tile.first + token) * params.weight_stride + head;
+          static_cast<int64_t>(params.tokens.first_token + tile.first + token) * params.weight_stride +
+          head + first_head();
       if constexpr (sizeof(Weight) == 4) {
         weight = static_cast<const float*>(params.weights)[at];
       } else {
@@ -244,7 +253,8 @@ struct SelectScores {
     const int entry = divide(min_of(index, tile.end - 1), params.candidate_magic,
                              params.candidate_shift);
     const int64_t token = params.tokens.first_token + tile.first;
-    const int block = params.candidates[token * params.candidate_stride + entry];
+    const int block = params.candidates[token * params.candidate_stride +
+                                        blockIdx.z * params.candidate_stride_group + entry];
     if (block < 0 || block > tile.common / params.candidate_rows) return -1;
     const int row = block * params.candidate_rows + index - entry * params.candidate_rows;
     return index < tile.end && row < tile.common ? row : -1;
@@ -381,6 +391,7 @@ struct SelectScores {
         } else if constexpr (Config::kRowScales) {
           x *= factor[r];
         }
+        if constexpr (Shape::kIsSoftmax) x *= fabsf(scale) * kLog2e;
         float& sum = value[kColumns == 2 ? e : 0][r];
         if (kColumns == 2 || (is_first && e == 0)) {
           sum = Shape::kIsSum ? x * weight[e] : x;
@@ -434,19 +445,23 @@ struct SelectScores {
     }
   }
 
-  // The largest of the rows of a block that the lanes of a column have.
-  static __device__ __forceinline__ float across_rows(float x) {
-    if constexpr (kBlockRows >= 2) x = ptx::max_nan(x, ptx::shuffle_xor(x, 4));
-    if constexpr (kBlockRows >= 4) x = ptx::max_nan(x, ptx::shuffle_xor(x, 8));
-    if constexpr (kBlockRows >= 8) x = ptx::max_nan(x, ptx::shuffle_xor(x, 16));
-    return x;
+  // Of the rows of a block that the lanes of a column have.
+  static __device__ __forceinline__ float across_rows(Total total) {
+    if constexpr (kBlockRows >= 2) total.join_lane(4);
+    if constexpr (kBlockRows >= 4) total.join_lane(8);
+    if constexpr (kBlockRows >= 8) total.join_lane(16);
+    return total.result();
   }
 
   __device__ __forceinline__ void write(float x, int group, int block) const {
-    const int64_t row = static_cast<int64_t>(tile.first) * Shape::kGroups + group;
-    if constexpr (!Shape::kIsSum) x *= fabsf(scale);
-    // A NaN counts as no score at all.
-    params.scores[row * params.score_stride + block] = x == x ? x : -ptx::infinity();
+    int64_t row = static_cast<int64_t>(tile.first) * Shape::kGroups + group;
+    if constexpr (Config::kCandidates) {
+      row = static_cast<int64_t>(tile.first) * params.token_rows + blockIdx.z * Shape::kGroups + group;
+    }
+    if constexpr (!Shape::kIsSum && !Shape::kIsSoftmax) x *= fabsf(scale);
+    // A NaN counts as no score at all; a head's shares have all of its rows to count with.
+    params.scores[row * params.score_stride + block] =
+        Shape::kIsSoftmax || x == x ? x : -ptx::infinity();
   }
 
   // Scores of a group are the same in so many lanes of a quad.
@@ -462,10 +477,11 @@ struct SelectScores {
       const bool is_here = group < tile.count * Shape::kGroups && lane / 4 % kRowsAPart == 0;
 #pragma unroll
       for (int r = 0; r < kEights; r += kParts) {
-        float x = value[e][r];
+        float own[kParts];
 #pragma unroll
-        for (int p = 1; p < kParts; ++p) x = ptx::max_nan(x, value[e][r + p]);
-        x = across_rows(x);
+        for (int p = 0; p < kParts; ++p) own[p] = value[e][r + p];
+        float x = own[0];
+        if constexpr (kBlockRows > 1) x = across_rows(Total::of(own));
         const bool is_mine = lane % kSame == r / kParts % kSame;
         const bool exists = Config::kCandidates ? rows[r] >= 0 : rows[r] < tile.end;
         if (is_here && is_mine && exists) write(x, group, rows[r] / kBlockRows);
@@ -475,13 +491,13 @@ struct SelectScores {
 
   // --- blocks of more rows than a step ---
 
-  using Best = float[Shape::kGroupsOfTiles][kColumns];
+  using Best = Total[Shape::kGroupsOfTiles][kColumns];
 
   static __device__ __forceinline__ void clear(Best& best) {
 #pragma unroll
     for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < kColumns; ++e) best[n][e] = -ptx::infinity();
+      for (int e = 0; e < kColumns; ++e) best[n][e] = Total::none();
     }
   }
 
@@ -509,12 +525,12 @@ struct SelectScores {
       const int first = warp / Shape::kSharing * Shape::kSharing;
       for (int group = threadIdx.x % (Shape::kSharing * kWarpSize); group < num_groups;
            group += Shape::kSharing * kWarpSize) {
-        float x = shared.best[turn][first][group];
+        float parts[Shape::kSharing];
 #pragma unroll
-        for (int w = 1; w < Shape::kSharing; ++w) {
-          x = ptx::max_nan(x, shared.best[turn][first + w][group]);  // mutate: warps-not-joined
+        for (int w = 0; w < Shape::kSharing; ++w) {
+          parts[w] = shared.best[turn][first + w][group];  // mutate: warps-not-joined
         }
-        if (row >= 0) write(x, group, row / kBlockRows);
+        if (row >= 0) write(Total::of(parts).result(), group, row / kBlockRows);
       }
     }
   }
@@ -589,10 +605,7 @@ struct SelectScores {
       if (hides) hide(value, n, rows);
       if constexpr (kIsLarge) {
 #pragma unroll
-        for (int e = 0; e < kColumns; ++e) {
-#pragma unroll
-          for (int r = 0; r < kEights; ++r) best[n][e] = ptx::max_nan(best[n][e], value[e][r]);
-        }
+        for (int e = 0; e < kColumns; ++e) best[n][e].add(value[e]);
       } else if (row < tile.end) {
         write_small(value, n, rows);
       }
@@ -613,9 +626,8 @@ struct SelectScores {
   __device__ __forceinline__ void finish_best(Best& best) const {
 #pragma unroll
     for (int n = 0; n < Shape::kGroupsOfTiles; ++n) {
-      float& x = best[n][0];
-      if constexpr (kShare >= 4) x = ptx::max_nan(x, ptx::shuffle_xor(x, 1));
-      if constexpr (kShare >= 8) x = ptx::max_nan(x, ptx::shuffle_xor(x, 2));
+      if constexpr (kShare >= 4) best[n][0].join_lane(1);
+      if constexpr (kShare >= 8) best[n][0].join_lane(2);
     }
   }
 };
