@@ -108,9 +108,12 @@ class Call:
 
 def run(arrays: SelectArrays, options: SelectOptions) -> Any:
     """The lists of a selection, with their scores if `return_values`."""
+    result = select_gpu.run_cached(arrays, options)
+    if result is not None:
+        return result if options.return_values else result[0]
     call = check(arrays, options)
     if call.q.device.kind != "cpu":
-        lists, values = select_gpu.run(call, arrays.out, arrays.values)
+        lists, values = select_gpu.run(call, arrays, options)
         return (lists, values) if parse.flag(options.return_values, "return_values") else lists
     lists, values = _answer(call)
     own = slice(None)

@@ -1,7 +1,11 @@
-"""Selections of blocks of keys on a GPU: from a checked call to what is launched."""
+"""Selections of blocks of keys on a GPU: from a checked call to what is launched.
+
+Calls that differ in addresses alone are checked once (engine/call_cache.py).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import array
@@ -9,19 +13,83 @@ from ..array import ArrayView
 from ..core import dtypes
 from ..errors import UnsupportedError
 from ..launch.driver import scratch
+from ..launch.driver.scratch import Allocate
 from ..launch.ops import select as launch_select
-from ..launch.ops.select import SelectAddresses, SelectShape
+from ..launch.ops.select import PreparedSelection, SelectAddresses, SelectShape
+from .call_cache import Argument, CallCache
 
 if TYPE_CHECKING:
-    from .select import Call
+    from .select import Call, SelectArrays, SelectOptions
 
 _VECTOR = 16
 
 
-def run(call: Call, out: Any, values: Any) -> tuple[Any, Any]:
-    """The lists and their scores; these are None where nobody asks. out, values: the caller's
-    arrays, or None. Raises UnsupportedError."""
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What calls of one signature share.
+
+    prepared      their launches
+    fused_scales  bytes from the index's address to the scales of DeepGEMM's pages; 0 for others
+    allocate      scratch memory, in the way of the caller's framework
+    """
+
+    prepared: PreparedSelection
+    list_shape: tuple[int, int, int]
+    gives_values: bool
+    fused_scales: int
+    allocate: Allocate
+
+
+_NAMES = (
+    *("q_index", "index_cache", "table", "lengths", "weights", "indptr", "kv_indptr"),
+    *("candidates", "k_scale", "k_scales", "out", "values"),
+)
+_CALLS: CallCache[_Checked] = CallCache(
+    *(Argument(name, is_output=name in ("out", "values")) for name in _NAMES)
+)
+_INDEX, _OUT, _VALUES = map(_NAMES.index, ("index_cache", "out", "values"))
+
+
+def run_cached(arrays: SelectArrays, options: SelectOptions) -> tuple[Any, Any] | None:
+    """The lists of a call like an earlier one, and their scores or None; None if there was none."""
+    hit = _CALLS.lookup(arrays, options)
+    if hit is None:
+        return None
+    found, addresses = hit
+    if not found.is_apart(addresses, _INDEX):
+        return None
+    call, checked, out, values = found.call, found.call.checked, arrays.out, arrays.values
+    if out is None:
+        out = call.make_out(checked.list_shape)
+        addresses[_OUT] = call.address(out)
+    if values is None and checked.gives_values:
+        values = call.make_lse(checked.list_shape)
+        addresses[_VALUES] = call.address(values)
+    q, k, table, lengths, weights, indptr, kv_indptr, candidates, k_scale, k_scales, *own = (
+        addresses
+    )
+    at = SelectAddresses(
+        q=q,
+        k=k,
+        k_scales=k + checked.fused_scales if checked.fused_scales else k_scales,
+        k_scale=k_scale,
+        weights=weights,
+        table=table,
+        kv_lens=lengths or kv_indptr,
+        qo_offsets=indptr,
+        kv_offsets=kv_indptr,
+        out=own[0],
+        values=own[1],
+        candidates=candidates,
+    )
+    checked.prepared.launch(at, call.current_stream(), checked.allocate)
+    return out, values
+
+
+def run(call: Call, arrays: SelectArrays, options: SelectOptions) -> tuple[Any, Any]:
+    """The lists and their scores; these are None where nobody asks. Raises UnsupportedError."""
     refuse(call)
+    out, values = arrays.out, arrays.values
     q, gives_values = call.q, call.problem.gives_values
     lists = array.empty(call.list_shape, dtypes.int32, q) if call.out is None else out
     if call.values is None and gives_values:
@@ -42,19 +110,37 @@ def run(call: Call, out: Any, values: Any) -> tuple[Any, Any]:
     array.acquire(q, *[x for x in (*inputs, v_lists, v_values) if x is not None])
     if q.shape[0]:
         launcher = launch_select.launcher(call.problem, q.device.index)
-        launcher.launch(
-            _addresses(call, v_lists, v_values),
-            _shape(call, v_lists, v_values),
-            q.shape[0],
-            array.current_stream(q),
-            scratch.allocator(q),
-        )
+        prepared = launcher.prepare(_shape(call, v_lists, v_values), q.shape[0])
+        allocate = scratch.allocator(q)
+        prepared.launch(_addresses(call, v_lists, v_values), array.current_stream(q), allocate)
+        _keep(call, arrays, options, prepared, allocate)
     array.release(q, *[x for x in (q, *inputs, v_lists, v_values) if x is not None])
     if call.out is None:
         lists = array.deliver(lists, q)
     return lists, values if call.values is not None or not gives_values else array.deliver(
         values, q
     )
+
+
+def _keep(
+    call: Call,
+    arrays: SelectArrays,
+    options: SelectOptions,
+    prepared: PreparedSelection,
+    allocate: Allocate,
+) -> None:
+    """Let later calls like this one skip the checks; not those whose scale is read on the host."""
+    if arrays.k_scale is not None and call.k_scale is None:
+        return
+    rows, shape = call.index.rows, call.list_shape
+    checked = _Checked(
+        prepared,
+        shape,
+        call.problem.gives_values,
+        rows.shape[1] * call.problem.head_dim if call.index.is_fused else 0,
+        allocate,
+    )
+    _CALLS.insert(arrays, options, checked, call.q, dtypes.int32, shape, shape)
 
 
 def refuse(call: Call) -> None:
@@ -144,6 +230,7 @@ def _shape(call: Call, out: ArrayView, values: ArrayView | None) -> SelectShape:
         k_strides, scale_stride = (rows.strides[0], problem.head_dim), rows.strides[0] // 4
     q_token, q_head, _ = call.q.strides
     out_token, out_group, _ = out.strides
+    candidate_strides = (0, 0, 0) if call.candidates is None else call.candidates.strides
     value_token, value_group, _ = (0, 0, 0) if values is None else values.strides
     return SelectShape(
         num_requests=call.num_requests,
@@ -161,7 +248,7 @@ def _shape(call: Call, out: ArrayView, values: ArrayView | None) -> SelectShape:
         is_causal=call.is_causal,
         kv_lens_are_steps=call.lengths is None and call.kv_indptr is not None,
         sm_scale=call.sm_scale,
-        candidate_stride=0 if call.candidates is None else call.candidates.strides[0],
-        candidate_stride_group=call.candidates.strides[1] if problem.group_candidates else 0,
+        candidate_stride=candidate_strides[0],
+        candidate_stride_group=candidate_strides[1] if problem.group_candidates else 0,
         num_candidates=0 if call.candidates is None else call.candidates.shape[2],
     )

@@ -95,6 +95,47 @@ def test_indices_of_models(name: str, tokens: int) -> None:
         torch.testing.assert_close(found, scores.gather(1, own), rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("has_candidates", [False, True])
+@pytest.mark.parametrize("heads", [4, 64])
+def test_shares_of_long_rows(heads: int, has_candidates: bool) -> None:
+    """Softmax by 20,000 keys, of which each group may have candidates of its own."""
+    torch = pytest.importorskip("torch")
+    rng = torch.Generator("cuda").manual_seed(heads)
+    tokens, keys, groups, block, topk = 5, 20_003, 2, 16, 32
+    q = torch.randn(tokens, heads, 128, device="cuda", generator=rng).half()
+    rows = torch.randn(1, keys, 128, device="cuda", generator=rng).half()
+    weights = torch.rand(tokens, heads, device="cuda", generator=rng)
+    call: dict[str, Any] = {
+        "topk": topk,
+        "block": block,
+        "score": "softmax",
+        "groups": groups,
+        "weights": weights,
+        "return_values": True,
+    }
+    count = -(-keys // block)
+    if has_candidates:
+        order = torch.rand(tokens, groups, count, device="cuda", generator=rng).argsort(2)
+        call["candidates"] = order[:, :, :100].int()
+    for _ in range(2):  # the second time as the first one found it
+        lists, values = sparse.select(q, rows, **call)
+    for token in range(tokens):
+        seen = keys - (tokens - 1 - token)
+        x = (q[token].double() @ rows[0, :seen].double().T) * 128**-0.5
+        shares = torch.softmax(x, 1) * weights[token, :, None].double()
+        shares = torch.nn.functional.pad(shares, (0, -seen % block)).view(heads, -1, block).sum(2)
+        scores = shares.view(groups, heads // groups, -1).sum(1)
+        if has_candidates:
+            hidden = torch.ones_like(scores, dtype=torch.bool)
+            hidden.scatter_(1, call["candidates"][token].long(), False)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        want = scores.topk(topk, 1).values.sort(1).values
+        own = lists[token].long()
+        found = scores.gather(1, own)
+        torch.testing.assert_close(found.sort(1).values, want, rtol=1e-5, atol=0)
+        torch.testing.assert_close(values[token].double(), found, rtol=2e-5, atol=0)
+
+
 def test_a_graph_follows_its_keys() -> None:
     torch = pytest.importorskip("torch")
     case = select_cases.draw(4, on_gpu=True)

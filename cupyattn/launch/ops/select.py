@@ -202,10 +202,13 @@ def _blocks_per_sm(problem: SelectProblem, num_tiles: int, by_four: bool) -> int
     if not by_four:
         if num_tiles == 1 and not problem.dtype_k.is_fp8:
             return 4
-        return 3 if num_tiles <= 4 else 2
+        return 3 if num_tiles <= 2 else 2
     if num_tiles > _TILES_OF_FOUR:
         return 2
-    return 4 if problem.score == "relu_sum" and problem.dtype_k.is_fp8 else 3
+    # Scores of few heads, and the largest of many rows, have registers of their own.
+    share = problem.num_heads // problem.num_groups
+    is_small = share >= 8 and problem.block_rows == 1 and not problem.candidate_block
+    return 4 if problem.score == "relu_sum" and problem.dtype_k.is_fp8 and is_small else 3
 
 
 def configs(kinds: Iterable[tuple[DType, DType]], arch: str) -> Iterator[jit.Config]:
