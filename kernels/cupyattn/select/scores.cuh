@@ -144,8 +144,13 @@ struct SelectScores {
 
   static constexpr int kEights = Shape::kEights, kAhead = Shape::kAhead;
   static constexpr bool kIsLarge = kBlockRows > kStep;
-  // Rows g, g + 8 and so on of a step, as they are in memory.
-  using Raw = Vector16[kEights][kRaw];
+  // Rows g, g + 8 and so on of a step, as they are in memory. scale, row: of the row that this lane
+  // looked up for its warp; the number is negative where there is none.
+  struct Raw {
+    Vector16 vectors[kEights][kRaw];
+    float scale;
+    int row;
+  };
   using Total = conditional<Shape::kIsSoftmax, ScoreExponentials, LargestScore>;
   using QueryTile = PanelTile<T, 8 * kTiles, Config::kHeadDim>;
 
@@ -239,15 +244,6 @@ struct SelectScores {
 
   // --- index rows ---
 
-  // Where the row is that this lane looks up for its warp, in 16 bytes, and its scale. Rows behind
-  // the last one are that one again.
-  // row: its number, negative where there is none.
-  struct Place {
-    uint32_t offset;
-    float scale;
-    int row;
-  };
-
   // Row number `index` of those that candidates name.
   __device__ __forceinline__ int candidate_row(int index) const {
     const int entry = divide(min_of(index, tile.end - 1), params.candidate_magic,
@@ -260,43 +256,51 @@ struct SelectScores {
     return index < tile.end && row < tile.common ? row : -1;
   }
 
+  // Where the row is that this lane looks up for its warp: in a page, whose number may be on its way.
+  // Rows behind the last one are that one again.
+  struct Place {
+    int row, at, page;
+  };
+
   __device__ __forceinline__ Place find(int index) const {
     Place place;
-    int at = 0;
     if constexpr (Config::kCandidates) {
       place.row = candidate_row(index);
-      at = max_of(place.row, 0);
+      place.at = max_of(place.row, 0);
     } else {
       place.row = index;
-      at = min_of(index, tile.end - 1);
+      place.at = min_of(index, tile.end - 1);
     }
-    int page = tile.request;
+    place.page = tile.request;
     if (params.table != nullptr) {
-      const int index = divide(at, params.page_magic, params.page_shift);
-      page = params.table[tile.request * params.table_stride + index];
-      at -= index * params.page_size;
+      const int number = divide(place.at, params.page_magic, params.page_shift);
+      place.page = params.table[tile.request * params.table_stride + number];
+      place.at -= number * params.page_size;
     } else if (params.kv_offsets != nullptr) {
-      page = 0;
-      at += params.kv_offsets[tile.request];
-    }
-    place.offset = static_cast<uint32_t>(page) * params.k_stride_page +
-                   static_cast<uint32_t>(at) * params.k_stride_n;
-    place.scale = 1.0f;
-    if constexpr (Config::kRowScales) {
-      place.scale = params.k_scales[page * params.scale_stride_page + at];
+      place.page = 0;
+      place.at += params.kv_offsets[tile.request];
     }
     return place;
   }
 
+  // A scale comes with its row: whoever kept it elsewhere would wait for it to copy it.
   __device__ __forceinline__ void load(Raw& raw, const Place& place) const {
+    const uint32_t begin = static_cast<uint32_t>(place.page) * params.k_stride_page +
+                           static_cast<uint32_t>(place.at) * params.k_stride_n;
     const Vector16* keys = static_cast<const Vector16*>(params.k) + lane % 4;
 #pragma unroll
     for (int r = 0; r < kEights; ++r) {
-      const uint32_t offset = static_cast<uint32_t>(
-          ptx::shuffle(static_cast<int>(place.offset), 8 * r + lane / 4));
+      const uint32_t offset =
+          static_cast<uint32_t>(ptx::shuffle(static_cast<int>(begin), 8 * r + lane / 4));
 #pragma unroll
-      for (int v = 0; v < kRaw; ++v) raw[r][v] = ptx::load_no_allocate_256(keys + offset + 4 * v);
+      for (int v = 0; v < kRaw; ++v) {
+        raw.vectors[r][v] = ptx::load_no_allocate_256(keys + offset + 4 * v);
+      }
     }
+    if constexpr (Config::kRowScales) {
+      raw.scale = params.k_scales[place.page * params.scale_stride_page + place.at];
+    }
+    raw.row = place.row;
   }
 
   // --- products ---
@@ -547,13 +551,11 @@ struct SelectScores {
   __device__ __forceinline__ void run(int first_unit, int end_unit) const {
     // All warps go the same way round, so that they meet at barriers.
     const int num_steps = ceil_div(end_unit - first_unit, Shape::kLists) * Shape::kStepsAUnit;
-    // Rows of this step and of those behind it, and where the rows behind these are.
+    // Rows of this step and of those behind it; where the rows behind these are.
     Raw raw[kAhead];
-    Place places[kAhead + 1];
 #pragma unroll
-    for (int i = 0; i <= kAhead; ++i) places[i] = find(row_of(first_unit, i) + lane);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(raw[i], places[i]);
+    for (int i = 0; i < kAhead; ++i) load(raw[i], find(row_of(first_unit, i) + lane));
+    Place next = find(row_of(first_unit, kAhead) + lane);
     load_queries();
     ptx::block_sync();
     const uint64_t queries = operand_at<QueryTile>(ptx::shared_address(&shared.q));
@@ -564,29 +566,29 @@ struct SelectScores {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (i > 0 && start + i == num_steps) break;
-        step(raw[i], places, best, first_unit, start + i, num_steps, queries);
+        step(raw[i], next, best, first_unit, start + i, num_steps, queries);
       }
     }
   }
 
   // A step, and the load of the one whose rows come where its own have been.
-  __device__ __forceinline__ void step(Raw& raw, Place (&places)[kAhead + 1], Best& best,
-                                       int first_unit, int index, int num_steps,
-                                       uint64_t queries) const {
+  __device__ __forceinline__ void step(Raw& raw, Place& next, Best& best, int first_unit, int index,
+                                       int num_steps, uint64_t queries) const {
     const int row = row_of(first_unit, index);
     int rows[kEights];
     float factor[kEights];
 #pragma unroll
     for (int r = 0; r < kEights; ++r) {
-      rows[r] = Config::kCandidates ? ptx::shuffle(places[0].row, 8 * r + lane / 4)
+      rows[r] = Config::kCandidates ? ptx::shuffle(raw.row, 8 * r + lane / 4)
                                     : row + 8 * r + lane / 4;
-      factor[r] = Config::kRowScales ? ptx::shuffle(places[0].scale, 8 * r + lane / 4) : 1.0f;
+      factor[r] = Config::kRowScales ? ptx::shuffle(raw.scale, 8 * r + lane / 4) : 1.0f;
     }
     Words words;
 #pragma unroll
-    for (int r = 0; r < kEights; ++r) to_words(raw[r], words[r]);
+    for (int r = 0; r < kEights; ++r) to_words(raw.vectors[r], words[r]);
     const bool has_next = index + kAhead < num_steps;
-    if (has_next) load(raw, places[kAhead]);
+    if (has_next) load(raw, next);
+    next = find(row_of(first_unit, index + kAhead + 1) + lane);
     Sums sums[Shape::kWarpgroup ? kTiles : 1];
     if constexpr (Shape::kWarpgroup) multiply_all(sums, words, queries);
     const bool hides = Config::kCandidates || row + kStep > tile.common;
@@ -610,9 +612,6 @@ struct SelectScores {
         write_small(value, n, rows);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) places[i] = places[i + 1];
-    places[kAhead] = find(row_of(first_unit, index + kAhead + 1) + lane);
     if constexpr (kIsLarge) {
       if (index % Shape::kStepsAUnit == Shape::kStepsAUnit - 1) {
         if constexpr (!Shape::kIsSum) finish_best(best);
