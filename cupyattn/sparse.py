@@ -434,10 +434,11 @@ def select(
 
     Notes
     -----
-    On a GPU a call is two launches: scores of all blocks, then the greatest of each list. Kernels
-    have no "softmax"; candidates in one list for all groups; up to 64 heads in groups of 1, 2, 4 or
-    multiples of 8; head dims of whole 32 up to 256, over fp8 rows 64 and 128; rows on 16-byte
-    boundaries. What is wrong in lengths, tables or candidates goes unnoticed there.
+    On a GPU a call is two launches: scores of all blocks, then the greatest of each list; three for
+    "softmax". Kernels have up to 64 heads, but for "softmax" in groups of 1, 2, 4 or multiples of
+    8; head dims of whole 32 up to 256, over fp8 rows 64 and 128; rows on 16-byte boundaries. What
+    is wrong in lengths, tables or candidates goes unnoticed there. A call like an earlier one, but
+    for addresses, is not checked again.
 
     Examples
     --------

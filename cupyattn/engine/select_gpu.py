@@ -55,10 +55,10 @@ def run_cached(arrays: SelectArrays, options: SelectOptions) -> tuple[Any, Any] 
     hit = _CALLS.lookup(arrays, options)
     if hit is None:
         return None
-    found, addresses = hit
-    if not found.is_apart(addresses, _INDEX):
+    cached, addresses = hit
+    if not cached.is_apart(addresses, _INDEX):
         return None
-    call, checked, out, values = found.call, found.call.checked, arrays.out, arrays.values
+    call, checked, out, values = cached.call, cached.call.checked, arrays.out, arrays.values
     if out is None:
         out = call.make_out(checked.list_shape)
         addresses[_OUT] = call.address(out)

@@ -42,6 +42,7 @@ from .ops import (
     merge_states,
     quantize,
     select,
+    select_softmax,
     select_topk,
     serving_metadata,
     share_indices,
@@ -350,6 +351,7 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
             yield from ((tiles.name, x.config) for x in key_unions.all_tiles(problem))
             yield from (("union_lists", config) for config in key_unions.CONFIGS)
     yield from (("select_scores", config) for config in select.configs(chosen.dtypes, arch))
+    yield from (("select_softmax", config) for config in select_softmax.configs())
     yield from (("select_topk", config) for config in select_topk.configs(arch))
 
 

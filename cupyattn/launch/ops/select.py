@@ -186,7 +186,8 @@ def _num_tiles(problem: SelectProblem, tokens: int, arch: str) -> int:
     heads = problem.num_heads
     max_tiles = min(_MAX_TILES, _MAX_SHARED_BYTES // (8 * 2 * problem.head_dim))
     # Registers.
-    is_narrow = problem.dtype_k.is_fp8 and arch != "sm_90a"
+    has_own_scores = problem.dtype_k.is_fp8 or heads == problem.num_groups
+    is_narrow = has_own_scores and arch != "sm_90a"
     if problem.head_dim > 128 or is_narrow or problem.score == "softmax":
         max_tiles = min(max_tiles, _MAX_TILES // 2)
     num_tiles = -(-heads // 8)
@@ -213,14 +214,16 @@ def _blocks_per_sm(problem: SelectProblem, num_tiles: int, by_four: bool) -> int
 
 def configs(kinds: Iterable[tuple[DType, DType]], arch: str) -> Iterator[jit.Config]:
     """The Configs of selections of models, of queries and keys of these dtypes: MiniMax-M3's blocks
-    of 128 keys by four heads, and sums of four heads for each row of four keys."""
+    of 128 keys by four heads, and sums of four heads for each row of four keys; and shares of
+    blocks of 64 keys."""
     kind = dtypes.bfloat16
     of_blocks = SelectProblem(kind, kind, 128, 4, num_groups=4, block=128, topk=16, last=1)
     of_rows = replace(of_blocks, num_groups=1, score="relu_sum", block=4, ratio=4)
+    of_shares = replace(of_blocks, score="softmax", block=64)
     for q, k in kinds:
         if k is dtypes.float8_e5m2:
             continue
-        for problem in (of_blocks, of_rows):
+        for problem in (of_blocks, of_rows, of_shares):
             for tokens, shares in product((1, 4, 32), (False, True)):
                 asked = replace(problem, dtype_q=q, dtype_k=k)
                 yield choose_tiles(asked, tokens, shares, arch).config
@@ -474,18 +477,19 @@ class PreparedSelection:
     ) -> select_softmax.Shares:
         problem, shape = self.owner.problem, self.shape
         return select_softmax.Shares(
-            *memory,
-            at.weights,
-            at.candidates,
-            self.score_stride,
-            shape.weight_stride,
-            (shape.candidate_stride, shape.candidate_stride_group),
-            tokens,
-            count,
-            problem.num_heads,
-            problem.num_groups,
-            shape.num_candidates,
-            max(problem.candidate_block // problem.block, 1),
+            logs=memory[0],
+            scores=memory[1],
+            weights=at.weights,
+            candidates=at.candidates,
+            score_stride=self.score_stride,
+            weight_stride=shape.weight_stride,
+            candidate_strides=(shape.candidate_stride, shape.candidate_stride_group),
+            tokens=tokens,
+            num_tokens=count,
+            num_heads=problem.num_heads,
+            num_groups=problem.num_groups,
+            num_candidates=shape.num_candidates,
+            candidate_blocks=max(problem.candidate_block // problem.block, 1),
         )
 
 

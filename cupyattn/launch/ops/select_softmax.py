@@ -53,10 +53,9 @@ def config(dtype_w: DType | None) -> jit.Config:
     )
 
 
-def configs(queries: DType) -> Iterator[jit.Config]:
-    """The Configs of weights beside such queries."""
-    for dtype in dict.fromkeys((dtypes.float32, queries if queries.is_float16 else dtypes.float32)):
-        yield config(dtype)
+def configs() -> Iterator[jit.Config]:
+    """The Configs of weights of 32 bits."""
+    yield config(None)
 
 
 def launch(shares: Shares, dtype_w: DType | None, device_index: int, stream: int) -> None:

@@ -475,20 +475,34 @@ struct SelectScores {
   __device__ __forceinline__ void write_small(const Values& value, int group_tile,
                                               const int (&rows)[kEights]) const {
     constexpr int kRowsAPart = min_of(kBlockRows, 8), kParts = max_of(kBlockRows / 8, 1);
+    constexpr int kBlocks = kEights / kParts;
 #pragma unroll
     for (int e = 0; e < kColumns; ++e) {
       const int group = group_of(group_tile, e);
       const bool is_here = group < tile.count * Shape::kGroups && lane / 4 % kRowsAPart == 0;
+      float x[kBlocks];
 #pragma unroll
-      for (int r = 0; r < kEights; r += kParts) {
+      for (int i = 0; i < kBlocks; ++i) {
         float own[kParts];
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) own[p] = value[e][r + p];
-        float x = own[0];
-        if constexpr (kBlockRows > 1) x = across_rows(Total::of(own));
-        const bool is_mine = lane % kSame == r / kParts % kSame;
-        const bool exists = Config::kCandidates ? rows[r] >= 0 : rows[r] < tile.end;
-        if (is_here && is_mine && exists) write(x, group, rows[r] / kBlockRows);
+        for (int p = 0; p < kParts; ++p) own[p] = value[e][i * kParts + p];
+        x[i] = kBlockRows > 1 ? across_rows(Total::of(own)) : own[0];
+      }
+#pragma unroll
+      for (int first = 0; first < kBlocks; first += kSame) {
+        float mine = x[first];
+        int row = rows[first * kParts];
+#pragma unroll
+        for (int i = 1; i < min_of(kSame, kBlocks - first); ++i) {
+          // Else these would lie in local memory, to be taken by the lane's number.
+          const uint32_t other = ptx::opaque_copy(__float_as_uint(x[first + i]));
+          const uint32_t other_row = ptx::opaque_copy(static_cast<uint32_t>(rows[(first + i) * kParts]));
+          mine = lane % kSame == i ? __uint_as_float(other) : mine;
+          row = lane % kSame == i ? static_cast<int>(other_row) : row;
+        }
+        const bool exists = Config::kCandidates ? row >= 0 : row < tile.end;
+        const bool is_mine = lane % kSame < kBlocks - first;
+        if (is_here && is_mine && exists) write(mine, group, row / kBlockRows);
       }
     }
   }
