@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupyattn import sparse
+from cupyattn.engine import select as select_engine
 from cupyattn.errors import ArgumentError, UnsupportedError
 
 T, HQ, HKV, D = 4, 4, 2, 16
@@ -186,8 +187,6 @@ def select_call(make: Callable[..., Any], **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("words", "changes"),
     [
-        ("score: 'softmax' has no GPU kernel", {"score": "softmax"}),
-        ("candidates: 2 lists a", {"candidates": lambda make: make(T, 2, 1, dtype="int32")}),
         (
             "q_index: dtype float32 has no GPU kernel",
             {
@@ -212,6 +211,28 @@ def test_a_selection_without_a_kernel_is_refused(
     with pytest.raises(UnsupportedError, match=words):
         sparse.select(**select_call(make, **changes))
     assert gpu.launches == []
+
+
+def test_shares_of_softmax_are_three_launches(gpu: Any, make: Callable[..., Any]) -> None:
+    call = select_call(make, candidates=lambda make: make(T, 2, 1, dtype="int32"))
+    sparse.select(**call, score="softmax", groups=2)
+    assert [x.kernel for x in gpu.launches] == ["select_scores", "select_softmax", "select_topk"]
+
+
+def test_a_selection_like_an_earlier_one_is_not_checked_again(
+    gpu: Any, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = select_call(make)
+    lists = sparse.select(**call, return_values=True)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(select_engine, "check", None)
+        again, values = sparse.select(**call, return_values=True)
+    assert tuple(again.shape) == tuple(values.shape) == tuple(lists.shape)
+    first, second = gpu.launches[:2], gpu.launches[2:]
+    assert [(x.kernel, x.grid) for x in first] == [(x.kernel, x.grid) for x in second]
+    sparse.select(**call, out=lists)
+    with pytest.raises(ArgumentError, match="out"):
+        sparse.select(**call | {"table": lists[:2, 0]}, out=lists)
 
 
 def test_a_selection_is_two_launches(gpu: Any, make: Callable[..., Any]) -> None:
