@@ -95,8 +95,7 @@ struct SelectSoftmax {
                          group * params.candidate_stride_group;
     const int size = params.candidate_blocks, count = params.num_candidates * size;
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int entry = own[i / size];
-      // mutate: shares-of-other-candidates
+      const int entry = own[i / size];  // mutate: shares-of-other-candidates
       const bool is_here = entry >= 0 && entry <= num_blocks / size;
       if (is_here && entry * size + i % size < num_blocks) write(entry * size + i % size);
     }
