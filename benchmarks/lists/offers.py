@@ -8,13 +8,13 @@ from ..candidate import Candidate
 from .case import ListCase
 from .inputs import ListInputs
 
-_BY_BLOCKS = ("ours", "triton", "flashinfer_fa2", "flashinfer_fa3", "gather")
+_BY_BLOCKS = ("ours", "triton", "flashinfer_fa2", "flashinfer_fa3", "fa3", "gather")
 _OFFERING = {
     "m3": _BY_BLOCKS,
     "nsa": _BY_BLOCKS,
     "qsa": _BY_BLOCKS,
-    "dsa": ("ours", "flashmla", "flashinfer_fa3"),
-    "v4": ("ours", "flashinfer_fa3"),
+    "dsa": ("ours", "flashmla", "fa3", "flashinfer_fa3"),
+    "v4": ("ours", "fa3", "flashinfer_fa3"),
     "blocks": ("ours", "flashinfer_fa2", "flashinfer_fa3"),
 }
 

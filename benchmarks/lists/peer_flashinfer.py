@@ -140,21 +140,29 @@ def _cake(name: str, library: Any, case: ListCase, inputs: ListInputs) -> Candid
     return Candidate(name, "cake", call, lambda answer: answer.transpose(0, 1)[None])
 
 
-def _latent(name: str, backend: str, library: Any, case: ListCase, inputs: ListInputs) -> Candidate:
-    """Rows of 16 bits: of packed ones a copy, and of two caches one with both, made beforehand."""
+def latent_lists(case: ListCase, inputs: ListInputs) -> tuple[tuple[Any, ...], Any]:
+    """The latent and rope columns of q and of rows [slots, 1, columns], and slots of each token.
+
+    Rows have 16 bits: of packed ones a copy, and of two caches one with both."""
     import torch
 
-    device = inputs.q.device
     rows, slots = inputs.pages.flatten(0, 1), inputs.slots
     if case.second:
-        second = inputs.second_slots + rows.shape[0]
+        slots = torch.cat((slots, inputs.second_slots + rows.shape[0]), 1)
         rows = torch.cat((rows, inputs.second.flatten(0, 1)))
-        slots = torch.cat((slots, second), 1)
-    latent, columns = case.head_dim_vo, case.head_dim_qk
+    latent = case.head_dim_vo
     rope, q_rope = rows[:, latent:], inputs.q[..., latent:]
-    if columns == latent:
+    if case.head_dim_qk == latent:
         rope = rows.new_zeros((len(rows), _ROPE))
         q_rope = inputs.q.new_zeros((*inputs.q.shape[:2], _ROPE))
+    return (inputs.q[..., :latent], q_rope, rows[:, None, :latent], rope[:, None]), slots
+
+
+def _latent(name: str, backend: str, library: Any, case: ListCase, inputs: ListInputs) -> Candidate:
+    import torch
+
+    device, latent = inputs.q.device, case.head_dim_vo
+    parts, slots = latent_lists(case, inputs)
     counts = (slots >= 0).sum(1)
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     wrapper = library.mla.BatchMLAPagedAttentionWrapper(
@@ -165,10 +173,9 @@ def _latent(name: str, backend: str, library: Any, case: ListCase, inputs: ListI
         indptr,
         slots[slots >= 0],
         counts.to(torch.int32),
-        *(case.num_qo_heads, latent, _ROPE, 1, False, columns**-0.5),
-        *(inputs.q.dtype, rows.dtype),
+        *(case.num_qo_heads, latent, _ROPE, 1, False, case.head_dim_qk**-0.5),
+        *(inputs.q.dtype, parts[2].dtype),
     )
     out = inputs.q.new_empty((*inputs.q.shape[:2], latent))
-    parts = inputs.q[..., :latent], q_rope, rows[:, None, :latent], rope[:, None]
     call = functools.partial(wrapper.run, *parts, out=out)
     return Candidate(name, "mla", call, lambda answer: answer[None], out)

@@ -239,6 +239,31 @@ def test_triton_kernels_come_from_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_
         assert len(found) == 1 and max(found.values()) < oracle.TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["m3", "qsa", "dsa", "v4"])
+def test_flash_attention_3_is_given_page_tables(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence by itself in float32, as its page table and length say."""
+
+    def forward(rows: Any, keys: Any, values: Any, **x: Any) -> Any:
+        answers = []
+        for i, q in enumerate(rows):
+            pages = x["page_table"][i].long()
+            k, v = (a[pages].flatten(0, 1)[: x["seqused_k"][i], 0].float() for a in (keys, values))
+            logits = q[0].float() @ k.T
+            if "q_v" in x:
+                logits += x["q_v"][i, 0].float() @ v.T
+            answers.append(torch.softmax(logits * x["softmax_scale"], -1) @ v)
+        assert x["num_splits"] in (0, 1) and not x["is_causal"]
+        return torch.stack(answers)[:, None], None
+
+    monkeypatch.setattr("benchmarks.lists.peer_fa3.forward", lambda: forward)
+    found = errors("fa3", small(family))
+    assert found.keys() == {"fa3:pages", "fa3:unsplit"} and max(found.values()) < oracle.TOLERANCE
+    with pytest.raises(peers.Unsupported, match="no fp8 KV"):
+        errors("fa3", small("m3", kv_dtype="float8_e4m3fn"))
+
+
 def test_flashmla_reads_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*args: Any) -> Any:
         q, cache, dim, _, _, scale, causal, *schedule, is_fp8, lists = args
