@@ -254,6 +254,7 @@ class SelectLauncher:
     def __init__(self, problem: SelectProblem, device_index: int) -> None:
         self.problem, self.device_index = problem, device_index
         self.scored = scored(problem)
+        self._shifts = problem.ratio.bit_length() - 1, problem.block_rows.bit_length() - 1
         props = device_props(device_index)
         self._num_sms, self._arch = props.num_sms, props.arch
         self._is_dependent = overlaps_launches(props.arch)
@@ -279,19 +280,20 @@ class SelectLauncher:
         score_stride = -(-max_blocks // 4) * 4
         chunk = max(1, min(num_tokens, _MAX_SCORE_BYTES // (4 * score_stride * (rows + log_rows))))
         counts = dict.fromkeys(min(chunk, num_tokens - at) for at in range(0, num_tokens, chunk))
-        launches = {
-            count: self._shape_scores(shape, count, count == num_tokens) for count in counts
+        choices = {
+            count: select_topk.prepare(
+                self.problem, score_stride, max_blocks, count, self.device_index
+            )
+            for count in counts
         }
         has_scores = max_rows and (shape.num_candidates or not self.scored.candidate_block)
+        launches = {
+            count: self._shape_scores(shape, count, count == num_tokens)
+            for count in counts
+            if has_scores
+        }
         return PreparedSelection(
-            self,
-            shape,
-            num_tokens,
-            chunk,
-            max_blocks,
-            score_stride,
-            log_rows,
-            launches if has_scores else {},
+            self, shape, num_tokens, chunk, score_stride, log_rows, launches, choices
         )
 
     def score(
@@ -313,8 +315,7 @@ class SelectLauncher:
             shape.max_kv_len,
             shape.is_causal,
             shape.kv_lens_are_steps,
-            self.problem.ratio.bit_length() - 1,
-            self.problem.block_rows.bit_length() - 1,
+            *self._shifts,
             first,
         )
 
@@ -420,19 +421,19 @@ class SelectLauncher:
 class PreparedSelection:
     """What selections of one problem and shape launch, wherever their arrays are.
 
-    chunk       tokens that have scores at a time; scores: their launches by how many tokens these
-                are, none where nothing has a score
+    chunk       tokens that have scores at a time
     log_rows    rows of what heads have, of a token; 0 but for softmax
+    scores, choices  launches by how many tokens they have; no scores where nothing has one
     """
 
     owner: SelectLauncher
     shape: SelectShape
     num_tokens: int
     chunk: int
-    max_blocks: int
     score_stride: int
     log_rows: int
     scores: dict[int, _ScoreLaunch]
+    choices: dict[int, select_topk.PreparedChoice | None]
 
     def launch(self, at: SelectAddresses, stream: int, allocate: Allocate) -> None:
         """Enqueue a call."""
@@ -457,20 +458,15 @@ class PreparedSelection:
                 if self.log_rows:
                     shares = self._shares(at, (memory, scores), tokens, count)
                     select_softmax.launch(shares, problem.dtype_w, owner.device_index, stream)
-            select_topk.launch(
-                problem,
-                scores,
-                self.score_stride,
-                self.max_blocks,
-                tokens,
-                count,
-                at.out + 4 * first * shape.out_strides[0],
-                shape.out_strides,
-                at.values and at.values + 4 * first * shape.values_strides[0],
-                shape.values_strides,
-                owner.device_index,
-                stream,
-            )
+            choice = self.choices[count]
+            if choice is not None:
+                lists = select_topk.Lists(
+                    at.out + 4 * first * shape.out_strides[0],
+                    shape.out_strides,
+                    at.values and at.values + 4 * first * shape.values_strides[0],
+                    shape.values_strides,
+                )
+                choice.enqueue(scores, lists, tokens, stream)
 
     def _shares(
         self, at: SelectAddresses, memory: tuple[int, int], tokens: bytes, count: int

@@ -195,17 +195,19 @@ def launch(
     out, values  addresses of [num_tokens, groups, problem.list_len]; values may be 0. Strides are
                  of a token and of a group
     """
-    rows = _Rows(dtypes.float32, scores, row_stride, num_tokens, problem.num_groups, max_blocks)
-    _launch(
-        rows,
-        Choice(problem.topk, problem.first, problem.last, problem.tail),
-        Lists(out, out_strides, values, values_strides),
-        tokens,
-        None,
-        device_index,
-        stream,
-        has_candidates=problem.candidate_block > 0,
-    )
+    prepared = prepare(problem, row_stride, max_blocks, num_tokens, device_index)
+    if prepared is not None:
+        lists = Lists(out, out_strides, values, values_strides)
+        prepared.enqueue(scores, lists, tokens, stream)
+
+
+def prepare(
+    problem: SelectProblem, row_stride: int, max_blocks: int, num_tokens: int, device_index: int
+) -> PreparedChoice | None:
+    """What `launch` enqueues, wherever the arrays are; None without rows."""
+    rows = _Rows(dtypes.float32, 0, row_stride, num_tokens, problem.num_groups, max_blocks)
+    choice = Choice(problem.topk, problem.first, problem.last, problem.tail)
+    return _prepare(rows, choice, None, device_index, has_candidates=problem.candidate_block > 0)
 
 
 def launch_given(
@@ -217,7 +219,9 @@ def launch_given(
         stride_group=scores.strides[1], stride_column=scores.strides[2], num_columns=columns
     )
     rows = _Rows(scores.dtype, scores.ptr, scores.strides[0], tokens, groups, columns)
-    _launch(rows, choice, lists, _NO_TOKENS, caller, scores.device.index, stream)
+    prepared = _prepare(rows, choice, caller, scores.device.index)
+    if prepared is not None:
+        prepared.enqueue(scores.ptr, lists, _NO_TOKENS, stream)
 
 
 class _Rows(NamedTuple):
@@ -239,19 +243,44 @@ class _Rows(NamedTuple):
         return is_whole and caller.stride_column == 1 and caller.begins == 0
 
 
-def _launch(
+class PreparedChoice(NamedTuple):
+    """A launch that chooses from rows of scores, and its struct but for addresses and tokens."""
+
+    launch: Launch
+    row_stride: int
+    counts: tuple[int, ...]
+    given: bytes
+    device_index: int
+
+    def enqueue(self, scores: int, lists: Lists, tokens: bytes, stream: int) -> None:
+        """Enqueue it for scores at an address. tokens: SelectTokens."""
+        arguments = params.this_thread.launch_buffer
+        SELECT_TOPK.pack_into(
+            arguments.buffer,
+            arguments.offset,
+            scores,
+            lists.out,
+            lists.values,
+            tokens,
+            self.row_stride,
+            *lists.out_strides,
+            *lists.values_strides,
+            *self.counts,
+            self.given,
+        )
+        enqueue(self.launch, arguments, self.device_index, stream)
+
+
+def _prepare(
     rows: _Rows,
     choice: Choice,
-    lists: Lists,
-    tokens: bytes,
     caller: Given | None,
     device_index: int,
-    stream: int,
     has_candidates: bool = False,
-) -> None:
+) -> PreparedChoice | None:
     num_rows = rows.num_tokens * rows.num_groups
     if num_rows == 0:
-        return
+        return None
     props = device_props(device_index)
     shape = choose_shape(num_rows, rows.max_blocks, choice.topk, props)
     if shape.keys and caller is not None and caller.has_late_ties:
@@ -265,24 +294,6 @@ def _launch(
         threads=shape.threads,
     )
     function = load_function("select_topk", chosen, device_index, shape.shared_bytes)
-    arguments = params.this_thread.launch_buffer
-    SELECT_TOPK.pack_into(
-        arguments.buffer,
-        arguments.offset,
-        rows.scores,
-        lists.out,
-        lists.values,
-        tokens,
-        rows.stride_token,
-        *lists.out_strides,
-        *lists.values_strides,
-        num_rows,
-        rows.num_groups,
-        *choice,
-        shape.warp_room,
-        0,
-        _NOT_GIVEN if caller is None else GIVEN.pack(*caller, 0),
-    )
     shaped = Launch(
         function,
         (shape.num_blocks(num_rows), 1, 1),
@@ -291,4 +302,6 @@ def _launch(
         is_dependent=overlaps_launches(props.arch),
         cluster=shape.cluster,
     )
-    enqueue(shaped, arguments, device_index, stream)
+    counts = num_rows, rows.num_groups, *map(int, choice), shape.warp_room, 0
+    given = _NOT_GIVEN if caller is None else GIVEN.pack(*caller, 0)
+    return PreparedChoice(shaped, rows.stride_token, counts, given, device_index)
