@@ -48,7 +48,9 @@ def _lines(result: Replay) -> list[str]:
     lines += [f"saved      {facts['time']}, by cupyattn {facts['cupyattn']}"]
     lines += [f"after      {step['name']}" for step in facts["steps"][:-1]]
     for step in facts["steps"]:
-        lines += [f"  {name}: {_words(x)}" for name, x in step["arguments"].items()]
+        lines += [
+            f"  {name}: {_words(x)}" for name, x in [*step["positional"], *step["by_name"].items()]
+        ]
     if result.reference.error:
         lines += ["", f"reference  {result.reference.error}"]
     for each in result.runs:

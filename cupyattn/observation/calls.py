@@ -118,9 +118,9 @@ def _say_arguments(call: Call, wanted: int) -> None:
     if wanted >= log.ARGUMENTS:
         if call.owner is not None and not call.function.__qualname__.endswith("__init__"):
             lines.append(f"  of {call.owner!r}")
-        lines += lines_of(call.named())
+        lines += lines_of(call.unusual())
     if wanted >= log.STATISTICS:
-        lines += _statistics(call.named())
+        lines += _statistics(call.arguments())
     _say(wanted, "\n".join(lines))
 
 

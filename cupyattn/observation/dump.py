@@ -123,7 +123,7 @@ def save(call: Call) -> Path | None:
 
 def _planned_by(call: Call) -> Any:
     """The wrapper that a call plans."""
-    return call.arguments.get("wrapper") if call.owner is None else call.owner
+    return call.argument("wrapper") if call.owner is None else call.owner
 
 
 def _is_wanted(call: Call) -> bool:
@@ -136,15 +136,15 @@ def _is_wanted(call: Call) -> bool:
 
 def _is_captured(call: Call) -> bool:
     """Whether it belongs to a graph, for which nothing can be read."""
-    views = (view_of(x, name) for name, x in all_leaves(call.named()) if is_array(x))
+    views = (view_of(x, name) for name, x in all_leaves(call.arguments()) if is_array(x))
     return any(is_capturing(view) for view in views if view is not None)
 
 
 def _encode(call: Call, number: int, tables: list[np.ndarray]) -> _Step:
     encoder = Encoder(_number(env.DUMP_LIMIT) * _MIB, lambda x: 0 if _is_wrapper(x) else None)
     encoder.tables = [*tables]
-    if not call.arguments.get("sparse_mla_top_k"):
-        for name, x in call.arguments.items():
+    if not call.argument("sparse_mla_top_k"):
+        for name, x in call.arguments():
             view = view_of(x, name) if name in TABLES and is_array(x) else None
             if view is not None and view.dtype.name in ("int32", "int64"):
                 key = f"{number}.{name}"
@@ -156,10 +156,12 @@ def _encode(call: Call, number: int, tables: list[np.ndarray]) -> _Step:
         "module": function.__module__,
         "function": function.__qualname__,
         "class": None if call.owner is None else _class_path(call.owner),
-        "arguments": {
-            name: encoder.encode(name, x, f"{number}.{name}") for name, x in call.arguments.items()
+        "positional": [
+            [name, encoder.encode(name, x, f"{number}.{name}")] for name, x in call.positional
+        ],
+        "by_name": {
+            name: encoder.encode(name, x, f"{number}.{name}") for name, x in call.by_name.items()
         },
-        "more": [encoder.encode("", x, f"{number}.{at}") for at, x in enumerate(call.more)],
     }
     return _Step(facts, encoder.arrays, encoder.tables[len(tables) :])
 
@@ -242,7 +244,7 @@ def save_result(call: Call, saved: Path | None, result: Any, launches: list[Laun
         facts["result"] = encoder.encode("", result, "result")
         if result is None:  # it has written arguments
             facts["written"] = {
-                name: encoder.encode("", x, f"written.{name}") for name, x in call.arguments.items()
+                name: encoder.encode("", x, f"written.{name}") for name, x in call.arguments()
             }
     except TooLargeError:
         encoder.arrays.clear()

@@ -89,7 +89,7 @@ class Encoder:
         try:
             view = array.view(x, name)
         except CupyAttnError as error:
-            return {"other": f"an array that cannot be read: {error}"}
+            return self._foreign(x, key, error)
         result = {
             "array": key,
             "framework": view.framework,
@@ -107,6 +107,18 @@ class Encoder:
         self.arrays[key] = self._elements(view, pages)
         return {**result, "elements": "whole" if pages is None else "pages"}
 
+    def _foreign(self, x: Any, key: str, error: CupyAttnError) -> Any:
+        """An array that calls refuse, such as one of float64."""
+        try:
+            elements = np.array(x)
+        except Exception:
+            return {"other": f"an array that cannot be read: {error}"}
+        if elements.dtype.kind not in "biufc" or elements.nbytes > self._bytes_left:
+            return {"other": f"an array that cannot be read: {error}"}
+        self._bytes_left -= elements.nbytes
+        self.arrays[key] = elements
+        return {"numpy": key}
+
     def _pages(self, name: str, view: ArrayView) -> np.ndarray | None:
         """The pages of a large pool that tables name; None for all of it."""
         size = math.prod(view.shape) * view.dtype.itemsize
@@ -123,8 +135,8 @@ class Encoder:
             min(extent, 1) if stride == 0 else extent
             for extent, stride in zip(view.shape, view.strides, strict=True)
         ]
-        rows = shape[0] if pages is None else pages.size
-        self._bytes_left -= rows * math.prod(shape[1:] if shape else []) * view.dtype.itemsize
+        elements = math.prod(shape) if pages is None else pages.size * math.prod(shape[1:])
+        self._bytes_left -= elements * view.dtype.itemsize
         if self._bytes_left < 0:
             raise TooLargeError
         view = array.as_strided(view, tuple(shape), tuple(view.strides))
@@ -157,6 +169,8 @@ def decode(x: Any, arrays: Any, wrappers: list[Any], device_of: Callable[[str], 
         return float(x["float"])
     if "array" in x:
         return _array(x, arrays, device_of(x["device"]))
+    if "numpy" in x:
+        return arrays[x["numpy"]]
     if "dtype" in x:
         return x["dtype"]
     if "device" in x:

@@ -151,27 +151,19 @@ class SavedCall:
             # What was on the host beside arrays on a GPU stays there.
             return "cpu" if recorded == "cpu" and self._has_gpu_arrays else device
 
-        arguments = {
+        positional = [
+            (name, decode(x, self._arrays, wrappers, device_of)) for name, x in step["positional"]
+        ]
+        by_name = {
             name: decode(x, self._arrays, wrappers, device_of)
-            for name, x in step["arguments"].items()
+            for name, x in step["by_name"].items()
         }
-        more = [decode(x, self._arrays, wrappers, device_of) for x in step["more"]]
-        function = _function(step)
+        function, args = _function(step), [x for _, x in positional]
         if step["function"].endswith("__init__"):
-            wrappers.append(function(*more, **arguments))
+            wrappers.append(function(*args, **by_name))
             return None, {}
-        # Positional arguments without a name follow all that have one.
-        return function(
-            *_owner(step, wrappers), *_in_order(arguments, more), **arguments
-        ), arguments
-
-
-def _in_order(arguments: dict[str, Any], more: list[Any]) -> list[Any]:
-    """Those by position; `arguments` keep the others."""
-    if not more:
-        return []
-    by_position = [arguments.pop(name) for name in [*arguments]]
-    return [*by_position, *more]
+        result = function(*_owner(step, wrappers), *args, **by_name)
+        return result, {**dict(positional), **by_name}
 
 
 def _owner(step: dict[str, Any], wrappers: list[Any]) -> list[Any]:

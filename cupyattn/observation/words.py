@@ -16,8 +16,9 @@ _INDENT = "  "
 
 
 def is_array(x: Any) -> bool:
-    """Whether it has a shape and a dtype, and is no number of NumPy's."""
-    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
+    """Whether it has a shape and a dtype, and is no number and no type of NumPy's."""
+    is_like_one = hasattr(x, "shape") and hasattr(x, "dtype")
+    return is_like_one and not isinstance(x, (type, np.generic))
 
 
 def view_of(x: Any, name: str) -> ArrayView | None:

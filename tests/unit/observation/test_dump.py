@@ -51,7 +51,7 @@ def test_a_call_is_saved_and_runs_again(folder: Path) -> None:
     facts = json.loads(path.read_text())
     (step,) = facts["steps"]
     assert step["name"] == "cupyattn.single_prefill_with_kv_cache"
-    assert step["arguments"]["k"]["strides"] == [-128, 64, 1]
+    assert dict(step["positional"])["k"]["strides"] == [-128, 64, 1]
     with np.load(path.with_suffix(".npz")) as arrays:
         assert arrays["0.v"].shape == (1, 2, 64)
     assert set(replayed(path).reference.arrays) == {"output[0]", "output[1]"}
@@ -133,6 +133,16 @@ def test_what_a_call_writes_is_compared(folder: Path) -> None:
         assert not arrays["0.paged_kv_cache"].any()  # as it was before
 
 
+def test_arguments_keep_their_order(folder: Path) -> None:
+    """Older releases had another, which the call itself tells by what it is given."""
+    q, k = normal(4, 8, 64), normal(9, 2, 64)
+    prefill(q, k, k, None, None, True, "NHD")
+    (path,) = saved(folder)
+    replayed(path)
+    prefill(q, k, k, sm_scale=np.array(0.5), o_dtype=np.float32)  # no dtype of arrays here
+    replayed(next(x for x in saved(folder) if x != path))
+
+
 # --- limits ---
 
 
@@ -206,7 +216,7 @@ def test_calls_on_a_gpu(folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch)
     decode(make(8, 64), make(400, 2, 64), make(400, 2, 64))
     (path,) = saved(folder)
     (step,) = json.loads(path.read_text())["steps"]
-    assert step["arguments"]["q"]["device"] == "cuda:0"
+    assert dict(step["positional"])["q"]["device"] == "cuda:0"
     ((launch, _),) = json.loads(path.with_suffix(".result.json").read_text())["launches"]
     assert launch.startswith("decode_sm80, ")
     gpu.is_capturing = True  # nothing can be read then
@@ -296,7 +306,7 @@ def test_files_that_are_no_calls(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_files_name_public_calls_alone(tmp_path: Path, step: dict[str, Any]) -> None:
     path = tmp_path / "call.json"
-    step |= {"name": "x", "arguments": {}, "more": ["true"]}
+    step |= {"name": "x", "positional": [["command", "true"]], "by_name": {}}
     path.write_text(json.dumps({"schema": 1, "steps": [step]}))
     np.savez(path.with_suffix(".npz"))
     with pytest.raises(ArgumentError, match="is no public call"):
