@@ -163,6 +163,7 @@ def _encode(call: Call, number: int, tables: list[np.ndarray]) -> _Step:
             name: encoder.encode(name, x, f"{number}.{name}") for name, x in call.by_name.items()
         },
     }
+    encoder.join()
     return _Step(facts, encoder.arrays, encoder.tables[len(tables) :])
 
 

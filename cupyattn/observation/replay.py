@@ -17,7 +17,7 @@ from ..core.cupy_module import cupy_module
 from ..core.device import device_props
 from ..errors import ArgumentError
 from .dump import SCHEMA
-from .encoding import NotSavedError, decode
+from .encoding import Decoder, NotSavedError
 from .launches import watched
 from .words import all_leaves, is_array
 
@@ -110,11 +110,9 @@ class SavedCall:
             return run
         run.launches = [launch for launch, _ in self.result["launches"]]
         if self._result_arrays:
-            result = decode(self.result["result"], self._result_arrays, [], lambda device: "cpu")
-            written = {
-                name: decode(x, self._result_arrays, [], lambda device: "cpu")
-                for name, x in self.result["written"].items()
-            }
+            decoder = Decoder(self.result, self._result_arrays, [], lambda device: "cpu")
+            result = decoder.decode(self.result["result"])
+            written = {name: decoder.decode(x) for name, x in self.result["written"].items()}
             run.arrays = _arrays_of(result, written)
         return run
 
@@ -151,13 +149,9 @@ class SavedCall:
             # What was on the host beside arrays on a GPU stays there.
             return "cpu" if recorded == "cpu" and self._has_gpu_arrays else device
 
-        positional = [
-            (name, decode(x, self._arrays, wrappers, device_of)) for name, x in step["positional"]
-        ]
-        by_name = {
-            name: decode(x, self._arrays, wrappers, device_of)
-            for name, x in step["by_name"].items()
-        }
+        decoder = Decoder(step, self._arrays, wrappers, device_of)
+        positional = [(name, decoder.decode(x)) for name, x in step["positional"]]
+        by_name = {name: decoder.decode(x) for name, x in step["by_name"].items()}
         function, args = _function(step), [x for _, x in positional]
         if step["function"].endswith("__init__"):
             wrappers.append(function(*args, **by_name))

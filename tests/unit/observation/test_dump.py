@@ -13,7 +13,7 @@ import pytest
 from helpers import fake_gpu
 
 import cupyattn
-from cupyattn import array, cli
+from cupyattn import array, cli, flash_mla
 from cupyattn.core import observed
 from cupyattn.errors import ArgumentError, PlanError
 from cupyattn.flash_attn import flash_attn_with_kvcache
@@ -131,6 +131,52 @@ def test_what_a_call_writes_is_compared(folder: Path) -> None:
     assert result.reference.arrays["paged_kv_cache"][2, 0, 1, 0, 0] == k[1, 0, 0]
     with np.load(path.with_suffix(".npz")) as arrays:
         assert not arrays["0.paged_kv_cache"].any()  # as it was before
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_arrays_of_one_memory_stay_there(folder: Path, framework: str) -> None:
+    cache, q = normal(9, 2, 16, 2, 64), normal(2, 1, 8, 64)
+    out = np.zeros((2, 1, 8, 64), np.float16)
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        cache, q, out = map(torch.from_numpy, (cache, q, out))
+    lengths, table = np.array([3, 20], np.int32), np.array([[4, 0], [2, 8]], np.int32)
+    attend = observed.watched(flash_attn_with_kvcache)
+    # Keys and values alternate, and the output follows the queries.
+    attend(q, cache[:, 0], cache[:, 1], cache_seqlens=lengths, block_table=table, out=out)
+    (path,) = saved(folder)
+    replayed(path)
+    (step,) = json.loads(path.read_text())["steps"]
+    arguments = dict(step["positional"])
+    (number, begin, size), k = arguments["v_cache"]["memory"], arguments["k_cache"]["memory"]
+    assert [number, 0, size] == k and begin == 2 * 16 * 2 * 64
+    decoder = encoding.Decoder(step, replay.SavedCall(path)._arrays, [], lambda device: "cpu")
+    k_again, v_again = (decoder.decode(arguments[name]) for name in ("k_cache", "v_cache"))
+    assert (np.asarray(k_again) == np.asarray(cache[:, 0])).all()
+    assert (np.asarray(v_again) == np.asarray(cache[:, 1])).all()
+    if framework == "torch":
+        assert v_again.data_ptr() - k_again.data_ptr() == begin
+
+
+def test_records_of_the_package(folder: Path) -> None:
+    call = observed.watched(flash_mla.flash_mla_with_kvcache)
+    lengths, table = np.array([3], np.int32), np.array([[1]], np.int32)
+    metadata, _ = flash_mla.get_mla_metadata()
+    call(normal(1, 1, 16, 576), normal(2, 64, 1, 576), table, lengths, 512, metadata)
+    (path,) = saved(folder)
+    replayed(path)
+    encoder = encoding.Encoder(1 << 20, lambda x: None)
+    record = cupyattn.quantize_qkv(normal(4, 8, 64), normal(4, 2, 64), normal(4, 2, 64))
+    decoder = encoding.Decoder({}, {}, [], lambda device: "cpu")
+    about = encoder.encode("x", record._replace(**dict.fromkeys(record._fields)), "x")
+    assert isinstance(decoder.decode(about), cupyattn.QuantizedQKV)
+    for odd in (
+        {"record": "Popen", "module": "subprocess", "fields": []},
+        {"record": "Path", "module": "cupyattn.jit.store", "fields": []},
+        {"record": "X", "module": "cupyattn.no.such", "fields": []},
+    ):
+        with pytest.raises(ArgumentError):
+            decoder.decode(odd)
 
 
 def test_arguments_keep_their_order(folder: Path) -> None:
