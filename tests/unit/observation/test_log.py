@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,3 +216,53 @@ def test_kernels(
 
 def test_every_variable_is_in_the_list() -> None:
     assert {env.DUMP, env.DUMP_CALLS, env.DUMP_NAMES, env.DUMP_LIMIT} <= set(env.ALL)
+
+
+def test_a_call_that_nobody_observes_runs_nothing_of_this(
+    gpu: Any, make: Callable[..., Any]
+) -> None:
+    """A warm call, by the functions that it runs."""
+    q, k = make(8, 64), make(4096, 2, 64)
+
+    def call() -> None:
+        cupyattn.single_decode_with_kv_cache(q, k, k)
+
+    for _ in range(2):
+        call()
+    files: list[str] = []
+    sys.setprofile(lambda frame, *_: files.append(frame.f_code.co_filename))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    package = str(Path(cupyattn.__file__).parent)
+    own = [name.removeprefix(package) for name in files if name.startswith(package)]
+    assert "/decode.py" in own and not any("observ" in name for name in own)
+
+
+TORCH = """
+import torch, cupyattn.integrations.torch
+q, k = torch.ones(1, 4, 8, 64, dtype=torch.float16), torch.ones(1, 4, 2, 64, dtype=torch.float16)
+torch.ops.cupyattn.dot_product_attention(q, k, k)
+"""
+
+JAX = """
+import jax, jax.numpy as jnp
+from cupyattn.integrations.jax import dot_product_attention
+layer = jax.jit(lambda q, k: dot_product_attention(q, k, k, is_causal=True))
+q, k = jnp.ones((2, 4, 8, 64), "float16"), jnp.ones((2, 4, 2, 64), "float16")
+for _ in range(2):
+    layer(q, k).block_until_ready()
+"""
+
+
+def test_operators_of_torch_are_observed() -> None:
+    pytest.importorskip("torch")
+    (line,) = python(TORCH, LOG="1").stderr.splitlines()
+    assert line.endswith("call 1: cupyattn.dot_product_attention")
+
+
+def test_calls_inside_of_jit_are_observed_each_time() -> None:
+    pytest.importorskip("jax")
+    lines = python(JAX, LOG="1", DUMP="").stderr.splitlines()
+    assert len([x for x in lines if x.endswith(": cupyattn.dot_product_attention")]) == 2
