@@ -262,7 +262,12 @@ def _of_share(c: Arguments, tokens: list[int]) -> list[int]:
 
 def share_lens(c: Arguments) -> list[np.ndarray]:
     lens = c["run.seq_lens"]
-    counts = [sum(x >= 0 for x in _of_share(c, list(range(n)))) for n in lens.ravel().tolist()]
+    # Lengths may be of any size: tokens of the last round are looked at, whole ones before counted.
+    world, run = (int(c[f"run.{x}"]) for x in ("cp_world_size", "cp_kv_cache_interleave_size"))
+    counts = []
+    for n in lens.ravel().tolist():
+        rounds, rest = divmod(max(n, 0), world * run)
+        counts.append(rounds * run + sum(x >= 0 for x in _of_share(c, list(range(rest)))))
     return [np.array(counts).reshape(lens.shape)]
 
 
