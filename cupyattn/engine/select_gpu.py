@@ -12,6 +12,7 @@ from .. import array
 from ..array import ArrayView
 from ..core import dtypes
 from ..errors import UnsupportedError
+from ..launch.attention import log_choices
 from ..launch.driver import scratch
 from ..launch.driver.scratch import Allocate
 from ..launch.ops import select as launch_select
@@ -113,6 +114,10 @@ def run(call: Call, arrays: SelectArrays, options: SelectOptions) -> tuple[Any, 
         prepared = launcher.prepare(_shape(call, v_lists, v_values), q.shape[0])
         allocate = scratch.allocator(q)
         prepared.launch(_addresses(call, v_lists, v_values), array.current_stream(q), allocate)
+        log = log_choices.log_of_selection(call.problem, q.device.index)
+        if log is not None:
+            for words, launches in prepared.launches():
+                log.selection(q.shape[0], words, launches)
         _keep(call, arrays, options, prepared, allocate)
     array.release(q, *[x for x in (q, *inputs, v_lists, v_values) if x is not None])
     if call.out is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ...choose.candidates import BY_ROW_CLASS
 from ...core import log
 from ...core.problem import AttentionProblem
+from ...core.selection import SelectProblem
 from ...core.spec import AttentionSpec
 from ...schedule.batch import BatchRequests
 from ..driver.enqueue import Launch
@@ -32,6 +33,23 @@ def log_of(spec: AttentionSpec, problem: AttentionProblem) -> ChoiceLog | None:
     """The log of a launcher; None where nobody has asked for one."""
     logger = _logger()
     return None if logger is None else ChoiceLog(logger, problem_words(spec, problem))
+
+
+@functools.lru_cache(maxsize=256)
+def log_of_selection(problem: SelectProblem, device_index: int) -> ChoiceLog | None:
+    """The log of a device's selections of a problem; None where nobody has asked for one."""
+    logger = _logger()
+    return None if logger is None else ChoiceLog(logger, selection_words(problem))
+
+
+def selection_words(problem: SelectProblem) -> str:
+    """What is selected: `16 blocks of 128 keys by max of 4 index heads in 4 groups, ...`."""
+    groups = "1 group" if problem.num_groups == 1 else f"{problem.num_groups} groups"
+    rows = f"{problem.dtype_k} rows of {problem.head_dim}"
+    return (
+        f"{problem.topk:,} blocks of {problem.block} keys by {problem.score} of "
+        f"{problem.num_heads} index heads in {groups}, {problem.dtype_q} over {rows}"
+    )
 
 
 class ChoiceLog:
@@ -60,6 +78,14 @@ class ChoiceLog:
             about = f"{num_tokens:,} tokens with {lists.length:,} blocks of {lists.granularity}"
             about += f" and the last {lists.window:,} keys" if lists.window else ""
             self._say(about, choice, ", then ".join(f"{n:,} blocks" for n in blocks))
+
+    def selection(self, num_tokens: int, choice: str, launches: Sequence[Launch]) -> None:
+        """Say what serves a selection; `launches` in their order."""
+        blocks = [math.prod(launch.grid) for launch in launches]
+        if self._is_new((choice, *blocks)):
+            self._say(
+                f"{num_tokens:,} tokens", choice, ", then ".join(f"{n:,} blocks" for n in blocks)
+            )
 
     def _is_new(self, choice: tuple[object, ...]) -> bool:
         is_new = choice not in self._said

@@ -242,10 +242,24 @@ def scored(problem: SelectProblem) -> SelectProblem:
 
 
 class _ScoreLaunch(NamedTuple):
-    """A launch of scores, and the numbers of its struct behind the tokens."""
+    """A launch of scores, the numbers of its struct behind the tokens, and its tiles."""
 
     launch: Launch
     numbers: tuple[float, ...]
+    tiles: _Tiles
+
+    @property
+    def words(self) -> str:
+        """How scores are shared out."""
+        constants = dict(self.tiles.config)
+        num_tiles, parts, _ = self.launch.grid
+        products = "four warps together" if constants["kWarpgroup"] else "each warp"
+        sharing = constants["kSharing"]
+        own = "of its own" if sharing == 1 else f"that {sharing} warps share"
+        return (
+            f"scores of {num_tiles:,} tiles of {self.tiles.columns} columns in {parts:,} parts of "
+            f"the rows, products of {products}, which has blocks of keys {own}"
+        )
 
 
 class SelectLauncher:
@@ -387,9 +401,8 @@ class SelectLauncher:
         )
         function = load_function("select_scores", tiles.config, self.device_index)
         grid = num_tiles, parts, times
-        return _ScoreLaunch(
-            Launch(function, grid, 32 * _WARPS, 0, is_dependent=self._is_dependent), numbers
-        )
+        launch = Launch(function, grid, 32 * _WARPS, 0, is_dependent=self._is_dependent)
+        return _ScoreLaunch(launch, numbers, tiles)
 
     def _tiles(self, tokens: int, num_requests: int, max_rows: int) -> _Tiles:
         """Warps share blocks of keys, but those of many columns only where these are too few for
@@ -434,6 +447,12 @@ class PreparedSelection:
     log_rows: int
     scores: dict[int, _ScoreLaunch]
     choices: dict[int, select_topk.PreparedChoice | None]
+
+    def launches(self) -> Iterator[tuple[str, list[Launch]]]:
+        """How scores and lists are shared out, and their launches, by numbers of tokens."""
+        for count, choice in self.choices.items():
+            known = [x for x in (self.scores.get(count), choice) if x is not None]
+            yield "; ".join(x.words for x in known), [x.launch for x in known]
 
     def launch(self, at: SelectAddresses, stream: int, allocate: Allocate) -> None:
         """Enqueue a call."""

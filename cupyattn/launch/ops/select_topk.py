@@ -252,6 +252,13 @@ class PreparedChoice(NamedTuple):
     given: bytes
     device_index: int
 
+    @property
+    def words(self) -> str:
+        """How rows are shared out."""
+        if self.launch.cluster > 1:
+            return f"lists by clusters of {self.launch.cluster} blocks"
+        return "lists by " + ("warps" if self.launch.threads == 32 * _ROWS else "blocks")
+
     def enqueue(self, scores: int, lists: Lists, tokens: bytes, stream: int) -> None:
         """Enqueue it for scores at an address. tokens: SelectTokens."""
         arguments = params.this_thread.launch_buffer

@@ -26,8 +26,10 @@ from .test_mixed_launches import planned
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUPYATTN_LOG", "choices")
     log_choices._logger.cache_clear()
+    log_choices.log_of_selection.cache_clear()
     yield
     log_choices._logger.cache_clear()
+    log_choices.log_of_selection.cache_clear()
 
 
 def launcher_of() -> BatchLauncher:
@@ -77,6 +79,16 @@ def test_levels_of_a_cascade(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert line.endswith("; a merge")
     assert line.startswith("cupyattn: float16, 16 query heads over 8 key heads, head dim 256")
+
+
+def test_a_selection(gpu: Any, make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    call = make(4, 4, 128), make(64, 128, 128), make(4, 16, dtype="int32"), make(4, dtype="int32")
+    for _ in range(2):
+        sparse.select(*call, topk=16)
+    (line,) = caplog.messages
+    assert line.startswith("cupyattn: 16 blocks of 128 keys by max of 4 index heads in 4 groups")
+    assert "; 4 tokens -> scores of 4 tiles of 8 columns in " in line
+    assert line.endswith(" blocks, then 4 blocks") and "; lists by warps: " in line
 
 
 def test_nobody_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
