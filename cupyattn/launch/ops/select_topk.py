@@ -249,7 +249,7 @@ class PreparedChoice(NamedTuple):
     launch: Launch
     row_stride: int
     counts: tuple[int, ...]
-    given: bytes
+    caller: bytes
     device_index: int
 
     @property
@@ -273,7 +273,7 @@ class PreparedChoice(NamedTuple):
             *lists.out_strides,
             *lists.values_strides,
             *self.counts,
-            self.given,
+            self.caller,
         )
         enqueue(self.launch, arguments, self.device_index, stream)
 
@@ -310,5 +310,5 @@ def _prepare(
         cluster=shape.cluster,
     )
     counts = num_rows, rows.num_groups, *map(int, choice), shape.warp_room, 0
-    given = _NOT_GIVEN if caller is None else GIVEN.pack(*caller, 0)
-    return PreparedChoice(shaped, rows.stride_token, counts, given, device_index)
+    packed = _NOT_GIVEN if caller is None else GIVEN.pack(*caller, 0)
+    return PreparedChoice(shaped, rows.stride_token, counts, packed, device_index)
