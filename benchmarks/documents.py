@@ -146,14 +146,15 @@ def errors(folder: str, keys: str, body: str) -> str:
 
 def measured(folder: str) -> str:
     """A sentence: on what, when and at which commit the rows of a folder were measured."""
-    header = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))["header"]
-    return f"Measured on {_where(header)}.\n"
+    data = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))
+    return f"Measured on {_where(data['header'], {row['peer'] for row in data['rows']})}.\n"
 
 
-def _where(header: dict[str, Any]) -> str:
+def _where(header: dict[str, Any], peers: set[str]) -> str:
     versions, torch = header["versions"], header["versions"]["torch"].partition("+")[0]
     used = [f"torch {torch}", f"NVRTC {header['nvrtc']}"]
-    used += [f"FlashInfer {versions[x]}" for x in ("flashinfer-python",) if x in versions]
+    if any(peer.startswith("flashinfer") for peer in peers):
+        used.append(f"FlashInfer {versions['flashinfer-python']}")
     return (
         f"one {header['device']['name']}, {header['date'][:10]}, at commit "
         f"{header['commit'][:8]} ({', '.join(used)})"

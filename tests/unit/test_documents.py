@@ -192,6 +192,17 @@ def test_rows_of_the_readme_come_from_one_folder_and_say_which_run_it_is() -> No
     ).read_text("utf-8")
 
 
+def test_rows_that_the_readme_quotes_are_not_old() -> None:
+    """Kernels have changed too often since: measure again (benchmarks/readme.py)."""
+    text = README.read_text("utf-8")
+    quoted = {x[:8] for x in re.findall(r"\bcommit\s+([0-9a-f]{7,40})\b", text)}
+    assert quoted
+    ages = {commit: readme.age(commit) for commit in quoted}
+    if None in ages.values():
+        pytest.skip("this checkout has no history of its commits")
+    assert {x: age for x, age in ages.items() if age > readme.MOST_COMMITS} == {}
+
+
 def test_the_cases_of_the_readme_are_measured_by_its_command() -> None:
     found = select(readme.OPS, list(readme.CASES))
     assert {case.name for case in found} == set(readme.CASES)
