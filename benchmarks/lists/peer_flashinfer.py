@@ -36,17 +36,16 @@ def module_of(case: ListCase, backend: str) -> Module:
 
 def candidates(backend: str, case: ListCase, inputs: ListInputs, build: bool) -> list[Candidate]:
     """One candidate. Without `build` Unsupported where its module is not there."""
-    module = module_of(case, backend)
-    if not build and not is_built(module):
+    name, module = f"flashinfer_{backend}", module_of(case, backend)
+    is_ready = build or is_built(module)
+    has_other = case.family == "blocks" and backend == "fa3" and has_cake(case, build)
+    if not is_ready and not has_other:
         raise Unsupported("its module is not built, and none is built here")
     import flashinfer  # type: ignore[import-not-found]
 
-    name = f"flashinfer_{backend}"
     if case.family == "blocks":
-        result = [blocks(name, flashinfer, case, inputs, backend=backend)]
-        if backend == "fa3" and has_cake(case, build):
-            result.append(_cake(name, flashinfer, case, inputs))
-        return result
+        result = [blocks(name, flashinfer, case, inputs, backend=backend)] if is_ready else []
+        return [*result, _cake(name, flashinfer, case, inputs)] if has_other else result
     serve = _latent if case.is_latent else _paged
     return [serve(name, backend, flashinfer, case, inputs)]
 
