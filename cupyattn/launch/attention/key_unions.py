@@ -236,8 +236,16 @@ class UnionLauncher:
             lists.window,
             _window_blocks(lists),
             chunks.num_rows,
+            *self._tokens_of_halves(),
         )
         return rest + finder
+
+    def _tokens_of_halves(self) -> tuple[int, int]:
+        """A bit for each token that has rows in each warpgroup's half of a tile."""
+        half, group = self._kernel().tiles.tile_q // 2, self.spec.group_size
+        every = (1 << self.group_tokens) - 1
+        first = (1 << ((half - 1) // group + 1)) - 1
+        return first & every, every & ~((1 << (half // group)) - 1)
 
     def launch(
         self,

@@ -89,7 +89,7 @@ NO_LENGTHS = b""
 # kernels/cupyattn/params/key_unions.cuh: entries, table, items, chunks, tiles; the rest;
 # DEVICE_LENGTHS, FINDER. And what prefill_sm90 is told of unions, in the place of found items:
 # tiles, groups and window.
-UNION_LISTS_REST = struct.Struct("<2q 14i")
+UNION_LISTS_REST = struct.Struct("<2q 14i 2I")
 UNION_LISTS = struct.Struct(f"<5Q {UNION_LISTS_REST.size}s {DEVICE_LENGTHS.size}s {FINDER.size}s")
 KEY_UNIONS = struct.Struct("<Q 2i")
 

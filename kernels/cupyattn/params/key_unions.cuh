@@ -44,10 +44,11 @@ struct UnionListsParams {
   // Rows of keys, where chunks may begin at any: chunks past the last that is whole begin with it.
   // 0: chunks are those of pages.
   int32_t num_rows;
+  uint32_t tokens_of[2];  // tokens that have rows in each half of a tile's rows
   DeviceLengths lengths;  // tokens are its rows
 };
 
-static_assert(sizeof(UnionListsParams) == 112 + 80,
+static_assert(sizeof(UnionListsParams) == 120 + 80,
               "UnionListsParams and its mirror in launch/driver/params.py must agree");
 
 // What prefill_sm90 is told of unions.

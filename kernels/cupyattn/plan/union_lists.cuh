@@ -44,6 +44,7 @@ struct UnionLists {
     uint32_t tokens[kEntries];  // of each block of the union
     uint32_t blocks[kEntries];  // their numbers, and whether they are windows'
     uint32_t before[kEntries];  // blocks of the union ahead of those that an entry begins
+    uint32_t more_tokens[kEntries];
     int warp_sum[kWarps];
     WorkItem found;
     uint32_t num_whole;  // blocks that all tokens see to their end
@@ -71,6 +72,9 @@ struct UnionLists {
     const int count = load_entries(found, num_tokens);
     sort(count);
     const int num_blocks = find_blocks(count);
+    count_whole(found, num_blocks);
+    // Two blocks of a tile are best wanted by the same rows.
+    if (params.block_shift == 6) order_blocks(found, num_blocks);
     write(found, place, num_blocks);
     ptx::block_sync();
     if (thread == 0) params.items[place] = item_of(found, place, num_tokens, num_blocks);
@@ -222,6 +226,71 @@ struct UnionLists {
     return total;
   }
 
+  // Counts the blocks that all tokens see to their end, which come first.
+  __device__ __forceinline__ void count_whole(const WorkItem& found, int num_blocks) const {
+    const int least_seen = listed_end(seen_by(found, 0));
+#pragma unroll 1
+    for (int at = thread; at < num_blocks; at += kThreads) {
+      const uint32_t name = shared.blocks[at];
+      const int end = static_cast<int>((name >> kKindBits) + 1) << params.block_shift;
+      const bool is_window = kCuts && (name & 1) != 0;
+      if (!is_window && end <= least_seen) ptx::atomic_add_shared(&shared.num_whole, 1);
+    }
+    ptx::block_sync();
+  }
+
+  // Puts blocks that the rows of one warpgroup alone want side by side: two of the first, two of the
+  // second, and so on, and those that both want behind them. A warpgroup passes over tiles that it
+  // does not want. Only whole blocks move: the others are cut, which the last tiles are swept for.
+  __device__ __forceinline__ void order_blocks(const WorkItem& found, int num_blocks) const {
+    const int num_whole = static_cast<int>(shared.num_whole);
+    int totals[3] = {};
+#pragma unroll 1
+    for (int first = 0; first < num_whole; first += kThreads) {
+      const int at = first + thread;
+      const int own = at < num_whole ? wanted_by(shared.tokens[at]) : -1;
+      int rank = 0;
+#pragma unroll
+      for (int kind = 0; kind < 3; ++kind) {
+        int sum = 0;
+        const int before =
+            block_scan(shared.warp_sum, thread / kWarpSize, thread % kWarpSize, own == kind, sum);
+        if (own == kind) rank = totals[kind] + before;
+        totals[kind] += sum;
+        ptx::block_sync();
+      }
+      if (own >= 0) shared.before[at] = static_cast<uint32_t>(4 * rank + own);
+    }
+    // Entries are not needed any more: their place has the order.
+    uint32_t* blocks = shared.entries;
+    uint32_t* tokens = shared.more_tokens;
+#pragma unroll 1
+    for (int at = thread; at < num_blocks; at += kThreads) {
+      int to = at;
+      if (at < num_whole) {
+        const int own = static_cast<int>(shared.before[at]) & 3, rank = static_cast<int>(shared.before[at]) >> 2;
+        const int pair = rank & ~1;
+        to = own == 0   ? rank + min_of(totals[1], pair)
+             : own == 1 ? rank + min_of(totals[0], pair + 2)  // mutate: union-pairs-of-others
+                        : totals[0] + totals[1] + rank;
+      }
+      blocks[to] = shared.blocks[at];
+      tokens[to] = shared.tokens[at];
+    }
+    ptx::block_sync();
+#pragma unroll 1
+    for (int at = thread; at < num_blocks; at += kThreads) {
+      shared.blocks[at] = blocks[at];
+      shared.tokens[at] = tokens[at];
+    }
+    ptx::block_sync();
+  }
+  // Whose rows want a block: those of the first warpgroup alone, of the second alone, or both.
+  __device__ __forceinline__ int wanted_by(uint32_t tokens) const {
+    const bool first = (tokens & params.tokens_of[0]) != 0, second = (tokens & params.tokens_of[1]) != 0;
+    return first && second ? 2 : second;
+  }
+
   // A chunk of keys from `key` of the request on: where it is, and by how many keys it begins earlier
   // in memory.
   struct Chunk {
@@ -260,7 +329,6 @@ struct UnionLists {
     const int halves_shift = params.block_shift - 6;  // of a block
     const int num_halves = num_blocks << halves_shift;
     Tile* tiles = static_cast<Tile*>(params.tiles) + static_cast<int64_t>(place) * params.num_tiles;
-    const int least_seen = listed_end(seen_by(found, 0));
 #pragma unroll 1
     for (int half = thread; half < round_up(num_halves, 2); half += kThreads) {
       const int part = (half & ((1 << halves_shift) - 1)) * kUnionKeys;
@@ -274,13 +342,6 @@ struct UnionLists {
       const int key = (block << params.block_shift) +
                       ((chunk & ((1 << more_shift) - 1)) << params.chunk_shift);
       chunks[chunk] = chunk_of(found, key).place;
-    }
-#pragma unroll 1
-    for (int at = thread; at < num_blocks; at += kThreads) {
-      const uint32_t name = shared.blocks[at];
-      const int end = static_cast<int>((name >> kKindBits) + 1) << params.block_shift;
-      const bool is_window = kCuts && (name & 1) != 0;
-      if (!is_window && end <= least_seen) ptx::atomic_add_shared(&shared.num_whole, 1);
     }
   }
 };
