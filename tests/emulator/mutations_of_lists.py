@@ -32,6 +32,12 @@ LISTS = (
     Mutation(
         "listed-scales-of-tokens", "= at.request;", "= work.request.q_start;", "lists, scales"
     ),
+    Mutation(
+        "union-pairs-of-others",
+        "rank + min_of(totals[0], pair + 2)",
+        "rank + min_of(totals[0], pair)",
+        "unions, skipped tiles",
+    ),
     Mutation("union-windows-twice", "max_of(seen - params.window, 0)", "seen", "unions, window"),
     Mutation("union-rows-past-the-last", "params.num_rows", "(1 << 30)", "unions of rows"),
     Mutation(

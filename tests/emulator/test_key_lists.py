@@ -129,6 +129,19 @@ def test_clusters_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert emulated.launches[0].cluster > 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "keys", "cluster", "parts"),
+    [(1, 2048, 8, 1), (1, 16384, 1, 32), (16, 8192, 4, 1), (64, 2048, 1, 1)],
+)
+def test_few_lists_have_the_blocks_that_read_them_soonest(
+    tokens: int, keys: int, cluster: int, parts: int
+) -> None:
+    with gpu.plugged_in(num_sms=132, has_clusters=True):
+        launcher = list_cases.launcher(ListCase((32768,), (1,), length=16, granularity=128))
+        (launch, _), *_ = launcher.plan(tokens, keys).parts
+    assert (launch.cluster, launch.grid[2]) == (cluster, parts)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_cases(seed: int) -> None:
     case = list_cases.draw(seed)
