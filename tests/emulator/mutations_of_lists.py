@@ -34,8 +34,8 @@ LISTS = (
     ),
     Mutation(
         "union-pairs-of-others",
-        "rank + min_of(totals[0], pair + 2)",
-        "rank + min_of(totals[0], pair)",
+        "min_of(totals[0], ahead + a_tile)",
+        "min_of(totals[0], ahead)",
         "unions, skipped tiles",
     ),
     Mutation("union-windows-twice", "max_of(seen - params.window, 0)", "seen", "unions, window"),

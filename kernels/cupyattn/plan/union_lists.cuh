@@ -73,8 +73,7 @@ struct UnionLists {
     sort(count);
     const int num_blocks = find_blocks(count);
     count_whole(found, num_blocks);
-    // Two blocks of a tile are best wanted by the same rows.
-    if (params.block_shift == 6) order_blocks(found, num_blocks);
+    order_blocks(num_blocks);
     write(found, place, num_blocks);
     ptx::block_sync();
     if (thread == 0) params.items[place] = item_of(found, place, num_tokens, num_blocks);
@@ -239,10 +238,12 @@ struct UnionLists {
     ptx::block_sync();
   }
 
-  // Puts blocks that the rows of one warpgroup alone want side by side: two of the first, two of the
-  // second, and so on, and those that both want behind them. A warpgroup passes over tiles that it
-  // does not want. Only whole blocks move: the others are cut, which the last tiles are swept for.
-  __device__ __forceinline__ void order_blocks(const WorkItem& found, int num_blocks) const {
+  // Puts tiles of blocks that the rows of one warpgroup alone want side by side, one for the first,
+  // one for the second, and so on, and blocks that both want behind them: a warpgroup passes over
+  // tiles that it does not want, while the other multiplies. Only whole blocks move: the others are
+  // cut, which the last tiles are swept for.
+  __device__ __forceinline__ void order_blocks(int num_blocks) const {
+    const int a_tile = 2 >> (params.block_shift - 6);  // blocks
     const int num_whole = static_cast<int>(shared.num_whole);
     int totals[3] = {};
 #pragma unroll 1
@@ -269,9 +270,10 @@ struct UnionLists {
       int to = at;
       if (at < num_whole) {
         const int own = static_cast<int>(shared.before[at]) & 3, rank = static_cast<int>(shared.before[at]) >> 2;
-        const int pair = rank & ~1;
-        to = own == 0   ? rank + min_of(totals[1], pair)
-             : own == 1 ? rank + min_of(totals[0], pair + 2)  // mutate: union-pairs-of-others
+        const int ahead = rank & -a_tile;  // in tiles before its own
+        to = own == 0   ? rank + min_of(totals[1], ahead)
+             // mutate: union-pairs-of-others
+             : own == 1 ? rank + min_of(totals[0], ahead + a_tile)
                         : totals[0] + totals[1] + rank;
       }
       blocks[to] = shared.blocks[at];
