@@ -430,6 +430,7 @@ class BatchLauncher(Binder):
                 shared = shared * (requests.qo_len > used)
             if maximum > used:
                 schedule.longest = max(schedule.longest, max_of(shared))
+        schedule.all_keys = int(requests.kv_len.sum())
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
     def kernels(self) -> list[Kernel]:

@@ -168,13 +168,21 @@ class Binder:
             self._heads,
             tiles,
             launch.num_items,
-            swizzle_of(self.spec, self.problem, schedule.longest, self.device_index),
+            swizzle_of(
+                self.spec, self.problem, self._kept_keys(schedule, num_keys), self.device_index
+            ),
             strides,
             num_rows,
             num_keys,
             rotated=(self._keys.strides, schedule.rotated) if tiles.wants_rotated_keys else None,
             mask_maps=mask_maps,
         )
+
+    def _kept_keys(self, schedule: BatchSchedule, num_keys: int) -> int:
+        """The keys that are best kept in L2 while a head is served: those of the longest request,
+        or all there are where requests read the same pages, as blocks of rows of a mask do."""
+        room = num_keys * max(self.spec.page_size, 1)
+        return max(schedule.longest, room if schedule.all_keys >= 2 * room else 0)
 
     def _constants(
         self,

@@ -126,6 +126,7 @@ class BatchSchedule:
     positions        bytes into the words, where the positions of rows are; -1 without any
     longest          the most keys that several tiles of rows read, by which heads take turns; 0:
                      no tiles share keys
+    all_keys         of all requests, those that several have as often
     uniform          where the kernel reads no work list, because the grid says who does what: for
                      prefill_sm90 one request whose keys are not split, for portable kernels one of
                      a single tile of rows, for lists of keys any number of equal lengths. None: any
@@ -144,6 +145,7 @@ class BatchSchedule:
     parts: tuple[LaunchPart, ...]
     positions: int = -1
     longest: int = 0
+    all_keys: int = 0
     rotated: int = 0
     rotated_bytes: int = 0
     row_room: int = 0
