@@ -27,6 +27,7 @@ from .attention import (
     read_tables,
     rotate_keys,
     scan_mask,
+    widen_pages,
     widen_rows,
 )
 from .ops import (
@@ -350,6 +351,8 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
         if tiles is not None:
             yield from ((tiles.name, x.config) for x in key_unions.all_tiles(problem))
             yield from (("union_lists", config) for config in key_unions.CONFIGS)
+            if problem.dtype_kv.is_fp8:
+                yield "widen_pages", widen_pages.config(problem.dtype_kv, problem.dtype_q)
     yield from (("select_scores", config) for config in select.configs(chosen.dtypes, arch))
     yield from (("select_softmax", config) for config in select_softmax.configs())
     yield from (("select_topk", config) for config in select_topk.configs(arch))

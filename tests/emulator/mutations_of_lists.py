@@ -38,6 +38,12 @@ LISTS = (
         "min_of(totals[0], ahead)",
         "unions, skipped tiles",
     ),
+    Mutation(
+        "last-page-not-widened",
+        "page * params.page_size >= kv_len",
+        "(page + 1) * params.page_size > kv_len",
+        "unions, 8 bits",
+    ),
     Mutation("union-windows-twice", "max_of(seen - params.window, 0)", "seen", "unions, window"),
     Mutation("union-rows-past-the-last", "params.num_rows", "(1 << 30)", "unions of rows"),
     Mutation(

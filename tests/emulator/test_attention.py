@@ -315,6 +315,7 @@ TESTED_ELSEWHERE = {
     "store_kv": "test_page.py",
     "copy_rows": "test_flash_attn.py",
     "widen_rows": "test_widened_queries.py",
+    "widen_pages": "test_key_unions.py",
     "select_scores": "test_select.py",
     "select_topk": "test_select.py",
     "serving_metadata": "test_serving.py",

@@ -28,7 +28,8 @@ SMALL = ListCase(
 def run(case: ListCase, **facts: Any) -> gpu.EmulatedGpu:
     """Launch a case and compare it with the oracle; what was launched."""
     emulated = test_key_lists.run(case, **{"num_sms": 4, **facts})
-    assert [x.name for x in emulated.launches] == ["union_lists", "prefill_sm90"]
+    ahead = ["widen_pages"] if case.dtype_kv else []
+    assert [x.name for x in emulated.launches] == [*ahead, "union_lists", "prefill_sm90"]
     return emulated
 
 
@@ -69,6 +70,15 @@ def test_blocks_and_pages(granularity: int, page_size: int) -> None:
         {"gates": "heads"},
         {"gates": "elements", "bad_values": 0.002, "window": 64},
         {"index_step": 3},
+        {"dtype_kv": "float8_e4m3fn", "length": 8},
+        {
+            "dtype": "bfloat16",
+            "dtype_kv": "float8_e4m3fn",
+            "length": 8,
+            "page_size": 16,
+            "window": 70,
+            "index_step": 2,
+        },
     ],
 )
 def test_options(changes: dict[str, Any]) -> None:

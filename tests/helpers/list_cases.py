@@ -463,4 +463,5 @@ def draw_unions(seed: int) -> ListCase:
         gates=str(rng.choice(["", "", "heads", "elements"])),
         spare_rows=int(rng.choice([0, 0, 3])),
         index_step=int(rng.choice([1, 1, 2, 3])),
+        dtype_kv="float8_e4m3fn" if size and not is_dense and rng.random() < 0.4 else "",
     )

@@ -8,7 +8,7 @@ union. Nothing of the lists or lengths is read on the host, so the grids have ro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ... import jit
 from ...core.device import device_props
@@ -20,7 +20,7 @@ from ..driver.scratch import Allocate
 from ..tiles import prefill_sm90
 from ..tiles.config import Target, TileConfig, round_up
 from ..tiles.row_classes import PERSISTENT
-from . import tma_sm90
+from . import tma_sm90, widen_pages
 from .key_list_arrays import ListAddresses, Lists
 from .load_kernels import LoadedKernel
 from .swizzle import swizzle_of
@@ -40,6 +40,9 @@ _ALIGN = 256
 # Requests that a warp looks at together (plan/item_finder.cuh).
 _TOGETHER = 64
 _MAX_PLANS = 256
+# How often keys are listed that are worth widening.
+_LISTED_WIDENED = 4
+_OfKeys = TypeVar("_OfKeys", AttentionSpec, AttentionProblem)
 # Places of strides of a row and a page of k, and of v, among params.STRIDES.
 _ROWS_AND_PAGES = (2, 10), (4, 11)
 
@@ -82,6 +85,7 @@ class _Plan:
     window: int
     maps: tma_sm90.Maps
     room: _Room
+    wide: widen_pages.WidePages | None
 
 
 class UnionLauncher:
@@ -90,7 +94,10 @@ class UnionLauncher:
     def __init__(
         self, spec: AttentionSpec, problem: AttentionProblem, tiles: TileConfig, device_index: int
     ) -> None:
-        self.spec, self.problem, self.device_index = spec, problem, device_index
+        # Keys of 8 bits are widened ahead.
+        self._narrow = spec.dtype_kv if spec.dtype_kv.is_fp8 else None
+        self.spec, self.problem = _in_16_bits(spec), _in_16_bits(problem)
+        self.device_index = device_index
         self.group_tokens = min(tiles.tile_q // spec.group_size, _MAX_TOKENS)
         self._loaded: dict[bool, LoadedKernel[TileConfig]] = {}
         self._plans: dict[tuple[object, ...], _Plan | None] = {}
@@ -131,7 +138,11 @@ class UnionLauncher:
 
     def _is_worth_it(self, lists: Lists, num_tokens: int) -> bool:
         """Whether tokens have neighbours of their request, and blocks of rows fill the SMs: few
-        tokens have their lists divided among more SMs than that."""
+        tokens have their lists divided among more SMs than that. Keys that are widened ahead are
+        listed several times."""
+        listed = num_tokens * lists.num_keys
+        if self._narrow and listed < _LISTED_WIDENED * lists.num_requests * lists.max_kv_len:
+            return False
         tokens = lists.request_tokens or num_tokens / lists.num_requests
         num_items = self._num_items(lists, num_tokens) * self.spec.num_kv_heads
         num_sms = device_props(self.device_index).num_sms
@@ -148,6 +159,14 @@ class UnionLauncher:
         return used + (num_tokens - used) // together
 
     def _prepare(self, lists: Lists, groups: int, strides: bytes, num_tokens: int) -> _Plan | None:
+        wide = None
+        if self._narrow is not None:
+            if not widen_pages.serves(self.spec, lists, strides):
+                return None
+            dtypes = self._narrow, self.problem.dtype_q
+            wide = widen_pages.prepare(self.spec, dtypes, lists, strides, self.device_index)
+            strides = wide.strides
+            lists = lists._replace(num_pages=lists.num_requests * wide.pages, kv_step=wide.pages)
         chunks = _chunks_of(self.spec.page_size, lists, strides)
         if chunks is None:
             return None
@@ -194,6 +213,7 @@ class UnionLauncher:
             window=lists.window,
             maps=maps,
             room=room,
+            wide=wide,
         )
 
     def _kernel(self, has_cuts: bool = False) -> LoadedKernel[TileConfig]:
@@ -256,9 +276,15 @@ class UnionLauncher:
         allocate: Allocate,
     ) -> None:
         """Enqueue one call."""
+        num_bytes = round_up(plan.room.num_bytes, _ALIGN)
+        behind = 0 if plan.wide is None else sum(plan.wide.sizes)
         scratch_at, _unions = scratch.workspace(
-            plan.room.num_bytes, self.device_index, stream, allocate
+            num_bytes + behind, self.device_index, stream, allocate
         )
+        k, v, table = at.k, at.v, at.table
+        if plan.wide is not None:
+            k, v = plan.wide.enqueue(at, scratch_at + num_bytes, self.device_index, stream)
+            table = 0
         counters, _zeros = scratch.counters(1, self.device_index, stream, allocate)
         chunks, tiles = scratch_at + plan.room.chunks, scratch_at + plan.room.tiles
         arguments = params.this_thread.launch_buffer
@@ -267,7 +293,7 @@ class UnionLauncher:
             arguments.buffer,
             arguments.offset,
             at.entries,
-            at.table,
+            table,
             scratch_at,
             chunks,
             tiles,
@@ -280,8 +306,8 @@ class UnionLauncher:
             arguments.buffer,
             arguments.offset,
             at.q,
-            at.k,
-            at.v,
+            k,
+            v,
             at.o,
             optional,
             0,
@@ -298,14 +324,20 @@ class UnionLauncher:
             0,
             plan.constants,
         )
-        plan.maps.pack(arguments, at.q, at.k, at.v, at.o)
+        plan.maps.pack(arguments, at.q, k, v, at.o)
         begin = arguments.offset + params.ATTENTION.size + params.PREFILL_SM90.size
         params.KEY_UNIONS.pack_into(arguments.buffer, begin, tiles, plan.groups, plan.window)
         enqueue(plan.attention, arguments, self.device_index, stream)
 
 
+def _in_16_bits(x: _OfKeys) -> _OfKeys:
+    """With keys of queries' dtype, where they have 8 bits."""
+    return replace(x, dtype_kv=x.dtype_q) if x.dtype_kv.is_fp8 else x
+
+
 def tiles_of(problem: AttentionProblem, target: Target) -> TileConfig | None:
     """The tile of prefill_sm90 that serves a problem by unions; None if none does."""
+    problem = _in_16_bits(problem)
     if prefill_sm90.refusal(problem, PERSISTENT, target) is not None:
         return None
     return prefill_sm90.tiles(problem, PERSISTENT, target)
@@ -313,6 +345,7 @@ def tiles_of(problem: AttentionProblem, target: Target) -> TileConfig | None:
 
 def all_tiles(problem: AttentionProblem) -> list[TileConfig]:
     """The kernels of a problem that tiles_of serves: of windows and keys in no pages the second."""
+    problem = _in_16_bits(problem)
     return [prefill_sm90.tiles_of_unions(problem, has_cuts) for has_cuts in (False, True)]
 
 

@@ -311,7 +311,9 @@ struct UnionLists {
     }
     const int page = key / params.page_size, rest = key - page * params.page_size;
     const int chunk = rest >> params.chunk_shift;
-    return Chunk{params.table[found.kv_start + page] * params.page_step + chunk, 0};
+    const int entry = found.kv_start + page;
+    // Without a table the pages of a request lie one behind the other.
+    return Chunk{(params.table == nullptr ? entry : params.table[entry]) * params.page_step + chunk, 0};
   }
 
   __device__ __forceinline__ void write_half(const WorkItem& found, Tile& tile, int half,
