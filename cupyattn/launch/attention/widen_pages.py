@@ -84,10 +84,16 @@ def prepare(
     heads, size = spec.num_kv_heads, spec.page_size
     dims, pages = (spec.head_dim_qk, spec.head_dim_vo), lists.max_kv_len // spec.page_size
     k_row, k_head, v_row, v_head = unpacked[2:6]
+    k_page, v_page = unpacked[10:12]
     packed = _REST.pack(
-        *unpacked[10:12],
-        *(k_row, v_row, k_head, v_head),
-        *dims,
+        k_page,
+        v_page,
+        k_row,
+        v_row,
+        k_head,
+        v_head,
+        dims[0],
+        dims[1],
         lists.kv_step,
         lists.steps[0],
         lists.kv_lens_are_steps,
@@ -100,7 +106,8 @@ def prepare(
     unpacked[2:6] = heads * dims[0], dims[0], heads * dims[1], dims[1]
     unpacked[10:12] = size * heads * dims[0], size * heads * dims[1]
     rows = lists.num_requests * pages * size * heads
-    function = load_function("widen_pages", config(*dtypes), index)
+    narrow, wide = dtypes
+    function = load_function("widen_pages", config(narrow, wide), index)
     return WidePages(
         Launch(function, (pages, lists.num_requests, 2), _THREADS, 0),
         packed,
