@@ -8,6 +8,9 @@ from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.attention.swizzle import L2Swizzle, l2_swizzle
 
+from .test_candidates import requests_of
+from .test_mixed_launches import planned
+
 L2_BYTES = 50 << 20
 
 
@@ -65,3 +68,12 @@ def test_some_items_are_last(num_items: int) -> None:
     assert swizzle(8, 512).num_tail_items(num_items) == 0
     if num_items >= 32:
         assert swizzle(128, 4096).num_tail_items(num_items) >= num_items // 8
+
+
+def test_blocks_of_rows_that_read_the_same_pages_keep_all_of_them() -> None:
+    launcher, _ = planned([(64, 4096)], (16, 16))
+    pages = 16384 // launcher.spec.page_size
+    for num_rows, kept in ((4, 0), (64, 16384)):  # of so few none is read again
+        schedule = launcher.schedule(requests_of([(64, 4096)] * num_rows))
+        assert schedule.all_keys == num_rows * 4096
+        assert launcher._kept_keys(schedule, pages) == max(schedule.longest, kept)
