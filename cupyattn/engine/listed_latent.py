@@ -3,6 +3,8 @@ attention of lists of slots."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +15,17 @@ from ..array.match import match_contiguous, require_contiguous, require_dtype
 from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
+from ..launch.driver.enqueue import cuda
 from ..launch.ops import list_slots
 from .arrays import Arrays
+from .call_cache import Argument, CallCache
 from .check_planless import Options
 from .key_lists import NAME, KeyLists
 from .key_lists_reference import listed_keys
 from .latent_rows import Dims, as_pages, view_parts
 from .planless_cache import Asked
 from .run_planless import run, run_cached
-from .views import Names
+from .views import Names, are_numbers
 
 _NAMES = Names(
     "q",
@@ -75,9 +79,48 @@ class _Blocks(NamedTuple):
         return self.lists.shape[1] * self.form.granularity + self.form.window
 
 
+class _SlotOptions(NamedTuple):
+    """What calls that find their slots alike have in common, field by field as CallCache wants."""
+
+    head_dim_v: Any
+    sm_scale: Any
+    v_scale: Any
+    o_dtype: Any
+    return_lse: Any
+    granularity: int
+    window: int
+    is_causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """What calls of one signature share: all but addresses, and what makes slots."""
+
+    told: list_slots.Blocks
+    shape: tuple[int, ...]
+    make: Callable[[Sequence[int]], Any]
+    device_index: int
+
+
+_ARGUMENTS = "q", "cache", "lists", "table", "lengths", "indptr"
+_SLOTS: CallCache[_Slots] = CallCache(*map(Argument, _ARGUMENTS))
+
+
 def attend(arrays: Arrays, options: LatentOptions, form: KeyLists) -> Any:
     """out, or (out, lse). lists and all that belongs to them are taken from `arrays`, as
     sparse.attend has them. Raises ArgumentError and UnsupportedError."""
+    key = _slot_options(arrays, options, form)
+    slots = None if key is None else _slots_again(arrays, key)
+    if slots is not None:
+        result = run_cached(_own_arrays(arrays, slots), options)
+        if result is not None:
+            return result
+    return _attend_checked(arrays, options, form, key)
+
+
+def _attend_checked(
+    arrays: Arrays, options: LatentOptions, form: KeyLists, key: _SlotOptions | None
+) -> Any:
     vq = array.view(arrays.q, "q")
     if len(vq.shape) != 3:
         raise ArgumentError(f"q: shape is {list(vq.shape)}; wanted [tokens, num_qo_heads, columns]")
@@ -98,7 +141,18 @@ def attend(arrays: Arrays, options: LatentOptions, form: KeyLists) -> Any:
     if not vq.shape[0]:
         return _nothing(arrays, options, vq, latent)
     slots = _slots_on_cpu(blocks) if vq.device.kind == "cpu" else _slots_on_gpu(blocks, vq)
-    own = Arrays(
+    own = _own_arrays(arrays, slots)
+    result = run_cached(own, options)
+    if result is None:
+        result = run(own, resolved, asked=Asked(own, options, {}))
+    if key is not None and vq.device.kind == "cuda" and not cuda().is_debugging:
+        _SLOTS.insert(_read(arrays), key, _prepare(blocks, vq), vq, dtypes.int32, None, None)
+    return result
+
+
+def _own_arrays(arrays: Arrays, slots: Any) -> Arrays:
+    """What latent attention of lists of slots is given."""
+    return Arrays(
         q=arrays.q,
         k=arrays.k,
         block_tables=slots,
@@ -106,8 +160,53 @@ def attend(arrays: Arrays, options: LatentOptions, form: KeyLists) -> Any:
         lse=arrays.lse,
         sinks=arrays.sinks,
     )
-    result = run_cached(own, options)
-    return run(own, resolved, asked=Asked(own, options, {})) if result is None else result
+
+
+def _read(arrays: Arrays) -> tuple[Any, ...]:
+    """As _ARGUMENTS name them."""
+    return (
+        arrays.q,
+        arrays.k,
+        arrays.lists,
+        arrays.block_tables,
+        arrays.kv_lens,
+        arrays.qo_offsets,
+    )
+
+
+def _slot_options(arrays: Arrays, options: LatentOptions, form: KeyLists) -> _SlotOptions | None:
+    """By what slots of like calls are found; None where something is read that is refused, or
+    numbers are in arrays."""
+    others = arrays.output_gate, arrays.scale_k, arrays.scale_v
+    if any(x is not None for x in others) or not are_numbers(options.sm_scale, options.v_scale):
+        return None
+    return _SlotOptions(
+        head_dim_v=options.head_dim_v,
+        sm_scale=options.sm_scale,
+        v_scale=options.v_scale,
+        o_dtype=options.o_dtype,
+        return_lse=options.return_lse,
+        granularity=form.granularity,
+        window=form.window,
+        is_causal=form.is_causal,
+    )
+
+
+def _slots_again(arrays: Arrays, key: _SlotOptions) -> Any:
+    """The slots of a call like one before; None if there was none."""
+    known = _SLOTS.lookup(_read(arrays), key)
+    if known is None:
+        return None
+    cached, addresses = known
+    call = cached.call
+    slots = call.checked.make(call.checked.shape)
+    _, _, lists, table, kv_lens, qo_offsets = addresses
+    told = call.checked.told._replace(
+        lists=lists, table=table, kv_lens=kv_lens, qo_offsets=qo_offsets
+    )
+    index, stream = call.checked.device_index, call.current_stream()
+    list_slots.launch(told, call.address(slots), index, stream)
+    return slots
 
 
 def _nothing(arrays: Arrays, options: LatentOptions, vq: ArrayView, latent: int) -> Any:
@@ -169,16 +268,12 @@ def _check(arrays: Arrays, form: KeyLists, vq: ArrayView, dims: Dims) -> _Blocks
     return _Blocks(lists, table, lengths, indptr, form, pages.shape[1], pages.shape[0])
 
 
-def _slots_on_gpu(blocks: _Blocks, vq: ArrayView) -> Any:
-    slots = array.empty((vq.shape[0], max(1, blocks.num_slots)), dtypes.int32, vq)
-    target = array.view(slots, "slots")
-    used = [x for x in (blocks.lists, blocks.table, blocks.lengths, blocks.indptr) if x is not None]
-    array.acquire(vq, *used)
+def _prepare(blocks: _Blocks, vq: ArrayView) -> _Slots:
     told = list_slots.Blocks(
-        lists=blocks.lists.ptr,
-        table=blocks.table.ptr,
-        kv_lens=blocks.lengths.ptr,
-        qo_offsets=0 if blocks.indptr is None else blocks.indptr.ptr,
+        lists=0,
+        table=0,
+        kv_lens=0,
+        qo_offsets=0,
         list_stride=blocks.lists.strides[0],
         table_stride=blocks.table.strides[0],
         num_tokens=vq.shape[0],
@@ -191,7 +286,23 @@ def _slots_on_gpu(blocks: _Blocks, vq: ArrayView) -> Any:
         max_kv_len=blocks.table.shape[1] * blocks.page_size,
         is_causal=blocks.form.is_causal,
     )
-    list_slots.launch(told, target.ptr, vq.device.index, array.current_stream(vq))
+    shape = vq.shape[0], max(1, blocks.num_slots)
+    return _Slots(told, shape, array.allocator(dtypes.int32, vq), vq.device.index)
+
+
+def _slots_on_gpu(blocks: _Blocks, vq: ArrayView) -> Any:
+    prepared = _prepare(blocks, vq)
+    slots = prepared.make(prepared.shape)
+    used = [x for x in (blocks.lists, blocks.table, blocks.lengths, blocks.indptr) if x is not None]
+    array.acquire(vq, *used)
+    told = prepared.told._replace(
+        lists=blocks.lists.ptr,
+        table=blocks.table.ptr,
+        kv_lens=blocks.lengths.ptr,
+        qo_offsets=0 if blocks.indptr is None else blocks.indptr.ptr,
+    )
+    target, stream = array.view(slots, "slots").ptr, array.current_stream(vq)
+    list_slots.launch(told, target, vq.device.index, stream)
     array.release(vq, *used)
     return slots
 
