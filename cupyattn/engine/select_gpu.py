@@ -18,6 +18,7 @@ from ..launch.driver.scratch import Allocate
 from ..launch.ops import select as launch_select
 from ..launch.ops.select import PreparedSelection, SelectAddresses, SelectShape
 from .call_cache import Argument, CallCache
+from .index_arrays import progression
 
 if TYPE_CHECKING:
     from .select import Call, SelectArrays, SelectOptions
@@ -91,6 +92,9 @@ def run(call: Call, arrays: SelectArrays, options: SelectOptions) -> tuple[Any, 
     """The lists and their scores; these are None where nobody asks. Raises UnsupportedError."""
     refuse(call)
     out, values = arrays.out, arrays.values
+    is_full = call.lengths is None and call.kv_indptr is None
+    if is_full:
+        call.lengths = _full_lengths(call)
     q, gives_values = call.q, call.problem.gives_values
     lists = array.empty(call.list_shape, dtypes.int32, q) if call.out is None else out
     if call.values is None and gives_values:
@@ -118,13 +122,20 @@ def run(call: Call, arrays: SelectArrays, options: SelectOptions) -> tuple[Any, 
         if log is not None:
             for words, launches in prepared.launches():
                 log.selection(q.shape[0], words, launches)
-        _keep(call, arrays, options, prepared, allocate)
+        if not is_full:
+            _keep(call, arrays, options, prepared, allocate)
     array.release(q, *[x for x in (q, *inputs, v_lists, v_values) if x is not None])
     if call.out is None:
         lists = array.deliver(lists, q)
     return lists, values if call.values is not None or not gives_values else array.deliver(
         values, q
     )
+
+
+def _full_lengths(call: Call) -> ArrayView:
+    """Lengths of requests that have all rows there is room for, on the device."""
+    keys = min(call.index.rows.shape[1] * call.problem.ratio, launch_select.MAX_KEYS)
+    return array.view(progression(call.num_requests, keys, 0, call.q), "lengths")
 
 
 def _keep(

@@ -135,6 +135,16 @@ def test_shares_of_softmax(num_sms: int) -> None:
     check_softmax(num_sms)
 
 
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_rows_without_lengths(ratio: int) -> None:
+    """Requests have all rows there are, and no tail."""
+    call = models_call("relu_sum", False) | {"block": ratio, "ratio": ratio, "tail": ratio > 1}
+    for name in ("table", "lengths", "k_scales"):
+        del call[name]
+    call["index_cache"] = call["index_cache"].reshape(2, 512, 128)[:, :67]
+    check_beside_host(call)
+
+
 def check_beside_host(call: dict[str, Any], **facts: Any) -> None:
     want = sparse.select(**call)
     with gpu.plugged_in(**facts):
