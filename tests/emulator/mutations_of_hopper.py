@@ -265,11 +265,12 @@ HOPPER = (
         "tiles-left-out-too-early", "row_max[h] + margin[h]", "row_max[h]", "hopper skipped tiles"
     ),
     Mutation("skipped-values-released-early", "ptx::warp_sync();", "", "hopper skipped tiles"),
+    Mutation("warps-skip-alone", "all.word[2] | all.word[3]", "0", "hopper skipping warps"),
     Mutation(
-        "warps-skip-alone",
-        "ptx::named_barrier_any(Traits::kQueriesDone + group, kWarpgroup, matters)",
-        "ptx::warp_any(matters)",
-        "hopper skipping warps",
+        "tiles-weighed-too-seldom",
+        "max_of(heavy - kFirstHeavy, 0)",
+        "heavy",
+        "hopper skipped tiles",
     ),
     Mutation(
         "found-scales-of-first-request",

@@ -18,10 +18,10 @@ CASES = {
     "ragged": Case(),
     "pages": Case(page_size=16),
     "pages of 64": Case(page_size=64, dtype="bfloat16"),
-    "dims 64": Case(dims=(64, 64), heads=(8, 2), heavy=384),
+    "dims 64": Case(dims=(64, 64), heads=(8, 2), heavy=448),
     "dims 80": Case(dims=(80, 80), heavy=384),
     "dims 192 and 128": Case(dims=(192, 128), heavy=384),
-    "dims 256 and 128": Case(dims=(256, 128), page_size=32, heavy=400),
+    "dims 256 and 128": Case(dims=(256, 128), page_size=32, heavy=384),
     "all keys": Case(causal=False),
     "few rows of a tile": Case(qo_len=(66, 130), heads=(1, 1)),
 }

@@ -22,13 +22,13 @@ cupy = pytest.importorskip("cupy")
 
 CASES = {
     "ragged": Case(),
-    "pages": Case(page_size=16, qo_len=(900, 70, 333), kv_len=(4000, 700, 2000)),
+    "pages": Case(page_size=16, qo_len=(200, 70, 190), kv_len=(2000, 1900, 2000), heavy=1792),
     "pages of 64": Case(page_size=64, dtype="bfloat16"),
-    "dims 64": Case(dims=(64, 64), heads=(8, 2), qo_len=(500, 400), kv_len=(1000, 900), heavy=384),
+    "dims 64": Case(dims=(64, 64), heads=(8, 2), qo_len=(250, 200), kv_len=(1000, 900), heavy=672),
     "dims 80": Case(dims=(80, 80), heavy=384),
     "dims 192 and 128": Case(dims=(192, 128), heads=(4, 4), heavy=384),
-    "dims 256 and 128": Case(dims=(256, 128), page_size=32, heavy=400),
-    "all keys": Case(causal=False, qo_len=(300,) * 9, kv_len=(1800,) * 9),
+    "dims 256 and 128": Case(dims=(256, 128), page_size=32, heavy=384),
+    "all keys": Case(causal=False, qo_len=(300,) * 9, kv_len=(1800,) * 9, heavy=1600),
 }
 
 

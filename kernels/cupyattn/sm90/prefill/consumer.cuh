@@ -311,7 +311,7 @@ struct PrefillSm90Consumer {
       }
     }
     if constexpr (Traits::kSkipsTiles && !kOverlap) {
-      if (skip_tiles(at, tile, any_matters(tile))) return;
+      if (skip_tiles(at, tile, !is_light(at, tile))) return;
     } else if constexpr (Traits::kSkipsTiles) {
       if (softmax.is_skipped) {
         if (skip_tiles(at, tile, false)) return;
@@ -347,17 +347,26 @@ struct PrefillSm90Consumer {
       pass_turn();
       tile.key_tile = key_tile_after(at.tile);
       await_scores<0>(tile.s, tile.key_tile.tile == last_tile);
-      matters = any_matters(tile);
+      matters = !is_light(at, tile);
     }
     return false;
   }
-  // Whether a tile weighs something in any row of the warpgroup, all of whose warps issue a product, or
-  // none.
-  __device__ __forceinline__ bool any_matters(const Tile& tile) const {
-    if (tile.key_tile.needs_mask) return true;
-    const bool matters = softmax.matters(tile.s);
-    // mutate: warps-skip-alone
-    return ptx::named_barrier_any(Traits::kQueriesDone + group, kWarpgroup, matters);
+  // Whether a tile, if it is weighed, weighs next to nothing in every row of the warpgroup, all of whose
+  // warps issue a product, or none.
+  __device__ __forceinline__ bool is_light(const Place& at, const Tile& tile) {
+    if (tile.key_tile.needs_mask || !softmax.is_weighed(tile.key_tile.tile)) return false;
+    const bool matters = any_warp(ptx::warp_any(softmax.matters(tile.s, present_item(at))));
+    softmax.has_weighed(matters);
+    return !matters;
+  }
+  // Whether a warp of the warpgroup says so. It is asked once between two turns, for which all wait. A
+  // barrier that votes would make registers spill.
+  __device__ __forceinline__ bool any_warp(bool says) {
+    Vector16& votes = shared.row_bits.of[group];
+    if (lane == 0) votes.word[softmax.rows.warp] = says;
+    ptx::named_barrier_sync(Traits::kQueriesDone + group, kWarpgroup);
+    const Vector16 all = votes;
+    return (all.word[0] | all.word[1] | all.word[2] | all.word[3]) != 0;  // mutate: warps-skip-alone
   }
 
   // Multiplies an item's first tile, and takes its maxima and probabilities if softmax runs beside
@@ -405,7 +414,7 @@ struct PrefillSm90Consumer {
     await_scores<1>(tile.s, tile.key_tile.tile == last_tile);
     // Warps differ in which way they take, and all of a warpgroup must wait for O at one place.
     if constexpr (kOverlap && Traits::kSkipsTiles) {
-      softmax.is_skipped = !any_matters(tile);
+      softmax.is_skipped = is_light(at, tile);
       tile.probabilities.raised = false;
       if (!softmax.is_skipped) {
         softmax.make(tile.probabilities, tile.s, present_item(at), tile.key_tile, after(v), false);

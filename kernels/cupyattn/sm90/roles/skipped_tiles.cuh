@@ -22,32 +22,42 @@ struct SkipsTiles<Config, typename AnyValue<Config::kSkipsTiles>::type> {
   enum : bool { kValue = Config::kSkipsTiles };
 };
 
-// The logits of a thread's two rows below which a tile is left out.
+// Weighing a tile takes time that is lost where it matters. So tiles are weighed one by one while
+// they are light, and ever fewer of them while all that are weighed matter.
 struct SkippedTiles {
-  float margin[2];  // from a row's maximum, in the units of products; +inf for a row that is none
+  static constexpr int kFirstHeavy = 3, kMostHeavy = kFirstHeavy + 4;
+  int heavy = 0;  // how many tiles have mattered, one after the other, of those that were weighed
+  bool is_skipped;  // the present tile
 
-  // row: the first of the thread's in its item. The logarithm of the factor takes the place of the
-  // last number of user-written logits (launch/driver/params.py).
-  __device__ __forceinline__ void begin_margins(const AttentionParams& params, int kv_len,
-                                                int row, int num_rows) {
-    const float factor_log2 = __uint_as_float(params.logits_numbers[kMaxLogitsNumbers - 1]);
-    // The largest logit of all is never left out.
-    const float least = fminf(factor_log2 - log2f(static_cast<float>(kv_len)), 0.0f);
-    const float units = params.softmax_slack / kRescaleThreshold;
-#pragma unroll
-    // mutate: rows-of-nobody-keep-tiles
-    for (int h = 0; h < 2; ++h) margin[h] = row + 8 * h < num_rows ? least * units : ptx::infinity();
+  // Whether a tile is to be weighed: each behind a few that mattered, then every second, fourth, ...
+  __device__ __forceinline__ bool is_weighed(int tile) const {
+    // mutate: tiles-weighed-too-seldom
+    return (tile & ((1 << max_of(heavy - kFirstHeavy, 0)) - 1)) == 0;
+  }
+  // All warps of a warpgroup are told the same.
+  __device__ __forceinline__ void has_weighed(bool matters) {
+    heavy = matters ? min_of(heavy + 1, kMostHeavy) : 0;
   }
 
-  // Whether a logit of this thread's is not below its row's; so is one that is no number.
+  // Whether a logit of this thread's is not below its row's; so is one that is no number. row: the
+  // first of the thread's in its item. The logarithm of the factor takes the place of the last number
+  // of user-written logits (launch/driver/params.py).
   template <int kTilesS>
-  __device__ __forceinline__ bool exceeds_margins(const float (&s)[kTilesS][4],
-                                                  const float (&row_max)[2]) const {
+  static __device__ __forceinline__ bool exceeds_margins(const AttentionParams& params, int kv_len,
+                                                         int row, int num_rows,
+                                                         const float (&s)[kTilesS][4],
+                                                         const float (&row_max)[2]) {
+    const float factor_log2 = __uint_as_float(params.logits_numbers[kMaxLogitsNumbers - 1]);
+    // The largest logit of all is never left out.
+    const float margin = fminf(factor_log2 - log2f(static_cast<float>(kv_len)), 0.0f);
+    const float units = params.softmax_slack / kRescaleThreshold;
     bool is_light[2] = {true, true};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // mutate: tiles-left-out-too-early
-      const float least = margin[h] == ptx::infinity() ? margin[h] : row_max[h] + margin[h];
+      const float own = row_max[h] + margin * units;
+      // mutate: rows-of-nobody-keep-tiles
+      const float least = row + 8 * h < num_rows ? own : ptx::infinity();
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
@@ -56,8 +66,13 @@ struct SkippedTiles {
     }
     return !(is_light[0] && is_light[1]);
   }
-  bool is_skipped;  // the present tile
 };
 struct NoSkippedTiles {};
+
+// What the warps of each warpgroup have found of a tile.
+template <int kWarpgroups>
+struct TileVotes {
+  Vector16 of[kWarpgroups];
+};
 
 }  // namespace cupyattn

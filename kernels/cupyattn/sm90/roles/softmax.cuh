@@ -100,14 +100,12 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
       }
     }
     online = Online(first_max);
-    if constexpr (Traits::kSkipsTiles) {
-      this->begin_margins(params, item.work.request.kv_len, rows.own_row(0), item.work.tile.num_rows);
-    }
   }
 
   // Whether a tile that needs no mask weighs something in a row of this warp.
-  __device__ __forceinline__ bool matters(const Logits& s) const {
-    return this->exceeds_margins(s[0], online.row_max[0]);
+  __device__ __forceinline__ bool matters(const Logits& s, const Item& item) const {
+    return this->exceeds_margins(params, item.work.request.kv_len, rows.own_row(0),
+                                 item.work.tile.num_rows, s[0], online.row_max[0]);
   }
 
   // Makes the probabilities of an item's first tile, in which rows take their maximum. `v` is the

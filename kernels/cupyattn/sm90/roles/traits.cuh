@@ -230,7 +230,9 @@ struct PrefillSm90Traits : Config {
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
     KeyMarks nonfinite_keys[kValueStages];
-    conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, uint32_t> row_bits;
+    conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>,
+                conditional<kSkipsTiles, TileVotes<kConsumers>, uint32_t>>
+        row_bits;
     conditional<kRope, RopeSteps<kHeadDimQK>, uint32_t> rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
     uint64_t near_end;
