@@ -75,6 +75,7 @@ def single_decode_with_kv_cache(
     mask_fn: str | None = None,
     logits_params: Mapping[str, Any] | None = None,
     output_gate: Array | None = None,
+    rel_logits: Array | None = None,
 ) -> Any:
     """Attention of one query token over the KV cache of its request.
 
@@ -91,6 +92,8 @@ def single_decode_with_kv_cache(
         Keys to the left of the last that are seen; -1: all.
     output_gate
         [num_qo_heads] or [num_qo_heads, head_dim_vo].
+    rel_logits
+        [1, num_qo_heads, distances].
     other arguments
         All other arguments as in `single_prefill_with_kv_cache`.
 
@@ -139,8 +142,8 @@ def single_decode_with_kv_cache(
     if output_gate is not None:
         arrays = arrays._replace(output_gate=output_gate)
     read: tuple[Any, ...] = ()
-    if not (logits_transform is mask_fn is logits_params is None):
-        expression, read = logits.read(logits_transform, mask_fn, logits_params)
+    if not (logits_transform is mask_fn is logits_params is rel_logits is None):
+        expression, read = logits.read(logits_transform, mask_fn, logits_params, rel_logits)
         options = options._replace(logits=expression)
     try:
         return run(arrays, options, read, return_lse=return_lse, is_decode=True)

@@ -149,6 +149,7 @@ def single_prefill_with_kv_cache(
     k_mean: Array | None = None,
     block_size: int = 64,
     skip_softmax_threshold_scale_factor: float | None = None,
+    rel_logits: Array | None = None,
 ) -> Any:
     """Attention of one request's new tokens, which end its KV cache.
 
@@ -206,6 +207,11 @@ def single_prefill_with_kv_cache(
     logits_params
         What the two read by name: numbers, and arrays of 1 to 4 axes (float32, float16, bfloat16,
         int32, uint8 or bool; contiguous).
+    rel_logits
+        [qo_len, num_qo_heads, distances], float32, float16 or bfloat16, contiguous: biases of near
+        keys. To the scaled logit of the key d tokens before the row's own, 0 <= d < distances,
+        rel_logits[row, head, d] is added; others have none. Biases are at most 1e30 in size, or
+        -inf. Not beside a soft cap, ALiBi or logits_transform.
     output_gate
         [qo_len, num_qo_heads] or [qo_len, num_qo_heads, head_dim_vo], dtype of q or float32: the
         output is multiplied by its sigmoid before it is rounded.
@@ -304,8 +310,8 @@ def single_prefill_with_kv_cache(
     if not (q_block_scales is k_block_scales is v_block_scales is k_mean is None):
         blocks = q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
         arrays = arrays._replace(blocks=BlockScales._make(blocks))
-    if not (logits_transform is mask_fn is logits_params is None):
-        expression, read = logits.read(logits_transform, mask_fn, logits_params)
+    if not (logits_transform is mask_fn is logits_params is rel_logits is None):
+        expression, read = logits.read(logits_transform, mask_fn, logits_params, rel_logits)
         options = options._replace(logits=expression)
     try:
         return run(arrays, options, read, return_lse=return_lse, is_decode=False)

@@ -142,7 +142,9 @@ class Node:
     """One operation. Nodes are equal if they compute the same, wherever they stand.
 
     op     "value", "variable", "number" (a scalar parameter), "element" (of an array parameter),
-           "negate", "!", "&&", "||", a comparison, "+", "-", "*", "/", "//", "%", or a function
+           "near" (an element at a token, a head and a distance, 0 where the last axis has none;
+           no text says it), "negate",
+           "!", "&&", "||", a comparison, "+", "-", "*", "/", "//", "%", or a function
     value  the value, the variable's name, or the parameter's slot
     """
 

@@ -53,6 +53,8 @@ def members(logits: LogitsExpression | None) -> str:
         # A second way through a long transform would cost registers and time to compile.
         exponent = "" if logits.is_long else writer.exponent(rest)
         text += f"    static constexpr bool kIsLinear = {'true' if exponent else 'false'};\n"
+        if logits.is_relative:
+            text += f"    using NearBias = {writer.element_type(0)};\n"
         if exponent:
             text += _function("float", "exponent", exponent, ", float shift")
     if logits.mask is not None:
@@ -117,7 +119,7 @@ class _Writer:
 
     def write(self, node: Node) -> str:
         """C++ of the node's own type."""
-        if node.op in ("value", "variable", "number", "row value", "element"):
+        if node.op in ("value", "variable", "number", "row value", "element", "near"):
             return self._operand(node)
         if node.op == "where":
             first, second = (self._as(x, node.type) for x in node.args[1:])
@@ -243,9 +245,15 @@ class _Writer:
             return "at.row_value"
         assert isinstance(node.value, int)
         indices = [self._index(x, node.value, axis) for axis, x in enumerate(node.args)]
-        dtype = self.arrays[node.value].dtype
-        scope = "" if dtype.cpp in ("float", "bool") else "cupyattn::"
-        return f"at.template element<{scope}{dtype.cpp}>({node.value}, {', '.join(indices)})"
+        if node.op == "near":
+            indices[-1] = self.write(node.args[-1])
+        type = self.element_type(node.value)
+        return f"at.template {node.op}<{type}>({node.value}, {', '.join(indices)})"
+
+    def element_type(self, slot: int) -> str:
+        """C++ of an array's elements."""
+        name = self.arrays[slot].dtype.cpp
+        return name if name in ("float", "bool") else f"cupyattn::{name}"
 
     def _index(self, node: Node, slot: int, axis: int) -> str:
         text = self.write(node)

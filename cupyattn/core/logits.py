@@ -23,6 +23,7 @@ from .expression import (
 
 # Operations of an expression that takes few registers. ALiBi has seven, a window of each head nine.
 _SHORT = 12
+REL_LOGITS = "rel_logits"
 RESERVED = frozenset((*VARIABLES, *FUNCTIONS, "true", "false"))
 
 
@@ -75,6 +76,18 @@ class LogitsExpression:
     def mask_reads_heads(self) -> bool:
         """Whether heads of a row may see different keys."""
         return self.mask is not None and self.mask.reads("head", "kv_head")
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the transform adds the biases of near keys, rel_logits, and nothing else."""
+        return self.transform is not None and any(x.op == "near" for x in self.transform.args)
+
+    @property
+    def name(self) -> str:
+        """The argument that says what happens to logits, or else to keys."""
+        if self.is_relative:
+            return REL_LOGITS
+        return "mask_fn" if self.transform is None else "logits_transform"
 
     @property
     def is_long(self) -> bool:
@@ -277,11 +290,13 @@ def make(
     mask: str | None,
     arrays: tuple[tuple[str, DType, int], ...] = (),
     numbers: tuple[tuple[str, DType, int | float], ...] = (),
+    is_relative: bool = False,
 ) -> LogitsExpression:
     """The expressions of these texts; None stands for no expression.
 
     arrays: name, dtype and number of axes of each; numbers: name, dtype (int32 or float32) and
-    value. Raises ExpressionError.
+    value. is_relative: whether the first array is rel_logits, which are then the transform. Raises
+    ExpressionError.
     """
     of_arrays = tuple(Parameter(name, dtype, ndim) for name, dtype, ndim in arrays)
     of_numbers = tuple(Parameter(name, dtype, 0) for name, dtype, _ in numbers)
@@ -299,7 +314,7 @@ def make(
     slots = {x.name: i for group in (of_arrays, of_numbers) for i, x in enumerate(group)}
     values = tuple(value for *_, value in numbers)
     logits = LogitsExpression(
-        _transform(transform, parameters, slots),
+        _NEAR if is_relative else _transform(transform, parameters, slots),
         _mask(mask, parameters, slots),
         of_arrays,
         of_numbers,
@@ -307,6 +322,11 @@ def make(
     )
     _check_parameters(logits)
     return logits
+
+
+def near_biases(dtype: DType) -> LogitsExpression:
+    """rel_logits of this dtype, and nothing else."""
+    return make(None, None, ((REL_LOGITS, dtype, 3),), (), True)
 
 
 def _transform(
@@ -322,6 +342,18 @@ def _transform(
         )
     # The logit itself is no transform.
     return None if node == Node("variable", FLOAT, (), "logit") else node
+
+
+def _near() -> Node:
+    """logit + rel_logits[q_token, head, q_idx - kv_idx], where there is such a distance."""
+    token, head, row, key = (
+        Node("variable", INT, (), name) for name in ("q_token", "head", "q_idx", "kv_idx")
+    )
+    bias = Node("near", FLOAT, (token, head, Node("-", INT, (row, key))), 0)
+    return Node("+", FLOAT, (Node("variable", FLOAT, (), "logit"), bias))
+
+
+_NEAR = _near()
 
 
 def _mask(
@@ -349,7 +381,7 @@ def _check_parameters(logits: LogitsExpression) -> None:
     """ExpressionError for parameters that nothing reads, and divisors that are not positive."""
     nodes = [node for part in logits.parts for node in part.walk()]
     for op, group in (("element", logits.arrays), ("number", logits.numbers)):
-        read = {node.value for node in nodes if node.op == op}
+        read = {node.value for node in nodes if node.op in (op, "near" if op == "element" else op)}
         for slot, parameter in enumerate(group):
             if slot not in read:
                 raise ExpressionError(

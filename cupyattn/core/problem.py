@@ -115,6 +115,11 @@ class AttentionProblem:
         return self.logits is not None and self.logits.transform is not None
 
     @property
+    def adds_near_biases(self) -> bool:
+        """Whether all that the expression does is to add biases of near keys, rel_logits."""
+        return self.logits is not None and self.logits.is_relative
+
+    @property
     def biases_logits(self) -> bool:
         """Whether a logit takes facts of its place: ALiBi, or an expression."""
         return self.pos_encoding == "ALIBI" or self.transforms_logits
@@ -177,9 +182,8 @@ class AttentionProblem:
         if self.is_wide:
             self._check_wide()
             if self.logits is not None:
-                name = "mask_fn" if self.logits.transform is None else "logits_transform"
                 raise UnsupportedError(
-                    f"{name}: is not supported with head dims {self.head_dim_qk} and "
+                    f"{self.logits.name}: is not supported with head dims {self.head_dim_qk} and "
                     f"{self.head_dim_vo}; wanted head dims up to {MAX_HEAD_DIM}"
                 )
             return

@@ -141,8 +141,9 @@ def wants_logits(spec: AttentionSpec, has_lse: bool, sinks: Any) -> str:
         "sinks": sinks is not None,
         "a soft cap": spec.logits_soft_cap > 0.0,
         "rotations inside attention": spec.pos_encoding == "ROPE_LLAMA",
-        "logits_transform": spec.logits is not None and spec.logits.transform is not None,
     }
+    if spec.logits is not None and spec.logits.transform is not None:
+        wanted[spec.logits.name] = True
     return next((name for name, is_wanted in wanted.items() if is_wanted), "")
 
 

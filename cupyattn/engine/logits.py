@@ -13,7 +13,7 @@ from ..array.match import is_contiguous
 from ..core import dtypes, logits, parse
 from ..core.dtypes import DType
 from ..core.expression import MAX_AXES
-from ..core.logits import LogitsExpression
+from ..core.logits import REL_LOGITS, LogitsExpression
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, ExpressionError, UnsupportedError
 from ..launch.driver import params
@@ -34,12 +34,13 @@ _LENGTHS = {
 
 
 def read(
-    logits_transform: Any, mask_fn: Any, logits_params: Any
+    logits_transform: Any, mask_fn: Any, logits_params: Any, rel_logits: Any = None
 ) -> tuple[LogitsExpression | None, tuple[ArrayView, ...]]:
     """The expressions of a call, and views of the arrays among its parameters in their order.
 
-    logits_params: numbers and arrays by name, or None. Raises ExpressionError for the texts and
-    for parameters that they do not read, ArgumentError for what is no parameter.
+    logits_params: numbers and arrays by name, or None. rel_logits: biases of near keys, or None.
+    Raises ExpressionError for the texts and for parameters that they do not read, ArgumentError for
+    what is no parameter.
     """
     for text, name in ((logits_transform, "logits_transform"), (mask_fn, "mask_fn")):
         if text is not None and not isinstance(text, str):
@@ -47,7 +48,12 @@ def read(
                 f"{name}: got {parse.shown(text)}; wanted an expression as a string, such as "
                 f"{'kv_idx <= q_idx' if name == 'mask_fn' else '30 * tanh(logit / 30)'!r}"
             )
-    if logits_transform is mask_fn is None:
+    if rel_logits is not None and logits_transform is not None:
+        raise UnsupportedError(
+            f"{REL_LOGITS}: is not supported beside logits_transform; write it there, as near["
+            "q_token, head, q_idx - kv_idx] where 0 <= q_idx - kv_idx and that is in the array"
+        )
+    if logits_transform is mask_fn is rel_logits is None:
         if logits_params is not None:
             raise ArgumentError(
                 "logits_params: got parameters without an expression; pass logits_transform or "
@@ -55,15 +61,41 @@ def read(
             )
         return None, ()
     arrays, numbers = _sort(logits_params)
+    if rel_logits is not None:
+        if REL_LOGITS in arrays:
+            raise ArgumentError(
+                f"{_label(REL_LOGITS)}: is an argument of its own; wanted another name"
+            )
+        arrays = {REL_LOGITS: _rel_logits(rel_logits), **arrays}
     declared = tuple((name, v.dtype, len(v.shape)) for name, v in arrays.items())
-    expression = logits.make(logits_transform, mask_fn, declared, numbers)
+    expression = logits.make(logits_transform, mask_fn, declared, numbers, rel_logits is not None)
     return expression, tuple(arrays.values())
 
 
+def _rel_logits(x: Any) -> ArrayView:
+    """Biases of near keys of a call, in floats [rows, num_qo_heads, distances]."""
+    view = array.view(x, REL_LOGITS)
+    floats = dtypes.float32, dtypes.float16, dtypes.bfloat16
+    if len(view.shape) != 3:
+        raise ArgumentError(
+            f"{REL_LOGITS}: shape is {list(view.shape)}; wanted [rows, num_qo_heads, distances]"
+        )
+    if view.dtype not in floats:
+        raise ArgumentError(
+            f"{REL_LOGITS}: dtype is {view.dtype}; wanted {', '.join(str(x) for x in floats)}"
+        )
+    return view
+
+
 def replaced(
-    expression: LogitsExpression | None, views: tuple[ArrayView, ...], logits_params: Any
+    expression: LogitsExpression | None,
+    views: tuple[ArrayView, ...],
+    logits_params: Any,
+    rel_logits: Any = None,
 ) -> tuple[ArrayView, ...]:
-    """The arrays of a run, in which some of logits_params replace those of its plan."""
+    """The arrays of a run, in which rel_logits and some of logits_params replace the plan's."""
+    if rel_logits is not None:
+        views = (_replacing(expression, rel_logits), *views[1:])
     if logits_params is None:
         return views
     if expression is None:
@@ -76,11 +108,11 @@ def replaced(
             f"logits_params: {numbers[0][0]!r} is a number, which plan() fixes; pass it to plan(), "
             "or as an array of one element"
         )
-    replacements = list(views)
+    replacements, is_relative = list(views), expression.is_relative
     slots = {x.name: i for i, x in enumerate(expression.arrays)}
     for name, view in arrays.items():
-        if name not in slots:
-            have = ", ".join(slots) or "none"
+        if name not in slots or (is_relative and name == REL_LOGITS):
+            have = ", ".join(list(slots)[is_relative:]) or "none"
             raise ArgumentError(f"logits_params: the plan has no array {name!r}; it has {have}")
         wanted = expression.arrays[slots[name]]
         if (view.dtype, len(view.shape)) != (wanted.dtype, wanted.ndim):
@@ -90,6 +122,16 @@ def replaced(
             )
         replacements[slots[name]] = view
     return tuple(replacements)
+
+
+def _replacing(expression: LogitsExpression | None, rel_logits: Any) -> ArrayView:
+    """The biases of a run, for a plan that has others of the same dtype."""
+    if expression is None or not expression.is_relative:
+        raise ArgumentError(f"{REL_LOGITS}: the plan has none; pass {REL_LOGITS} to plan() too")
+    view, wanted = _rel_logits(rel_logits), expression.arrays[0].dtype
+    if view.dtype is not wanted:
+        raise ArgumentError(f"{REL_LOGITS}: dtype is {view.dtype}; the plan said {wanted}")
+    return view
 
 
 def _sort(
@@ -174,18 +216,17 @@ def check_arrays(
         "q_idx": kv_len,
         "kv_idx": kv_len,
     }
-    for parameter, view in zip(expression.arrays, views, strict=True):
+    labels = _labels(expression)
+    for label, view in zip(labels, views, strict=True):
         if not is_contiguous(view):
             raise ArgumentError(
-                f"{_label(parameter.name)}: has strides {list(view.strides)}; wanted a contiguous "
-                "array"
+                f"{label}: has strides {list(view.strides)}; wanted a contiguous array"
             )
     for node in (node for part in expression.parts for node in part.walk()):
-        if node.op != "element":
+        if node.op not in ("element", "near"):
             continue
         assert isinstance(node.value, int)
-        parameter, view = expression.arrays[node.value], views[node.value]
-        label = _label(parameter.name)
+        view, label = views[node.value], labels[node.value]
         for axis, index in enumerate(node.args):
             name = str(index.value) if index.op == "variable" else ""
             wanted, extent = extents.get(name, 1), view.shape[axis]
@@ -199,7 +240,13 @@ def check_arrays(
                 raise ArgumentError(
                     f"{label}: axis {axis} has {extent} elements; wanted at least {wanted}{of}"
                 )
-    return {_label(x.name): v for x, v in zip(expression.arrays, views, strict=True)}
+    return dict(zip(labels, views, strict=True))
+
+
+def _labels(expression: LogitsExpression) -> list[str]:
+    """What messages call the arrays of a call, in the order of their slots."""
+    result = [_label(x.name) for x in expression.arrays]
+    return [REL_LOGITS, *result[1:]] if expression.is_relative else result
 
 
 def of_request(
@@ -211,10 +258,9 @@ def of_request(
     UnsupportedError for `q_token`, which counts rows of all requests.
     """
     if num_requests > 1 and expression.reads("q_token"):
-        name = "mask_fn" if expression.transform is None else "logits_transform"
         raise UnsupportedError(
-            f"{name}: reads q_token, which is not supported where requests are computed one by "
-            "one; index arrays by batch and q_row"
+            f"{expression.name}: reads q_token, which is not supported where requests are computed "
+            "one by one; index arrays by batch and q_row"
         )
     for node in (node for part in expression.parts for node in part.walk()):
         if node.op != "element":
@@ -238,14 +284,14 @@ def pop_arrays(spec: AttentionSpec, views: dict[str, ArrayView]) -> list[ArrayVi
     """Take the arrays of check_arrays out of others, in the order of their slots."""
     if spec.logits is None:
         return []
-    return [views.pop(_label(x.name)) for x in spec.logits.arrays]
+    return [views.pop(label) for label in _labels(spec.logits)]
 
 
 def pack(spec: AttentionSpec, views: Mapping[str, ArrayView]) -> bytes:
     """params.LOGITS_ARRAYS of the arrays of check_arrays, which may be among others."""
     if spec.logits is None:
         return params.NO_LOGITS_ARRAYS
-    arrays = (views[_label(x.name)] for x in spec.logits.arrays)
+    arrays = (views[label] for label in _labels(spec.logits))
     return params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
 
 

@@ -161,13 +161,14 @@ def run(
     options: Any = NO_OPTIONS,
     plan_of: Callable[[], Plan] | None = None,
     logits_params: Any = None,
+    rel_logits: Any = None,
 ) -> Any:
     """The output of a batch: out, or (out, lse).
 
     q to output_gate: see RunArrays.
     options: RunOptions; of latent attention, LatentOptions.
     plan_of: makes another plan than the wrapper's, which is run while no other thread plans.
-    logits_params: arrays in place of those that the plan's expressions read.
+    logits_params, rel_logits: arrays in place of those that the plan's expressions read.
     """
     if v is None and type(k) in _PAIRS and len(k) == 2:
         k, v = k
@@ -178,8 +179,9 @@ def run(
         plan = (wrapper._current or wrapper._require_plan()) if plan_of is None else plan_of()
         if turns.is_shared:
             turns.check(plan.owner)
-        if logits_params is not None:
-            read = logits.replaced(plan.geometry.spec.logits, plan.logits, logits_params)
+        if not (logits_params is rel_logits is None):
+            expression = plan.geometry.spec.logits
+            read = logits.replaced(expression, plan.logits, logits_params, rel_logits)
             return _run_checked(wrapper, plan, arrays, options, None, read)
         # --- 1. Find the launches of such a run ---
         key: tuple[Any, ...] = (*options, plan.geometry, plan.framework)

@@ -139,9 +139,8 @@ def _require_shareable(spec: AttentionSpec, world_size: int) -> None:
             remedy = "biases count keys between a row and a key, of which this rank holds some"
         raise UnsupportedError(f"pos_encoding_mode: {spec.pos_encoding!r} {what}; {remedy}")
     if spec.logits is not None:
-        name = "mask_fn" if spec.logits.transform is None else "logits_transform"
         raise UnsupportedError(
-            f"{name}: {what}; its kv_idx would be that among this rank's own keys"
+            f"{spec.logits.name}: {what}; its kv_idx would be that among this rank's own keys"
         )
     if spec.mask_form == "runs":
         raise UnsupportedError(
@@ -175,6 +174,12 @@ def resolve_logits(
         )
     if logits.transform is None:
         return soft_cap, 1.0, logits
+    if logits.is_relative and (soft_cap or pos_encoding == "ALIBI"):
+        other = "pos_encoding_mode='ALIBI'" if not soft_cap else f"logits_soft_cap={soft_cap:g}"
+        raise UnsupportedError(
+            f"{logits.name}: is not supported beside {other}; write both as one "
+            "logits_transform, in which rows of biases are near[q_token, head, q_idx - kv_idx]"
+        )
     if soft_cap:
         raise UnsupportedError(
             f"logits_soft_cap: got {soft_cap:g} with logits_transform; write it in the expression, "

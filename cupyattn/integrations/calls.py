@@ -18,7 +18,7 @@ from typing import Any
 # no difference to most calls, and their operators do not have it.
 _NAMES_OF_KINDS = {
     "Tensor": """
-        q k v query key value k_cache v_cache bias mask sinks output_gate alibi_slopes
+        q k v query key value k_cache v_cache bias mask sinks output_gate rel_logits alibi_slopes
         query_seq_lengths key_value_seq_lengths kv_lens seq_lens cache_seqlens
         cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k
         cum_seq_lens_q cum_seq_lens_kv cache_batch_idx cache_leftpad

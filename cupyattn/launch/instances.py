@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import jit
 from ..choose.tile_times import large_tiles
-from ..core import dtypes
+from ..core import dtypes, logits
 from ..core.device import NO_GPU, overlaps_launches
 from ..core.dtypes import DType
 from ..core.problem import KEY_SCALES, AttentionProblem, OutputGate
@@ -92,6 +92,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "key_share": {"key_share": True},
         "head_gate": {"output_gate": OutputGate(dtypes.bfloat16, False)},
         "skip_softmax": {"skips_tiles": True},
+        "rel_logits": {"logits": logits.near_biases(dtypes.bfloat16)},
     }
 )
 
@@ -200,6 +201,8 @@ def problem_of(
     q, kv = kinds
     if gate := fields.get("output_gate"):
         fields["output_gate"] = gate._replace(dtype=q.of_output)
+    if "rel_logits" in options:
+        fields["logits"] = logits.near_biases(q.of_output)
     head_dim_qk, head_dim_vo = dims
     problem = AttentionProblem(
         q, kv, q.of_output, head_dim_qk, head_dim_vo, aligned=aligned, paged=has_pages, **fields

@@ -80,6 +80,14 @@ def _value(
         of = arrays[node.value]
         indices = (np.clip(i, 0, n - 1) for i, n in zip(args, of.shape, strict=True))
         return np.asarray(of[tuple(indices)]).astype(dtype)
+    if node.op == "near":
+        assert isinstance(node.value, int)
+        of, (token, head, distance) = arrays[node.value], args
+        is_near = (distance >= 0) & (distance < of.shape[2])
+        indices = (
+            np.clip(i, 0, n - 1) for i, n in zip((token, head, distance), of.shape, strict=True)
+        )
+        return np.where(is_near, of[tuple(indices)].astype(dtype), 0.0)
     if node.op == "where":
         return np.where(args[0], args[1], args[2]).astype(dtype)
     if node.type == "float" or any(x.dtype == np.float64 for x in args):

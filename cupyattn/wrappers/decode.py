@@ -145,6 +145,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         cp_rank: int = 0,
         cp_kv_cache_interleave_size: int = 1,
         cp_tot_seqused_k: Array | None = None,
+        rel_logits: Array | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -174,6 +175,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             As in single_prefill_with_kv_cache. Numbers stay as they are; run(logits_params=) may
             replace arrays. Indices count from the first query token and key of each request, which
             `batch` tells apart.
+        rel_logits
+            As there, [B * q_len_per_req, num_qo_heads, distances]; run(rel_logits=) may replace it by
+            another of its dtype.
         cp_world_size, cp_rank, cp_kv_cache_interleave_size
             The keys of every request are spread over this many ranks (GPUs); the rank of this
             wrapper; the number of consecutive tokens that go to one rank before the next takes
@@ -209,7 +213,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         is_causal = parse.window(window_right, "window_right") == 0
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
         page_size = geometry.count(page_size, "page_size")
-        expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
+        expression, arrays = read_logits(logits_transform, mask_fn, logits_params, rel_logits)
         share = read_share(cp_world_size, cp_rank, cp_kv_cache_interleave_size)
         batch = read_paged(
             q_len, indptr, indices, last_page_len, page_size, _NAMES, self._is_debugging()
@@ -268,6 +272,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         v_block_scales: Array | None = None,
         k_mean: Array | None = None,
         block_size: int = 64,
+        rel_logits: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -301,6 +306,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             batch anew, and in graph mode it must be the plan's.
         logits_params
             Arrays in place of those of the plan that have these names.
+        rel_logits
+            In place of the plan's.
         output_gate
             [rows, num_qo_heads] or [rows, num_qo_heads, head_dim], dtype of q or float32: the
             output is multiplied by its sigmoid before it is rounded.
@@ -368,6 +375,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             options=options,
             plan_of=plan_of,
             logits_params=logits_params,
+            rel_logits=rel_logits,
         )
 
     def _plan_for(self, q_len: int, q: Any) -> Plan:

@@ -20,6 +20,7 @@ def run_in_form(
     lse: Any,
     options: RunOptions,
     logits_params: Any,
+    rel_logits: Any,
     lse_base: Any,
     lse_layout: Any,
     **arrays: Any,
@@ -29,10 +30,11 @@ def run_in_form(
     lse_base: "log2" or "ln". lse_layout: "NH" is [rows, num_qo_heads], "HN" [num_qo_heads, rows].
     Kernels write either layout; natural logarithms take one more pass over the LSE.
     """
-    if logits_params is not None:
-        raise UnsupportedError(
-            "logits_params: is not supported beside lse_base and lse_layout; pass it to plan()"
-        )
+    for name, x in (("logits_params", logits_params), ("rel_logits", rel_logits)):
+        if x is not None:
+            raise UnsupportedError(
+                f"{name}: is not supported beside lse_base and lse_layout; pass it to plan()"
+            )
     base = parse.choice(lse_base, ("log2", "ln"), "lse_base")
     layout = parse.choice(lse_layout, ("NH", "HN"), "lse_layout")
     return_lse = parse.flag(options.return_lse, "return_lse")

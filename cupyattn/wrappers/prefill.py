@@ -72,7 +72,7 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         data_types: tuple[Any, Any],
         *,
         lens: tuple[Any, Any],
-        logits: tuple[Any, Any, Any],
+        logits: tuple[Any, Any, Any, Any],
         masks: tuple[Any, Any],
         items: tuple[Any, Any, Any, Any],
         split: tuple[Any, Any],
@@ -91,8 +91,8 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
                 strict=True,
             ):
                 require_same_lengths(x, name, own)
-        transform, mask_fn, params = logits
-        expression, arrays = read_logits(transform, mask_fn, params)
+        transform, mask_fn, params, rel_logits = logits
+        expression, arrays = read_logits(transform, mask_fn, params, rel_logits)
         prefix, token_pos, token_pos_len, longest = items
         intervals = read_intervals(batch, prefix, token_pos, token_pos_len, longest)
         bools, bits = masks
@@ -236,6 +236,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         cp_rank: int = 0,
         cp_kv_cache_interleave_size: int = 1,
         cp_tot_seqused_k: Array | None = None,
+        rel_logits: Array | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -273,6 +274,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             As in single_prefill_with_kv_cache. Numbers stay as they are; run(logits_params=) may
             replace arrays. Indices count from the first query token and key of each request, which
             `batch` tells apart.
+        rel_logits
+            As there, [qo_indptr[B], num_qo_heads, distances]; run(rel_logits=) may replace it by
+            another of its dtype.
         cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k
             As in BatchDecodeWithPagedKVCacheWrapper.plan: this rank's share of the keys. Causality
             and windows need the last of them; a custom_mask is of this rank's own keys.
@@ -307,7 +311,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             page_size,
             (q_data_type, kv_data_type),
             lens=(seq_lens_q, seq_lens),
-            logits=(logits_transform, mask_fn, logits_params),
+            logits=(logits_transform, mask_fn, logits_params, rel_logits),
             masks=(custom_mask, packed_custom_mask),
             items=(
                 prefix_len_ptr,
@@ -358,6 +362,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         v_block_scales: Array | None = None,
         k_mean: Array | None = None,
         block_size: int = 64,
+        rel_logits: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -378,6 +383,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             Likewise: "NH" for [rows, num_qo_heads], or "HN" for [num_qo_heads, rows].
         logits_params
             Arrays in place of those of the plan that have these names.
+        rel_logits
+            In place of the plan's.
         output_gate
             [rows, num_qo_heads] or [rows, num_qo_heads, head_dim_vo], as there.
         q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
@@ -431,6 +438,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             output_gate=output_gate,
             options=options,
             logits_params=logits_params,
+            rel_logits=rel_logits,
         )
 
     @overloads.paged_prefill_forward
@@ -565,6 +573,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         cp_rank: int = 0,
         cp_kv_cache_interleave_size: int = 1,
         cp_tot_seqused_k: Array | None = None,
+        rel_logits: Array | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -608,7 +617,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             0,
             (q_data_type, kv_data_type),
             lens=(seq_lens_q, seq_lens),
-            logits=(logits_transform, mask_fn, logits_params),
+            logits=(logits_transform, mask_fn, logits_params, rel_logits),
             masks=(custom_mask, packed_custom_mask),
             items=(
                 prefix_len_ptr,
@@ -659,6 +668,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         k_mean: Array | None = None,
         block_size: int = 64,
         skip_softmax_threshold_scale_factor: float | None = None,
+        rel_logits: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -675,7 +685,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         window_left
             If given, must be the plan's. enable_pdl is accepted for compatibility; o_scale and
             kv_cache_sf must be None.
-        lse_base, lse_layout, output_gate, skip_softmax_threshold_scale_factor
+        lse_base, lse_layout, output_gate, skip_softmax_threshold_scale_factor, rel_logits
             As in BatchPrefillWithPagedKVCacheWrapper.run.
         q_block_scales, k_block_scales, v_block_scales, k_mean, block_size
             As there, but scales of rows of k and v are [ceil(rows / block_size) + B, num_kv_heads],
@@ -716,6 +726,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             output_gate=output_gate,
             options=options,
             logits_params=logits_params,
+            rel_logits=rel_logits,
         )
 
     @overloads.ragged_prefill_forward

@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("sinks", "sink", "attention_sinks"), np.linspace(0, 2, HEADS, dtype=np.float32)
     ),
     "output gate": {"output_gate": None},
+    "biases of near keys": {"rel_logits": None},
     "fp8 keys": {"fp8": True},
     "output dtype": dict.fromkeys(
         ("o_dtype", "o_data_type", "out_dtype", "output_dtype"), "float32"
@@ -78,6 +79,8 @@ def _has(door: Door, option: str, plain: np.ndarray) -> bool:
         if option == "output gate":
             value = np.linspace(-1, 1, plain[..., 0].size, dtype=np.float32)
             value = value.reshape(plain.shape[:-1])
+        if argument == "rel_logits":
+            value = _random(plain[..., 0].size // HEADS, HEADS, 2, dtype=np.float32)
         if argument in door.parameters and value is not None:
             if option == "LSE":
                 answer = door.call(np.float16, {argument: value})

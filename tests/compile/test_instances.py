@@ -52,6 +52,11 @@ GATED = (
         groups=(65,),
         options=one_option("skip_softmax"),
     ),
+    Selection(
+        dtypes=_DTYPES[::3],
+        head_dims=((64, 64), (128, 128), (192, 128), (256, 128), (256, 256)),
+        options=one_option("rel_logits"),
+    ),
     # Other tiles of many rows, with the most columns that they have, and rows of parts of panels.
     Selection(
         ("prefill",),

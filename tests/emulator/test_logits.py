@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.logits_calls import Batch, FarBiases, Single, compare
+from helpers.logits_calls import HEADS, Batch, FarBiases, Single, compare
 
 from . import gpu
 
@@ -21,6 +21,8 @@ LENGTHS = {
     "paged": ([40, 0, 3, 90], [150, 20, 333, 90]),
     "decode": ([1] * 4, [150, 0, 400, 33]),
 }
+
+SCALES = np.linspace(-0.5, 1.5, HEADS[0]).astype(np.float32)
 
 
 def check_single(call: Single, kernel: str = "", **facts: Any) -> None:
@@ -69,6 +71,22 @@ def test_a_batch() -> None:
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_arrays_with_a_row_for_each_row_of_q(kind: str) -> None:
     check_batch(Batch("near keys", kind, *LENGTHS[kind]), seed=3)
+
+
+@pytest.mark.parametrize("kernel", SINGLE)
+def test_biases_of_near_keys(kernel: str) -> None:
+    check_single(Single("rel_logits", *SINGLE[kernel]), kernel, seed=4)
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_biases_of_near_keys_in_a_batch(kind: str) -> None:
+    check_batch(Batch("rel_logits", kind, *LENGTHS[kind]), seed=5)
+
+
+@pytest.mark.parametrize("facts", [{"scale_q": SCALES}, {"sm_scale": -0.1}, {"causal": True}])
+def test_biases_of_near_keys_beside(facts: dict[str, Any]) -> None:
+    """Scales of heads, of either sign; and of keys behind a row, which have no bias, none."""
+    check_single(Single("rel_logits, masked", 90, 300, **facts), "prefill_sm90", seed=6)
 
 
 # Mutations have catchers for few of these; here are all kernels.

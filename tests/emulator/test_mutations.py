@@ -513,6 +513,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "expression tokens": lambda **facts: test_logits.check_batch(
         test_logits.Batch("near keys", "ragged", *test_logits.LENGTHS["ragged"]), **facts
     ),
+    "near biases": _expression("rel_logits", 18, 300),
+    "near biases, batch": lambda **facts: test_logits.check_batch(
+        test_logits.Batch("rel_logits", "ragged", *test_logits.LENGTHS["ragged"]), **facts
+    ),
     "far biases": lambda **facts: test_logits.check_far_biases(5, **facts),
     "expression by head": _expression("mask by head", 18, 300),
     "paged prefill": _batch((40, 70), (150, 90)),

@@ -47,7 +47,9 @@ def test_a_transform_beside_a_custom_mask() -> None:
 
 @pytest.mark.parametrize("split", [None, 64])
 @pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize("name", ["requests", "near keys", "mask", "both", "cap"])
+@pytest.mark.parametrize(
+    "name", ["requests", "near keys", "rel_logits", "rel_logits, masked", "mask", "both", "cap"]
+)
 def test_a_batch(name: str, kind: str, split: int | None) -> None:
     xp = framework(list(EXPRESSIONS).index(name))
     if name == "both" and kind != "ragged":

@@ -42,6 +42,8 @@ EXPRESSIONS: dict[str, tuple[str | None, str | None]] = {
         "logit + (kv_idx <= q_idx && kv_idx > q_idx - 23 ? near[q_token, head, q_idx-kv_idx] : 0)",
         None,
     ),
+    "rel_logits": (None, None),  # which are near keys' biases without a text
+    "rel_logits, masked": (None, "kv_idx // 3 % 2 == 0"),
     "requests": ("logit * t[batch] - q_len + exp2(-abs(logit))", "kv_idx // 3 % 2 == batch % 2"),
 }
 # Of the two answers, of 16 bits and of 32.
@@ -81,6 +83,9 @@ def compare(got: Any, wanted: Any, dtype: str = "float16") -> None:
 
 def _given(name: str, *sizes: int) -> dict[str, Any]:
     transform, mask = EXPRESSIONS[name]
+    if name.startswith("rel_logits"):
+        own = {} if mask is None else {"mask_fn": mask}
+        return own | {"rel_logits": params(*sizes, "near", None)["near"]}
     found: dict[str, Any] = {"logits_params": params(*sizes, transform, mask)}
     if transform is not None:
         found["logits_transform"] = transform
@@ -92,8 +97,10 @@ def _given(name: str, *sizes: int) -> dict[str, Any]:
 def _on(xp: ModuleType, options: dict[str, Any]) -> dict[str, Any]:
     """The options with their arrays on the device of `xp`."""
     put = lambda x: upload(x, xp) if isinstance(x, np.ndarray) else x  # noqa: E731
-    own = {name: put(x) for name, x in options["logits_params"].items()}
-    return {name: put(x) for name, x in options.items()} | {"logits_params": own}
+    placed = {name: put(x) for name, x in options.items()}
+    if "logits_params" in options:
+        placed["logits_params"] = {name: put(x) for name, x in options["logits_params"].items()}
+    return placed
 
 
 class Single:

@@ -38,6 +38,7 @@ class Logits(NamedTuple):
     rope_scale: float | None = None
     rope_theta: float | None = None
     logits_transform: str | None = None  # "1": every logit is 1
+    rel_logits: np.ndarray | None = None
     # flash_attn's: rows see the keys of their own chunk, and slopes of heads lower far keys.
     attention_chunk: int = 0
     alibi_slopes: np.ndarray | None = None
@@ -64,6 +65,19 @@ def _slope(head: int, num_heads: int) -> float:
     if head < power:
         return 2.0 ** (-8 * (head + 1) / power)
     return 2.0 ** (-4 * (2 * (head - power) + 1) / power)
+
+
+def _near(
+    how: Logits, row: int, head: int, rows: int, heads: int, distance: np.ndarray
+) -> np.ndarray:
+    """The biases of keys at these distances."""
+    biases = how.rel_logits
+    assert biases is not None and biases.flags.c_contiguous and biases.ndim == 3
+    assert len(biases) >= rows and biases.shape[1] == heads and biases.shape[2] > 0
+    assert not how.logits_soft_cap and how.pos_encoding_mode != "ALIBI"
+    assert how.logits_transform is None
+    is_near = (distance >= 0) & (distance < biases.shape[2])
+    return np.where(is_near, biases[row, head, np.where(is_near, distance, 0)].astype(float), 0.0)
 
 
 def _seen(how: Logits, position: int, num_keys: int) -> np.ndarray:
@@ -120,6 +134,8 @@ def attend(
                         logits = how.logits_soft_cap * np.tanh(logits / how.logits_soft_cap)
                     if how.alibi_slopes is not None:
                         logits = logits - how.alibi_slopes[h] * abs(position - seen)
+                    if how.rel_logits is not None:
+                        logits = logits + _near(how, i, h, len(q), heads, position - seen)
                     if how.logits_transform == "1":
                         logits = np.ones_like(logits)
                     o, lse = _softmax(logits, v[seen, g].astype(float), sink)

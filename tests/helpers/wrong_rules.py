@@ -153,7 +153,7 @@ RULES = _named(
     (pages, "paged_kv_cache kv_cache unique_kv_cache paged_kv_cache_p paged_kv_cache_d"),
     (or_ignored(pages), "unique_kv_data"),
     (several(floats), "qkv"),
-    (floats, "s_aux output_gate"),
+    (floats, "s_aux output_gate rel_logits"),
     (float32s, "sinks sink attention_sinks s_other alibi_slopes"),
     (array(bool), "custom_mask custom_mask_p block_mask block_mask_map x"),
     (array(np.uint8), "packed_custom_mask packed_custom_mask_p packed_mask"),

@@ -54,7 +54,8 @@ def _options(spec: AttentionSpec, problem: AttentionProblem) -> list[str]:
     if problem.pos_encoding in _OPTIONS:
         result.append(_OPTIONS[problem.pos_encoding])
     if problem.transforms_logits:
-        result.append("logits of the caller's own")
+        own = "biases of near keys" if problem.adds_near_biases else "logits of the caller's own"
+        result.append(own)
     if problem.prescale_logits:
         result.append("scales by head")
     if problem.skips_tiles:

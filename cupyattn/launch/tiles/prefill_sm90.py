@@ -133,7 +133,8 @@ _TILES = {
     ("8 bits", 192, 128): _8BIT_FOLLOWS._replace(tile_kv=128, stages=2),
 }
 
-# Tiles that leave out keys, by the same: those of plain attention, or as many keys as registers allow.
+# Tiles that leave out keys, by the same: those of plain attention, or as many keys as registers
+# allow.
 _SKIPPING_TILES = {
     ("ragged", 128, 128): _THREE._replace(tile_kv=64, stages=3, skips=True),
     ("paged", 64, 64): _THREE._replace(tile_kv=112, skips=True),
@@ -522,6 +523,8 @@ def _max_keys(problem: AttentionProblem, kind: str) -> int:
         return 112
     if problem.soft_cap and problem.dtype_q is dtypes.float16 and dim == 128:
         return 112
+    if problem.adds_near_biases and dim >= 128:
+        return 96 if kind == "paged" and dim == 128 else 112
     if problem.biases_logits and (problem.prescale_logits or (dim > 128 and kind == "gathered")):
         return 112
     return 128

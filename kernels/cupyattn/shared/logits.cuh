@@ -5,7 +5,7 @@
 // is exact only for one positive scale; other calls without a cap take TransformedLogits.
 #pragma once
 
-#include "cupyattn/shared/logits_expression.cuh"
+#include "cupyattn/shared/relative_logits.cuh"
 #include "cupyattn/shared/soft_cap.cuh"
 
 namespace cupyattn {
@@ -19,16 +19,6 @@ __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
                              ? -8.0f * (head + 1) / n
                              : -4.0f * (2 * (head - power_of_two_heads) + 1) / n;
   return exp2f(exponent);
-}
-
-// The logit scale of a head of a request, with the scales by head.
-__device__ __forceinline__ float row_scale(const AttentionParams& params, const Request& request,
-                                           int head, int kv_head) {
-  const int64_t place = request.mask_start;  // mutate: scales-of-first-request
-  float scale = params.sm_scale;
-  if (params.scale_q != nullptr) scale *= params.scale_q[place * params.steps.scale_q + head];
-  if (params.scale_k != nullptr) scale *= params.scale_k[place * params.steps.scale_k + kv_head];
-  return scale;
 }
 
 struct PlainLogits : LogitsDefaults {
@@ -238,6 +228,12 @@ struct ExpressionLogits : LogitsDefaults {
   }
 };
 
+// What the expression of a Config makes of logits.
+template <typename Expression, bool kRowScales>
+using TransformOf = conditional<AddsNearBiases<Expression>::kValue,
+                                RelativeLogits<Expression, kRowScales>,
+                                ExpressionLogits<Expression, kRowScales>>;
+
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
 using BuiltInLogits =
     conditional<kAlibi || kRowScales, TransformedLogits<kAlibi, kSoftCap, kRowScales>,
@@ -247,7 +243,7 @@ using BuiltInLogits =
 template <typename Config>
 using Logits =
     conditional<Config::kTransform,
-                ExpressionLogits<typename Config::LogitsExpression, Config::kRowScales>,
+                TransformOf<typename Config::LogitsExpression, Config::kRowScales>,
                 BuiltInLogits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>>;
 
 }  // namespace cupyattn

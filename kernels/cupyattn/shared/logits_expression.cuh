@@ -4,6 +4,8 @@
 //   transform  the logit in place of a scaled product
 //   exponent   the transform to base 2, plus a shift, of a transform that is linear in the logit
 //   sees       whether a row sees a key
+//   NearBias   the type of the biases that are all that the transform adds, if it is so
+//              (relative_logits.cuh)
 // Reals are float32; integers have 32 bits and wrap.
 #pragma once
 
@@ -76,9 +78,21 @@ struct LogitAt {
     int axis = 0;
     // mutate: array-axes-swapped
     ((index = index * array.extent[++axis] + rest), ...);
+    return element_at<T>(slot, index);
+  }
+  template <typename T>
+  __device__ __forceinline__ auto element_at(int slot, int64_t index) const {
     using Bits = conditional<sizeof(T) == 4, uint32_t,
                              conditional<sizeof(T) == 2, uint16_t, uint8_t>>;
-    return value_of(T{}, ptx::load_constant(static_cast<const Bits*>(array.data) + index));
+    const void* data = params.logits_arrays[slot].data;
+    return value_of(T{}, ptx::load_constant(static_cast<const Bits*>(data) + index));
+  }
+
+  // The same of near keys: 0 where the last axis has no such distance.
+  template <typename T>
+  __device__ __forceinline__ float near(int slot, int token, int head, int distance) const {
+    const bool has_bias = distance >= 0 && distance < params.logits_arrays[slot].extent[2];
+    return has_bias ? element<T>(slot, token, head, distance) : 0.0f;
   }
 
   // --- Integers ---
