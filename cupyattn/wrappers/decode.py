@@ -176,8 +176,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             replace arrays. Indices count from the first query token and key of each request, which
             `batch` tells apart.
         rel_logits
-            As there, [B * q_len_per_req, num_qo_heads, distances]; run(rel_logits=) may replace it by
-            another of its dtype.
+            As there, [B * q_len_per_req, num_qo_heads, distances]; run(rel_logits=) may replace it
+            by another of its dtype.
         cp_world_size, cp_rank, cp_kv_cache_interleave_size
             The keys of every request are spread over this many ranks (GPUs); the rank of this
             wrapper; the number of consecutive tokens that go to one rank before the next takes
