@@ -77,7 +77,7 @@ GATED = (
     ),
     Selection(("prefill",), head_dims=((512, 512),), options=one_option("output_gate")),
 )
-_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "DTypeGate")
+_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "DTypeGate", "kTransform")
 _MAIN = ("sm_80", "sm_90a")
 
 Instance = tuple[str, jit.Config]

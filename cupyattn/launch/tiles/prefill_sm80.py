@@ -124,6 +124,8 @@ def _key_shapes(
             # Slopes beside scales of rows, which bfloat16 has over fp8, take two registers more.
             has_both = problem.biases_logits and problem.dtype_q is bfloat16
             first = (16, 16) if has_both and arch == "sm_80" else (32, 16)
+        if problem.adds_near_biases and dim > 128:
+            first = (32, 16)
     elif dim <= 64:
         first = (64, 16)
     elif dim > 128:

@@ -48,10 +48,13 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
   // The logits of 128 keys beside two more warpgroups leave no registers for the positions, nor do
   // three more warpgroups.
   static constexpr bool kKeepsPositions =
-      (Traits::kTileQ < 192 && !Traits::kMultipliesBytes) || (Traits::kTileQ == 192 && kTileKV < 128);
+      (Traits::kTileQ < 192 && !Traits::kMultipliesBytes) ||
+      (Traits::kTileQ == 192 && kTileKV < 128 && !Traits::kSkipsTiles);
   int position[2];  // of the thread's rows, if they are kept and `shared.rows` does not hold them
-  // What hides keys of the item. Where O takes twice the registers, it is read where the item is.
-  static constexpr bool kKeepsLimits = !Traits::kMultipliesBytes;
+  // What hides keys of the item. Where O takes twice the registers, or three warpgroups also weigh
+  // tiles, it is read where the item is.
+  static constexpr bool kKeepsLimits =
+      !Traits::kMultipliesBytes && !(Traits::kSkipsTiles && Traits::kTileQ == 192);
   struct Limits {
     int origin, full_begin, full_end;
   };
