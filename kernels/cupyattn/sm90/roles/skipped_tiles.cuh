@@ -25,7 +25,8 @@ struct SkipsTiles<Config, typename AnyValue<Config::kSkipsTiles>::type> {
 // Weighing a tile takes time that is lost where it matters. So tiles are weighed one by one while
 // they are light, and ever fewer of them while all that are weighed matter.
 struct SkippedTiles {
-  static constexpr int kFirstHeavy = 3, kMostHeavy = kFirstHeavy + 4;
+  // Enumerators, as of HasKeyShare.
+  enum : int { kFirstHeavy = 3, kMostHeavy = kFirstHeavy + 4 };
   int heavy = 0;  // how many tiles have mattered, one after the other, of those that were weighed
   bool is_skipped;  // the present tile
 
@@ -36,7 +37,7 @@ struct SkippedTiles {
   }
   // All warps of a warpgroup are told the same.
   __device__ __forceinline__ void has_weighed(bool matters) {
-    heavy = matters ? min_of(heavy + 1, kMostHeavy) : 0;
+    heavy = matters ? min_of(heavy + 1, static_cast<int>(kMostHeavy)) : 0;
   }
 
   // Whether a logit of this thread's is not below its row's; so is one that is no number. row: the
