@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 3 · Prefill beside FlashAttention-3, FlashInfer and cuDNN
+# # 3 · Prefill beside FlashAttention-3 and cuDNN
 #
 # A prompt of $n$ tokens attends to itself: $n^2/2$ pairs of a row and a key that causality leaves.
 # Each key that is read serves a whole tile of rows, so prompts are bound by the matrix units, and
@@ -43,17 +43,12 @@ lab.show()
 # %%
 ragged = {"4 x 4k": "ragged_4x4k", "16 x 1k": "ragged_16x1k", "32 x 512": "ragged_32x512"}
 ragged |= {"16, Zipf": "ragged_zipf_16k"}
-fig, axes = plt.subplots(1, 2, figsize=(7.8, 3.0), sharey=True)
-for axis, run, other in zip(
-    axes, ("fa3", "flashinfer"), ("FlashAttention-3", "FlashInfer"), strict=True
-):
-    found = {name: lab.beside(run, case) for name, case in ragged.items()}
-    lab.bars(
-        axis, {n: {w: row[w]["tflops"] for w in ("cupyattn", other)} for n, row in found.items()}
-    )
-axes[0].set_ylabel("TFLOP/s")
+fig, axis = plt.subplots(figsize=(7.2, 3.0))
+found = {name: lab.beside("fa3", case) for name, case in ragged.items()}
+who = ("cupyattn", "FlashAttention-3")
+lab.bars(axis, {name: {w: row[w]["tflops"] for w in who} for name, row in found.items()})
+axis.set_ylabel("TFLOP/s")
 lab.show()
-print("right:", lab.peers("flashinfer")["on"])
 
 # %% [markdown]
 # ## The same on this machine
