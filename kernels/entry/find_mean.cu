@@ -13,6 +13,7 @@ namespace cupyattn {
 
 struct MeanConfig : Config {
   static constexpr Rotary kRotary = Rotary::kNone;
+  static constexpr bool kSwaps = false;
 };
 
 }  // namespace cupyattn

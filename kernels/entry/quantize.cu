@@ -12,6 +12,7 @@ struct Config {
   using DTypeK = e4m3_t;
   using DTypeV = e4m3_t;
   static constexpr bool kAligned = true, kNorm = false, kHadamard = false, kMean = false;
+  static constexpr bool kSwaps = false;  // a Hadamard rotation leaves elements in other lanes
   static constexpr bool kFinds = true, kFindsRuns = false,
                         kCopies = false, kMeasures = false;
   static constexpr int kRope = 0, kThreads = 256, kLanes = 16, kPasses = 4;

@@ -142,6 +142,7 @@ PORTABLE = (
     # Rows of eight bits.
     Mutation("infinite-amax", "magnitude <= 0x1.fffffep127f", "true", "eight bits"),
     Mutation("hadamard-sign", "other - x[e]", "x[e] - other", "eight bits"),
+    Mutation("hadamard-across-sign", "low - high", "high - low", "eight bits"),
     Mutation("mean-of-one-row-more", "double>(rows)", "double>(rows + 1)", "eight bits"),
     Mutation("scales-of-the-first-tile", "tile < part.num_tiles", "tile < 1", "eight bits"),
     Mutation("stored-rows-keep-their-scale", "row += step", "row += kRows", "eight bits in pages"),

@@ -160,9 +160,11 @@ def config(
     finds_runs: bool = False,
     copies: bool = False,
     measures: bool = False,
+    swaps: bool = False,
 ) -> jit.Config:
     """The kernel's Config; tile: threads, lanes of a row, passes. dtype_weight None: no norm.
-    measures: the launch ahead, which finds scales of all rows."""
+    swaps: rows that a Hadamard matrix rotates are as wide as their lanes. measures: the launch
+    ahead, which finds scales of all rows."""
     threads, lanes, passes = tile
     values: dict[str, jit.Constant] = {
         "DType": dtype,
@@ -174,6 +176,7 @@ def config(
         "kAligned": is_aligned,
         "kNorm": dtype_weight is not None,
         "kHadamard": hadamard,
+        "kSwaps": swaps,
         "kMean": has_mean,
         "kFinds": finds,
         "kFindsRuns": finds_runs,
@@ -259,6 +262,7 @@ def launch(parts: Sequence[Part | None], shared: Shared, stream: int) -> None:
         finds=bool(sizes),
         finds_runs=finds_runs,
         copies=any(part.copy is not None for part in present),
+        swaps=_swaps(parts, shared, lanes),
     )
     packed, blocks = [], 0
     for part in parts:
@@ -298,6 +302,7 @@ def _with_scales(parts: Sequence[Part | None], shared: Shared, stream: int) -> l
         hadamard=shared.uses_hadamard,
         has_mean=any(part.mean is not None for part in present),
         measures=True,
+        swaps=_swaps(measured, shared, tile[1]),
     )
     # As many tiles as fill the GPU, of whole passes.
     step = _THREADS // tile[1] * tile[2]
@@ -326,6 +331,12 @@ def _with_scales(parts: Sequence[Part | None], shared: Shared, stream: int) -> l
         part if scales is None else replace(scales, form=ScaleForm.GIVEN)
         for part, scales in zip(parts, measured, strict=True)
     ]
+
+
+def _swaps(parts: Sequence[Part | None], shared: Shared, lanes: int) -> bool:
+    """Whether rows of q and k are rotated, and as wide as their lanes."""
+    dims = {part.source.shape[2] for part in parts[:2] if part is not None}
+    return shared.uses_hadamard and dims == {lanes * _CHUNK}
 
 
 def _has_work(part: Part) -> bool:

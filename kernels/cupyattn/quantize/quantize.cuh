@@ -298,8 +298,8 @@ class Quantizer {
       if (i >= run.count) break;
       const Slot place = slot_of(run.first + i);
       const int64_t at = place.page * part.target_stride_page + place.offset * part.target_stride_n;
-      store<Target>(part.target, at + head_ * part.target_stride_h, part.head_dim,
-                    Stored<Target>::pack(held[i], inverse));
+      store<Target, kIsKey>(part.target, at + head_ * part.target_stride_h, part.head_dim,
+                            Stored<Target>::pack(held[i], inverse));
     }
   }
 
@@ -371,7 +371,7 @@ class Quantizer {
       if (!is_row) continue;
       if constexpr (Config::kCopies) {
         if (part.copy != nullptr) {
-          store<DType>(part.copy, token * part.copy_stride_n + head * part.copy_stride_h,
+          store<DType, false>(part.copy, token * part.copy_stride_n + head * part.copy_stride_h,
                        part.head_dim, Stored<DType>::pack(x, 1.0f));
         }
       }
@@ -380,8 +380,8 @@ class Quantizer {
         inverse = ptx::divide_rn(
             1.0f, part.scales[request * part.scale_stride_n + head * part.scale_stride_h]);
       }
-      store<Target>(part.target, at + head * part.target_stride_h, part.head_dim,
-                    Stored<Target>::pack(x, inverse));
+      store<Target, kIsKey>(part.target, at + head * part.target_stride_h, part.head_dim,
+                            Stored<Target>::pack(x, inverse));
     }
   }
 
@@ -445,8 +445,8 @@ class Quantizer {
         for (uint32_t& word : raw[pass].word) word = ptx::opaque_copy(word);
         to_floats<DType>(raw[pass], x);
       }
-      store<Target>(part.target, at + head_ * part.target_stride_h, part.head_dim,
-                    Format::pack(x, inverse));
+      store<Target, kIsKey>(part.target, at + head_ * part.target_stride_h, part.head_dim,
+                            Format::pack(x, inverse));
     }
   }
 
@@ -481,7 +481,7 @@ class Quantizer {
         const float* mean = part.mean + request * part.mean_stride_n + head * part.head_dim;
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
-          const int column = lanes_.column + e;
+          const int column = Config::kSwaps ? lanes_.column_across(e) : lanes_.column + e;
           if (column < part.head_dim) x[e] -= mean[column];
         }
       }
@@ -513,8 +513,8 @@ class Quantizer {
         if (!load_stored<Target>(part, at, packed)) continue;
         float x[kChunk];
         Format::unpack(packed, x);
-        store<Target>(part.target, at, part.head_dim,
-                      Format::pack(x, ptx::divide_rn(1.0f, factor)));
+        store<Target, false>(part.target, at, part.head_dim,
+                             Format::pack(x, ptx::divide_rn(1.0f, factor)));
       }
       return old * factor;
     }
@@ -539,9 +539,11 @@ class Quantizer {
     return true;
   }
 
-  template <typename Target>
+  // kIsRotated: elements are in the columns where a rotation left them.
+  template <typename Target, bool kIsRotated>
   __device__ __forceinline__ void store(void* target, int64_t at, int32_t head_dim,
                                         const typename Stored<Target>::Packed& packed) const {
+    if constexpr (kIsRotated && Config::kSwaps) return store_across<Target>(target, at, packed);
     if (lanes_.column >= head_dim) return;
     Target* place = static_cast<Target*>(target) + at + lanes_.column;
     if constexpr (Config::kAligned) {
@@ -555,6 +557,31 @@ class Quantizer {
         if (lanes_.column + e < head_dim) {
           bits[e] = static_cast<Bits>(packed.word[e / kPerWord] >>
                                       (e % kPerWord * 8 * static_cast<int>(sizeof(Target))));
+        }
+      }
+    }
+  }
+
+  // Each half of a row's elements lies beside those of the other lanes.
+  template <typename Target>
+  __device__ __forceinline__ void store_across(void* target, int64_t at,
+                                               const typename Stored<Target>::Packed& packed) const {
+    constexpr int kWords = kChunk / 2 * static_cast<int>(sizeof(Target)) / 4;
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(Target));
+    using Bits = conditional<sizeof(Target) == 1, uint8_t, uint16_t>;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t place = at + lanes_.column_across(kChunk / 2 * half);
+      Words<kWords> words;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words.word[w] = packed.word[kWords * half + w];
+      if constexpr (Config::kAligned) {
+        *reinterpret_cast<Words<kWords>*>(static_cast<Target*>(target) + place) = words;
+      } else {
+#pragma unroll
+        for (int e = 0; e < kChunk / 2; ++e) {
+          static_cast<Bits*>(target)[place + e] = static_cast<Bits>(
+              words.word[e / kPerWord] >> (e % kPerWord * 8 * static_cast<int>(sizeof(Target))));
         }
       }
     }

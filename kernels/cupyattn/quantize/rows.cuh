@@ -161,7 +161,8 @@ struct RowLanes {
     }
   }
 
-  // x H / sqrt(head_dim), H the Hadamard matrix of Sylvester; head_dim is a power of two.
+  // x H / sqrt(head_dim), H the Hadamard matrix of Sylvester; head_dim is a power of two. With
+  // Config::kSwaps, of rows as wide as their lanes, elements then are in columns `column_across`.
   __device__ __forceinline__ void transform(float (&x)[kChunk], int head_dim) const {
 #pragma unroll
     for (int step = 1; step < kChunk; step *= 2) {
@@ -173,19 +174,48 @@ struct RowLanes {
         x[e + step] = a - b;
       }
     }
+    if constexpr (Config::kSwaps) {
+      transform_across(x);
+    } else {
 #pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      const bool is_upper = (lane & mask) != 0;
-      const bool takes_part = kChunk * mask < head_dim;
+      for (int mask = 1; mask < kLanes; mask *= 2) {
+        const bool is_upper = (lane & mask) != 0;
+        const bool takes_part = kChunk * mask < head_dim;
 #pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        const float other = ptx::shuffle_xor(x[e], mask);
-        // mutate: hadamard-sign
-        if (takes_part) x[e] = is_upper ? other - x[e] : x[e] + other;
+        for (int e = 0; e < kChunk; ++e) {
+          const float other = ptx::shuffle_xor(x[e], mask);
+          // mutate: hadamard-sign
+          if (takes_part) x[e] = is_upper ? other - x[e] : x[e] + other;
+        }
       }
     }
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) x[e] *= params.hadamard;
+  }
+
+  // The column of an element behind transform_across: 4 neighbours of each half of the row.
+  __device__ __forceinline__ int column_across(int element) const {
+    return kChunk / 2 * (lane + kLanes * (element / (kChunk / 2))) + element % (kChunk / 2);
+  }
+
+ private:
+  // The steps between the lanes of a whole row, by half as many shuffles: of a pair of lanes, one
+  // adds and subtracts their lower elements, the other the upper ones. So elements change places.
+  __device__ __forceinline__ void transform_across(float (&x)[kChunk]) const {
+    constexpr int kHalf = kChunk / 2;
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) {
+      const bool is_upper = (lane & mask) != 0;
+#pragma unroll
+      for (int e = 0; e < kHalf; ++e) {
+        const float sent = is_upper ? x[e] : x[e + kHalf];
+        const float other = ptx::shuffle_xor(sent, mask);
+        const float low = is_upper ? other : x[e];
+        const float high = is_upper ? x[e + kHalf] : other;
+        x[e] = low + high;
+        x[e + kHalf] = low - high;  // mutate: hadamard-across-sign
+      }
+    }
   }
 };
 
