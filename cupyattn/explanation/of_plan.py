@@ -172,7 +172,7 @@ def explain_schedule(
     heads = launcher.num_kv_heads, launcher.group_size
     refused: list[Refusal] = refusals(problem, page_size, props, offered)
     refused += refused_clusters(problem, requests, heads, props, offered) if offered else []
-    if launcher.widens_queries:
+    if any(launcher.widened):
         more.append(_widening_words(launcher, requests))
     if schedule.rotated_bytes:
         more.append(f"keys are rotated ahead, into {schedule.rotated_bytes:,} bytes")
@@ -207,7 +207,8 @@ def _widening_words(launcher: BatchLauncher, requests: BatchRequests) -> str:
     spec, problem = launcher.spec, launcher.problem
     arrays = f"queries of {spec.dtype_q}"
     if launcher.widens_keys:
-        arrays = f"queries, keys and values of {spec.dtype_q}"
+        queries = "queries, " if launcher.widens_queries else ""
+        arrays = f"{queries}keys and values of {spec.dtype_k}"
     time = launcher.ahead_time(requests)
     return (
         f"{arrays} are widened ahead in some {time:,.1f} us: these are kernels of {problem.dtype_q}"

@@ -52,7 +52,7 @@ from .ops import (
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.config import FOUND_ITEMS, FOUND_PARTS, Target
 from .tiles.decode_sm80 import one_an_sm_rows
-from .tiles.forms import ALL, QUERIES, forms_of
+from .tiles.forms import ALL, KEYS, QUERIES, forms_of
 from .tiles.mixed_sm80 import mixed_config
 from .tiles.row_classes import DECODE, LARGE, SMALL, VERIFY, row_class_of
 from .tiles.select import tile_config
@@ -236,10 +236,12 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     for asked, page_size in problems(chosen):
         for form in forms_of(asked, Target(arch, SHARED_BYTES[arch], page_size)):
             problem = form.problem
-            if form.name in (QUERIES, ALL):
+            if form.name in (QUERIES, ALL, KEYS):
                 aligned = problem.aligned and problem.head_dim_qk % 16 == 0
                 aligned = aligned and (problem.dtype_kv.is_fp8 or problem.head_dim_vo % 16 == 0)
-                yield "widen_rows", widen_rows.config(asked.dtype_q, asked.dtype_kv, aligned)
+                wide = widen_rows.wide_dtype(asked.dtype_q)
+                of_k, of_v = asked.dtype_k, asked.dtype_kv
+                yield "widen_rows", widen_rows.config(of_k, of_v, aligned, wide)
             yield from _of_classes(problem, page_size, rows, arch, bool(has_prompts))
 
 

@@ -1,11 +1,12 @@
-// Widens rows of 8 bits to float16, which holds all their numbers: queries, or keys and values too,
-// ahead of attention whose products are of 16 bits.
+// Widens rows of 8 bits to 16, which hold all their numbers: queries, or keys and values too, or
+// these alone, ahead of attention whose products are of 16 bits.
 #include "cupyattn/page/widen_rows.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
   using DType = e4m3_t;
   using DTypeV = e4m3_t;
+  using DTypeWide = half_t;
   static constexpr int kThreads = 256;
   static constexpr bool kAligned = true;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -12,12 +13,21 @@ from helpers.batch_cases import Problem
 from helpers.share import one_of
 
 import cupyattn
+from cupyattn.choose.candidates import only_form
+from cupyattn.launch.tiles.forms import AS_THEY_ARE
 
 from . import gpu, run, test_prefill_sm90
 
 FP8 = replace(
     test_prefill_sm90.CAUSAL, kv_dtype="float8_e4m3fn", scale_k="vector", scale_v="scalar"
 )
+
+
+@pytest.fixture(autouse=True)
+def as_they_are() -> Iterator[None]:
+    """Also where keys that are widened ahead are served sooner."""
+    with only_form(AS_THEY_ARE):
+        yield
 
 
 @pytest.mark.parametrize(

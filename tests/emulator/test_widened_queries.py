@@ -12,7 +12,7 @@ from helpers.eight_bit_cases import E4M3, INT8
 from helpers.share import one_of
 
 from cupyattn.choose.candidates import only_form
-from cupyattn.launch.tiles.forms import ALL, ON_ARRIVAL, QUERIES
+from cupyattn.launch.tiles.forms import ALL, KEYS, ON_ARRIVAL, QUERIES
 
 from . import run, test_prefill_sm90_8bit
 
@@ -106,6 +106,36 @@ def check_all(case: Case, **facts: Any) -> None:
 )
 def test_keys_are_widened_too(changes: dict[str, Any], kind: str) -> None:
     check_all(test_prefill_sm90_8bit.typed(replace(KEYS_TOO, **changes), kind))
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes",
+    one_of(
+        2,
+        [
+            {"strides": ("padded",) * 4, "kv_layout": "HND", "scale_k": "float"},
+            {"head_dim_qk": 256, "head_dim_vo": 256},
+            {"head_dim_qk": 40, "head_dim_vo": 24, "kv_len": 0},
+            {"qo_len": 2, "kv_len": 200, "scale_v": "per_head", "scale_k": "per_head"},
+            {"o_dtype": "float32", "logits_soft_cap": 20.0, "mask_kind": "bool"},
+        ],
+    ),
+)
+@only_form(KEYS)
+def test_keys_alone_are_widened(changes: dict[str, Any], dtype: str, kv_dtype: str) -> None:
+    """Beside queries of 16 bits: what becomes of them has those queries' dtype."""
+    case = replace(KEYS_TOO, dtype=dtype, kv_dtype=kv_dtype, **changes)
+    check(run.single(case))
+
+
+@pytest.mark.parametrize("seed", one_of(12, range(36)))
+@only_form(KEYS)
+def test_random_batches_of_keys_that_are_widened(seed: int) -> None:
+    drawn = eight_bit_cases.batch(seed, SERVED)
+    problem = replace(drawn.problem, dtype=("float16", "bfloat16")[seed % 2])
+    run.batch(replace(drawn, problem=problem)).check()
 
 
 @pytest.mark.parametrize("arch", [800, 900])

@@ -14,7 +14,7 @@ from helpers.on_gpu import try_random, workspace
 import cupyattn
 from cupyattn import flash_attn
 from cupyattn.choose.candidates import only_form
-from cupyattn.launch.tiles.forms import FORMS
+from cupyattn.launch.tiles.forms import FORMS, KEYS
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,24 @@ def test_random_batches(first: int, form: str) -> None:
     with only_form(form):
         make = lambda seed, xp: planned(eight_bit_cases.batch(seed, SERVED), xp, workspace(xp))  # noqa: E731
         try_random(first, BLOCK, make)
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_keys_widened_beside_queries_of_16_bits(first: int) -> None:
+    dtypes = "float16", "bfloat16"
+
+    def request(seed: int, xp: Any) -> Any:
+        case = eight_bit_cases.single(seed, SERVED)
+        return single_calls.Call(replace(case, dtype=dtypes[seed % 2]), xp)
+
+    def batch(seed: int, xp: Any) -> Any:
+        case = eight_bit_cases.batch(seed, SERVED)
+        problem = replace(case.problem, dtype=dtypes[seed % 2])
+        return planned(replace(case, problem=problem), xp, workspace(xp))
+
+    with only_form(KEYS):
+        try_random(first, BLOCK, request)
+        try_random(first, BLOCK, batch)
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 3000), (3, 900), (40, 700), (900, 900)])

@@ -58,7 +58,7 @@ from ...schedule.validate import validate_plan
 from ..driver import params
 from ..driver.enqueue import MAX_GRID_YZ, cuda
 from ..tiles.config import FOUND_PARTS, Target, TileConfig
-from ..tiles.forms import ON_ARRIVAL, form_name, forms_of
+from ..tiles.forms import ON_ARRIVAL, form_name, forms_within
 from ..tiles.row_classes import DECODE, LARGE, MAX_ROWS, SMALL, VERIFY, row_class_of
 from . import log_choices, rotate_batch, widen_rows
 from .bind_batch import Binder
@@ -124,7 +124,7 @@ def _likely_requests(capacity: Capacity) -> BatchRequests:
 class BatchLauncher(Binder):
     """Serves every plan and run of one problem, device and geometry.
 
-    form       in which it serves queries of 8 bits (launch/tiles/forms.py)
+    form       in which it serves arrays of 8 bits (launch/tiles/forms.py)
     launchers  of all forms of the problem, the first the one that was asked for; see `serving`
     """
 
@@ -133,7 +133,8 @@ class BatchLauncher(Binder):
         self.launchers: tuple[BatchLauncher, ...] = (self,)
         self.form = form_name(spec, self.problem)
         props = device_props(device_index)
-        forms = forms_of(problem, Target(props.arch, props.max_smem_per_block, spec.page_size))
+        target = Target(props.arch, props.max_smem_per_block, spec.page_size)
+        forms = forms_within(spec, problem, target)
         self._join([BatchLauncher(spec, form.problem, device_index) for form in forms[1:]])
         problem = self.problem
         num_kv_heads, group_size = spec.num_kv_heads, spec.group_size
@@ -191,10 +192,10 @@ class BatchLauncher(Binder):
 
     def ahead_time(self, requests: BatchRequests) -> float:
         """What a launch ahead takes that widens the rows of requests."""
-        if not self.widens_queries:
+        if not any(self.widened):
             return 0.0
-        num_keys = int(requests.kv_len.sum()) if self.widens_keys else 0
-        rows = widen_rows.rows_of(self.spec, _NO_STRIDES, int(requests.qo_len.sum()), num_keys)
+        num_rows, num_keys = int(requests.qo_len.sum()), int(requests.kv_len.sum())
+        rows = widen_rows.rows_of(self.spec, _NO_STRIDES, num_rows, num_keys, self.widened)
         widening = card_of(device_props(self.device_index)).widening
         return widening.time(sum(x.num_elements for x in rows))
 

@@ -8,7 +8,7 @@ from ...core.spec import AttentionSpec
 from ..driver import params
 from ..driver.enqueue import Launch
 from ..tiles.config import Target, TileConfig
-from ..tiles.forms import forms_of
+from ..tiles.forms import forms_within
 from . import rotate_batch, rotate_keys, tma_sm90, widen_rows
 from .bound_run import BoundRun, Step, in_order
 from .layout import BatchSchedule
@@ -26,11 +26,9 @@ class Binder:
         props = device_props(device_index)
         target = Target(props.arch, props.max_smem_per_block, spec.page_size)
         # The problem of one form of the queries' (launch/tiles/forms.py).
-        self.spec, self.problem = spec, (problem := forms_of(problem, target)[0].problem)
+        self.spec, self.problem = spec, (problem := forms_within(spec, problem, target)[0].problem)
         self.device_index = device_index
-        reads_bytes = problem.dtype_rows is not None
-        self.widens_queries = problem.dtype_q is not spec.dtype_q and not reads_bytes
-        self.widens_keys = problem.dtype_kv is not spec.dtype_kv
+        self.widened = self.widens_queries, self.widens_keys = widen_rows.widened_of(spec, problem)
         self.group_size = spec.group_size
         self._keys = rotate_keys.Keys(
             spec.dtype_kv,
@@ -74,10 +72,10 @@ class Binder:
         steps: list[Step] = []
         merges: list[Step] = []
         rotation = widening = None
-        if self.widens_queries:
+        if any(self.widened):
             num_keys = self._widened_keys(schedule, num_keys)
             widening = self._widening(schedule, words, strides, (num_rows, num_keys), staged)
-            strides = widen_rows.widened_strides(self.spec, strides, self.widens_keys)
+            strides = widen_rows.widened_strides(self.spec, strides, self.widened)
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
@@ -133,10 +131,9 @@ class Binder:
         self, schedule: BatchSchedule, words: int, strides: bytes, counts: tuple[int, int], to: int
     ) -> widen_rows.Widening:
         """counts: rows of q, and of k and v."""
-        num_rows, num_keys = counts
-        rows = widen_rows.rows_of(self.spec, strides, schedule.row_room or num_rows, num_keys)
+        num_rows, num_keys = schedule.row_room or counts[0], counts[1]
+        rows = widen_rows.rows_of(self.spec, strides, num_rows, num_keys, self.widened)
         count = 0 if schedule.row_count < 0 else words + schedule.row_count
-        rows = rows[: 3 if self.widens_keys else 1]
         return widen_rows.prepare(
             self.spec, self.problem.aligned, rows, to, self.device_index, count
         )
@@ -148,10 +145,10 @@ class Binder:
     def staged_bytes(self, schedule: BatchSchedule, num_rows: int, num_keys: int = 0) -> int:
         """Memory for what is launched ahead to leave: rotated keys, or num_rows wide queries, and
         as many keys and values as the schedule says, or num_keys."""
-        if not self.widens_queries:
+        if not any(self.widened):
             return schedule.rotated_bytes
-        num_keys = self._widened_keys(schedule, num_keys) if self.widens_keys else 0
-        return widen_rows.num_bytes(self.spec, schedule.row_room or num_rows, num_keys)
+        num_rows, num_keys = schedule.row_room or num_rows, self._widened_keys(schedule, num_keys)
+        return widen_rows.num_bytes(self.spec, num_rows, num_keys, self.widened)
 
     def _maps(
         self,

@@ -22,7 +22,7 @@ from ..driver import params, scratch
 from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
 from ..tiles.config import Target, TileConfig
-from ..tiles.forms import ON_ARRIVAL, form_name, forms_of
+from ..tiles.forms import ON_ARRIVAL, form_name, forms_within
 from ..tiles.row_classes import MAX_ROWS, SMALL, row_class_of
 from . import log_choices, merge_splits, rotate_keys, scan_mask, tma_sm90, widen_rows
 from .kernels import Kernels
@@ -71,20 +71,18 @@ class PreparedPlan:
 class AttentionLauncher:
     """Serves every call of one problem, device and geometry; only lengths and pointers vary.
 
-    form  in which it serves queries of 8 bits (launch/tiles/forms.py); launchers of the other
+    form  in which it serves arrays of 8 bits (launch/tiles/forms.py); launchers of the other
           forms serve lengths that they are done with sooner
     """
 
     def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
         props = device_props(device_index)
-        forms = forms_of(problem, Target(props.arch, props.max_smem_per_block))
+        forms = forms_within(spec, problem, Target(props.arch, props.max_smem_per_block))
         self.spec = spec
         self.problem = problem = forms[0].problem
         self._others = [AttentionLauncher(spec, form.problem, device_index) for form in forms[1:]]
         self._serving: dict[tuple[int, int], AttentionLauncher] = {}
-        self._widens_keys = problem.dtype_kv is not spec.dtype_kv
-        reads_bytes = problem.dtype_rows is not None
-        self._widens_queries = problem.dtype_q is not spec.dtype_q and not reads_bytes
+        self._widened = widen_rows.widened_of(spec, problem)
         self.form = form_name(spec, problem)
         self.num_kv_heads = spec.num_kv_heads
         self.group_size = spec.group_size
@@ -133,7 +131,7 @@ class AttentionLauncher:
         if self.form == ON_ARRIVAL and batch.max_rows > MAX_ROWS[SMALL]:
             return math.inf  # Hopper's own tiles read no such rows
         time = candidates.best(self._kernels, batch).time
-        if not self._widens_queries:
+        if not any(self._widened):
             return time
         widening = card_of(device_props(self.device_index)).widening
         return time + widening.time(
@@ -142,8 +140,7 @@ class AttentionLauncher:
 
     def _widened_rows(self, strides: bytes, qo_len: int, kv_len: int) -> list[widen_rows.Rows]:
         """What is widened ahead of such a call."""
-        rows = widen_rows.rows_of(self.spec, strides, qo_len, kv_len)
-        return rows if self._widens_keys else rows[:1]
+        return widen_rows.rows_of(self.spec, strides, qo_len, kv_len, self._widened)
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths, of which many have the same."""
@@ -286,10 +283,10 @@ class AttentionLauncher:
         plan = self.plan(qo_len, kv_len)
         partial_o = partial_lse = counters = mask_maps = 0
         # Owners of scratch memory (names that start with _) may go once everything is enqueued.
-        if self._widens_queries:
+        if any(self._widened):
             rows = self._widened_rows(strides, qo_len, kv_len)
             (q, k, v), _wide = self._widen((q, k, v), rows, stream, allocate)
-            strides = widen_rows.widened_strides(self.spec, strides, self._widens_keys)
+            strides = widen_rows.widened_strides(self.spec, strides, self._widened)
         if plan.rotates_keys and kv_len:
             k, strides, _rotated = self._rotate_keys(k, strides, kv_len, stream, allocate)
         if plan.partial_bytes:

@@ -1,4 +1,4 @@
-// Widens rows of 8 bits to float16: a thread takes vectors of 8 elements, whose neighbours' stores
+// Widens rows of 8 bits to 16: a thread takes vectors of 8 elements, whose neighbours' stores
 // fill whole lines, or elements of rows that are not aligned.
 #pragma once
 
@@ -9,20 +9,21 @@ namespace cupyattn {
 
 template <typename Config, typename From>
 struct RowWidener {
+  using Wide = typename Config::DTypeWide;
   static constexpr int kCount = Config::kAligned ? 8 : 1;
   static constexpr int kTogether = 4;  // loads of a thread under way
   // Memory has fewer vectors than 32 bits count.
   using Index = conditional<Config::kAligned, uint32_t, int64_t>;
 
   const From* const source;
-  half_t* const target;
+  Wide* const target;
   const int64_t row_stride, head_stride;
   const Index heads, vectors, count;
   const bool is_gapless;
 
   __device__ __forceinline__ RowWidener(const WidenRowsParams& params, int array, int num_rows)
       : source(static_cast<const From*>(params.source[array])),
-        target(params.target[array]),
+        target(static_cast<Wide*>(params.target[array])),
         row_stride(params.row_stride[array]),
         head_stride(params.head_stride[array]),
         heads(params.heads[array]),
@@ -37,7 +38,7 @@ struct RowWidener {
     return source + row * row_stride + head * head_stride + column * kCount;
   }
 
-  __device__ __forceinline__ half_t* target_of(Index index) const {
+  __device__ __forceinline__ Wide* target_of(Index index) const {
     return target + static_cast<int64_t>(index) * kCount;  // mutate: widened-into-another-vector
   }
 
@@ -56,7 +57,7 @@ struct RowWidener {
         for (int i = 0; i < kTogether; ++i) {
           const Index at = index + i * step;
           if (at >= count) continue;
-          *reinterpret_cast<Vector16*>(target_of(at)) = ptx::fp8_to_vector<half_t, From>(loaded[i]);
+          *reinterpret_cast<Vector16*>(target_of(at)) = ptx::fp8_to_vector<Wide, From>(loaded[i]);
         }
       }
     }

@@ -9,7 +9,7 @@ namespace cupyattn {
 // gaps; strides in elements. Grids of one layer know q alone.
 struct WidenRowsParams {
   const void* source[3];  // q and k of Config::DType, v of Config::DTypeV
-  half_t* target[3];
+  void* target[3];        // of Config::DTypeWide
   const int32_t* row_count;  // null: num_rows; else the rows of q that there are, at most num_rows
   int64_t row_stride[3], head_stride[3];
   int32_t num_rows[3], heads[3], columns[3], unused;

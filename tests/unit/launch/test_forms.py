@@ -18,7 +18,7 @@ from cupyattn.launch.attention.batch import BatchLauncher
 from cupyattn.launch.attention.layout import Capacity
 from cupyattn.launch.attention.single import AttentionLauncher
 from cupyattn.launch.tiles.config import HOPPER, Target
-from cupyattn.launch.tiles.forms import ALL, AS_THEY_ARE, FORMS, ON_ARRIVAL, QUERIES, forms_of
+from cupyattn.launch.tiles.forms import ALL, AS_THEY_ARE, FORMS, KEYS, ON_ARRIVAL, QUERIES, forms_of
 from cupyattn.schedule.batch import BatchRequests
 
 E4M3, INT8 = dtypes.float8_e4m3fn, dtypes.int8
@@ -37,7 +37,11 @@ def names(problem: AttentionProblem, arch: str = HOPPER) -> list[str]:
         ({"head_dim_qk": 256, "head_dim_vo": 256}, [QUERIES, ON_ARRIVAL, ALL]),
         ({"pos_encoding": "ROPE_LLAMA"}, [QUERIES, ON_ARRIVAL]),
         ({"head_dim_qk": 512, "head_dim_vo": 512}, [QUERIES, ALL]),
-        ({"dtype_q": dtypes.float16}, [AS_THEY_ARE]),
+        ({"dtype_q": dtypes.float16}, [KEYS]),
+        ({"dtype_q": dtypes.bfloat16, "dtype_kv": dtypes.float8_e5m2}, [KEYS]),
+        ({"dtype_q": dtypes.float16, "paged": True}, []),
+        ({"dtype_q": dtypes.float16, "pos_encoding": "ROPE_LLAMA"}, []),
+        ({"dtype_q": dtypes.float16, "dtype_kv": dtypes.float16}, []),
     ],
 )
 def test_forms_of_a_problem(changes: dict[str, object], wanted: list[str]) -> None:
@@ -49,6 +53,7 @@ def test_forms_of_a_card() -> None:
     assert set(names(PROBLEM)) == {*FORMS} - (set() if AS_THEY_ARE in names(PROBLEM) else {""})
     assert names(PROBLEM, "sm_80") == [ON_ARRIVAL, ALL]
     assert names(replace(PROBLEM, paged=True), "sm_80") == [ON_ARRIVAL]
+    assert names(replace(PROBLEM, dtype_q=dtypes.float16), "sm_80") == [AS_THEY_ARE]
 
 
 def launcher_of(heads: tuple[int, int] = (32, 8), dim: int = 128, page: int = 0) -> BatchLauncher:
@@ -111,6 +116,23 @@ def test_a_graph_keeps_its_form() -> None:
     with only_form(ALL):
         serving = ragged.serving(requests_of(1, 50, 50), capacity=capacity)
     assert not serving.widens_keys
+
+
+def test_prompts_over_fp8_keys_have_keys_widened() -> None:
+    """Decodes read them as they are, and so does all whose splits the caller fixes."""
+    spec = AttentionSpec(32, 8, 128, 128, dtypes.bfloat16, E4M3, dtypes.bfloat16, causal=True)
+    launcher, prompts = (
+        BatchLauncher(spec, spec.problem(), NO_GPU.index),
+        requests_of(4, 4000, 4000),
+    )
+    serving = launcher.serving(prompts)
+    assert serving.form == KEYS and serving.widened == (False, True)
+    bytes_of_keys = 2 * 2 * 4 * 4000 * 8 * 128
+    assert serving.staged_bytes(serving.schedule(prompts), 4 * 4000) == bytes_of_keys
+    assert launcher.serving(requests_of(8, 1, 4000)).form == AS_THEY_ARE
+    assert launcher.serving(prompts, split_tokens=512).form == AS_THEY_ARE
+    single = AttentionLauncher(spec, spec.problem(), NO_GPU.index)
+    assert [single.serving(rows, 4000).form for rows in (1, 4000)] == [AS_THEY_ARE, KEYS]
 
 
 def test_memory_of_what_is_widened() -> None:
