@@ -155,7 +155,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
             "k": fp8(4, 4096, HK, D),
             "v": fp8(4, 4096, HK, D),
         },
-        ["plan_batch", "prefill_sm80"],
+        ["plan_batch", "widen_rows", "prefill_sm80", "merge_splits"],
     ),
     "dense, chunks": (dense, {"attention_chunk": 16, "return_softmax_lse": True}, ATTENTION),
     "varlen": (varlen, {"return_softmax_lse": True}, FOUND),
