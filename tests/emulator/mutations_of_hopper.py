@@ -262,9 +262,18 @@ HOPPER = (
     Mutation("found-tiles-are-merged-whole", "> 1", "> 0", "hopper found parts"),
     Mutation("rows-of-nobody-keep-tiles", "row + 8 * h < num_rows", "true", "hopper skipped tiles"),
     Mutation(
-        "tiles-left-out-too-early", "row_max[h] + margin[h]", "row_max[h]", "hopper skipped tiles"
+        "tiles-left-out-too-early",
+        "row_max[h] + margin * units",
+        "row_max[h]",
+        "hopper skipped tiles",
     ),
-    Mutation("skipped-values-released-early", "ptx::warp_sync();", "", "hopper skipped tiles"),
+    # Once for the present tile and once for the next one.
+    Mutation(
+        "skipped-values-released-early",
+        "ptx::warp_sync();",
+        "release_values();",
+        "hopper skipped tiles",
+    ),
     Mutation("warps-skip-alone", "all.word[2] | all.word[3]", "0", "hopper skipping warps"),
     Mutation(
         "tiles-weighed-too-seldom",
