@@ -27,6 +27,8 @@ def documented() -> dict[str, Callable[..., Any]]:
     found: dict[int, tuple[str, Callable[..., Any]]] = {}
     for name in names:
         value = functools.reduce(getattr, name.split("."), cupyattn)
+        if inspect.ismodule(value):  # xqa, if the module of that name has been imported first
+            value = getattr(value, name)
         if callable(value):
             found.setdefault(id(value), (name, value))
     return dict(found.values())
