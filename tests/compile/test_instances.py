@@ -262,7 +262,7 @@ def test_the_default_run_has_every_kernel_and_option() -> None:
     sm_80 options of mixes, whose two kernels meet them alone."""
     for arch in _MAIN:
         missing = _kinds(arch, fast=False) - _kinds(arch, fast=True)
-        alone = "kRope", "kAlibi", "kSoftCap", "DTypeGate"
+        alone = "kRope", "kAlibi", "kSoftCap", "DTypeGate", "kTransform"
         mixes = {("mixed_sm80", option, False) for option in alone}
         assert missing == (mixes if arch == "sm_80" else set())
 
