@@ -317,6 +317,7 @@ TESTED_ELSEWHERE = {
     "widen_rows": "test_widened_queries.py",
     "widen_pages": "test_key_unions.py",
     "select_scores": "test_select.py",
+    "select_softmax": "test_select.py",
     "select_topk": "test_select.py",
     "serving_metadata": "test_serving.py",
     "exchange_states": "test_exchange.py",
