@@ -3,6 +3,8 @@
 It needs matplotlib: `pip install "cupyattn[notebooks]"`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import cupyattn
 
 from .batches import (
@@ -28,7 +30,6 @@ from .figures import (
     bars,
     brief,
     log2_ticks,
-    plt,
     set_style,
     show,
 )
@@ -63,13 +64,23 @@ __all__ = [
     "measured_before",
     "paged",
     "peers",
-    "plt",
     "put",
     "set_style",
     "show",
     "times",
     "work_list",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """`lab.plt` is matplotlib's pyplot, which nothing else here needs when it is imported."""
+        if name == "plt":
+            from matplotlib import pyplot
+
+            return pyplot
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def begin() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib import pyplot as plt
-
 OURS, FA3, FLASHINFER, CUDNN, OTHER = "#c8102e", "#1f5fa8", "#2e8b57", "#8a5fb0", "#8c8c8c"
 COLORS = {
     "cupyattn": OURS,
@@ -21,6 +18,8 @@ COLORS = {
 
 def set_style() -> None:
     """Set the style of all figures that follow."""
+    import matplotlib as mpl
+
     mpl.rcParams.update(
         {
             "figure.figsize": (7.2, 3.4),
@@ -85,4 +84,6 @@ def _color(name: str) -> str:
 
 def show() -> None:
     """Draw what is there, once."""
-    plt.show()
+    from matplotlib import pyplot
+
+    pyplot.show()
