@@ -58,8 +58,8 @@ def merge_state(
         Arrays to write instead of new ones: [n, H, D] of any of the three dtypes, float8_e4m3fn or
         float8_e5m2, and float32 [n, H]. They overlap no input.
     output_scale
-        Of an fp8 out, which holds v / output_scale, saturated: a number above 0, or a float32 array
-        of one element, read on the device. Default 1.
+        The scale of an fp8 out, which holds v / output_scale, saturated: a number above 0, or a
+        float32 array of one element, read on the device. Default 1.
     lse_base_on_e
         s and the result's are natural logarithms; by default they have base 2, as attention returns
         them.

@@ -233,8 +233,8 @@ def cudnn_batch_prefill_with_kv_cache(
     lse
         float32 [B, max_token_per_sequence, num_qo_heads].
     lse_base
-        Of the LSE: "ln", natural logarithms, all that FlashInfer had before 0.7; or "log2", its
-        default since.
+        The base of the LSE's logarithms: "ln", natural ones, all that FlashInfer had before 0.7; or
+        "log2", its default since.
     is_cuda_graph_compatible, backend
         Accepted for compatibility.
 

@@ -42,9 +42,16 @@ def draw(generator: random.Random) -> ListCase:
 
 def _case(family: str, requests: tuple[tuple[int, int, int], ...], **options: Any) -> ListCase:
     return ListCase(
-        "drawn", "lists", "lists", requests, causal=True, checked=4, has_nan=False, family=family,
+        "drawn",
+        "lists",
+        "lists",
+        requests,
+        causal=True,
+        checked=4,
+        has_nan=False,
+        family=family,
         **options,
-    )  # fmt: skip
+    )
 
 
 def _requests(
@@ -117,9 +124,16 @@ def _blocks(generator: random.Random) -> ListCase:
     rows, columns = generator.choice(((64, 64), (64, 64), (128, 128), (128, 64)))
     length = 128 * round(_log_uniform(generator, 4096, 32768 if heads < 64 else 16384) / 128)
     return _case(
-        "blocks", ((1, length, length),), page_size=0, num_qo_heads=heads, num_kv_heads=kv_heads,
-        granularity=columns, block_rows=rows, entries=0, density=generator.choice((0.1, 0.25, 0.5)),
-    )  # fmt: skip
+        "blocks",
+        ((1, length, length),),
+        page_size=0,
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        granularity=columns,
+        block_rows=rows,
+        entries=0,
+        density=generator.choice((0.1, 0.25, 0.5)),
+    )
 
 
 _FAMILIES = {"m3": _m3, "nsa": _nsa, "qsa": _qsa, "dsa": _dsa, "v4": _v4}

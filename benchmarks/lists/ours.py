@@ -78,8 +78,13 @@ def blocks(
     rows = case.q_offsets[-1]
     wrapper.plan(
         *mask_of(case, str(inputs.q.device)),
-        *(rows, rows, case.block_rows, case.granularity),
-        *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk),
+        M=rows,
+        N=rows,
+        R=case.block_rows,
+        C=case.granularity,
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim_qk,
         q_data_type=inputs.q.dtype,
         kv_data_type=inputs.k.dtype,
         o_data_type=inputs.q.dtype,

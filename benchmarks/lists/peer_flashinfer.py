@@ -94,7 +94,10 @@ def _paged(name: str, backend: str, library: Any, case: ListCase, inputs: ListIn
     wrapper.plan(
         rows,
         *tables_of(case, inputs),
-        *(heads, 1, case.head_dim_qk, case.granularity),
+        num_qo_heads=heads,
+        num_kv_heads=1,
+        head_dim_qk=case.head_dim_qk,
+        page_size=case.granularity,
         causal=False,
         q_data_type=inputs.q.dtype,
         kv_data_type=inputs.pages.dtype,
@@ -172,8 +175,14 @@ def _latent(name: str, backend: str, library: Any, case: ListCase, inputs: ListI
         indptr,
         slots[slots >= 0],
         counts.to(torch.int32),
-        *(case.num_qo_heads, latent, _ROPE, 1, False, case.head_dim_qk**-0.5),
-        *(inputs.q.dtype, parts[2].dtype),
+        num_heads=case.num_qo_heads,
+        head_dim_ckv=latent,
+        head_dim_kpe=_ROPE,
+        page_size=1,
+        causal=False,
+        sm_scale=case.head_dim_qk**-0.5,
+        q_data_type=inputs.q.dtype,
+        kv_data_type=parts[2].dtype,
     )
     out = inputs.q.new_empty((*inputs.q.shape[:2], latent))
     call = functools.partial(wrapper.run, *parts, out=out)

@@ -70,9 +70,17 @@ def _qsa(module: Any, case: ListCase, inputs: ListInputs) -> Candidate:
     k, v = (x.transpose(1, 2) for x in inputs.keys)
     out, gate = torch.empty_like(inputs.q), torch.full_like(inputs.q, _OPEN)
     call = functools.partial(
-        module.attend, inputs.q, k, v, keys, inputs.table, request.to(torch.int32),
-        case.q_lens[0] > 8, out, gate,
-    )  # fmt: skip
+        module.attend,
+        inputs.q,
+        k,
+        v,
+        keys,
+        inputs.table,
+        request.to(torch.int32),
+        case.q_lens[0] > 8,
+        out,
+        gate,
+    )
     return Candidate(NAME, "attend", call, lambda _: out[None], out)
 
 

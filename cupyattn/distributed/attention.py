@@ -190,7 +190,7 @@ class ContextParallelCall(_ContextParallel):
     q_is_replicated
         Whether a call is given the queries of all heads.
     out_dtype
-        Of outputs.
+        The dtype of outputs.
     timeout, uses_windows
         As in StateExchange.
 

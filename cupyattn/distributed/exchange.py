@@ -106,10 +106,10 @@ class StateExchange(Observed):
     head_dim
         Columns of a state, those of v.
     dtype
-        Of the states to exchange: "float32", or "bfloat16" or "float16" for half the bytes and a
-        larger error.
+        The dtype in which states travel: "float32", or "bfloat16" or "float16" for half the bytes
+        and a larger error.
     out_dtype
-        Of the answers.
+        The dtype of the answers.
     lse_base_on_e
         Whether LSEs are natural logarithms; base 2 otherwise.
     timeout

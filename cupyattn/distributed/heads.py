@@ -18,9 +18,9 @@ class HeadRange:
     Parameters
     ----------
     first_qo_head, num_qo_heads
-        Of q and of the output.
+        The first of the heads of q and of the output, and how many there are.
     first_kv_head, num_kv_heads
-        Of keys and values.
+        The same of the heads of keys and values.
     num_replicas
         How many ranks have the same KV heads; 1: each has its own.
     """

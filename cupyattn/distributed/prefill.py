@@ -54,7 +54,8 @@ class ContextParallelPrefill(Untraced):
     Parameters
     ----------
     group
-        Of all ranks that call; their arrays are on its GPUs (CuPy's or torch's), or on the CPU.
+        The group of all ranks that call; their arrays are on its GPUs (CuPy's or torch's), or on
+        the CPU.
     method
         "auto", or one of the three.
     rates
