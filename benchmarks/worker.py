@@ -30,6 +30,8 @@ from .lists.oracle import expect_lists
 from .merge.candidates import expect_merge, make_merge_inputs
 from .merge.case import MergeCase
 from .results import FILE_NAME, Results, bare_row, timed_row
+from .selections import inputs as selections
+from .selections.case import SelectionCase
 from .timing import Clock, ContextLost, Timing, describe, measure, measure_host
 
 CONTEXT_LOST = 75  # the exit status that asks for a fresh process
@@ -128,13 +130,11 @@ def _check_and_time(
     inputs, expected = problem(case)
     clock.wait()
     offered = _offers(case, args, inputs, results, clock, progress, rows)
-    is_8bit = isinstance(case, BatchCase) and case.is_8bit
-    tolerance = oracle.TOLERANCE_8BIT if is_8bit else oracle.TOLERANCE
     checked = []
     for candidate in offered:
         progress.note("check", case.name, candidate.label)
         try:
-            checked.append(_check(candidate, expected, clock, tolerance))
+            checked.append(_check(candidate, expected, clock, _tolerance(case)))
         except ContextLost:
             raise
         except Exception as error:
@@ -155,11 +155,21 @@ def _check_and_time(
     return {"gpu": state}
 
 
+def _tolerance(case: AnyCase) -> float:
+    if isinstance(case, SelectionCase):
+        return selections.TOLERANCE
+    is_8bit = isinstance(case, BatchCase) and case.is_8bit
+    return oracle.TOLERANCE_8BIT if is_8bit else oracle.TOLERANCE
+
+
 def problem(case: AnyCase) -> tuple[Any, list[oracle.Expected]]:
     """Inputs of a case, and the answers of sampled rows."""
     if isinstance(case, ListCase):
         listed = make_list_inputs(case)
         return listed, expect_lists(case, listed)
+    if isinstance(case, SelectionCase):
+        selected = selections.make_selection_inputs(case)
+        return selected, selections.expect_selection(case, selected)
     if isinstance(case, BatchCase):
         batch = make_batch_inputs(case)
         return batch, expect_batch(case, batch)

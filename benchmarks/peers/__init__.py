@@ -11,6 +11,8 @@ from ..cases import AnyCase
 from ..lists import offers
 from ..lists.case import ListCase
 from ..merge.case import MergeCase
+from ..selections import offers as selection_offers
+from ..selections.case import SelectionCase
 
 PEERS = (
     *("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa"),
@@ -21,6 +23,7 @@ PEERS = (
     "cudnn_fp8",
     "triton",
     "gather",
+    "deepgemm",
 )
 OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm", "ours_16bit")
 IMPLEMENTATIONS = (*OURS, *PEERS)
@@ -61,6 +64,8 @@ def offering(case: AnyCase) -> tuple[str, ...]:
         return _SINGLE
     if isinstance(case, ListCase):
         return offers.offering(case)
+    if isinstance(case, SelectionCase):
+        return selection_offers.OFFERING
     if case.is_portable:
         return _PORTABLE
     return (_WIDE if case.head_dim_vo > 256 else {}).get(case.op) or _BATCH[case.op]
@@ -75,6 +80,8 @@ def candidates(name: str, case: AnyCase, inputs: Any, build: bool = True) -> lis
     """
     if isinstance(case, ListCase):
         return offers.candidates(name, case, inputs, build)
+    if isinstance(case, SelectionCase):
+        return selection_offers.candidates(name, case, inputs)
     if isinstance(case, BatchCase):
         return _of_batch(name, case, inputs, build)
     if isinstance(case, MergeCase):

@@ -35,6 +35,7 @@ _PEERS = (
     "cudnn_fp8",
     "triton",
     "gather",
+    "deepgemm",
 )
 _PROFILE_SECONDS = 90.0
 _PREHEAT_SECONDS = 0.05  # a case; the one before has just kept the GPU busy

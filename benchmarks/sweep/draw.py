@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from ..batch.case import BatchCase
 from ..lists.case import ListCase
+from ..selections.case import SelectionCase
 from .groups import BY_NAME, GROUPS
 from .models import MODELS, TENSOR_PARALLEL, Model
 
+_LISTING = (ListCase, SelectionCase)
 _PAGE_SIZES = (1, 16, 16, 16, 32, 64, 128)
 _LONGEST_PROMPT = 32768
 _MOST_KEYS = 131072  # of one request
@@ -57,7 +59,7 @@ def draw_case(seed: int, number: int, schedule: str | None = None) -> BatchCase:
 def _lengths_label(case: BatchCase) -> str:
     """Rows and keys of the longest request, and the page size; "to" where lengths differ. Of lists
     what they say."""
-    if isinstance(case, ListCase):
+    if isinstance(case, _LISTING):
         return case.label
     q_len, kv_len = max(case.q_lens), max(case.kv_lens)
     keys = f"{'' if len(set(case.kv_lens)) == 1 else 'to'}{kv_len}"
@@ -71,7 +73,7 @@ def schedule_of(case: BatchCase) -> str:
 
 def model_of(case: BatchCase) -> str:
     """The model in the name of a drawn case, or of lists the kind; groups stand for one."""
-    if isinstance(case, ListCase):
+    if isinstance(case, _LISTING):
         return case.kind
     if schedule_of(case) in GROUPS:
         return schedule_of(case)
@@ -213,7 +215,7 @@ def _merged(requests: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int,
 def _fit(case: BatchCase) -> BatchCase:
     """The case with as many of its requests as memory and time allow, at least the first. Lists are
     drawn so that they fit."""
-    if isinstance(case, ListCase):
+    if isinstance(case, _LISTING):
         return case
     row = case.num_kv_heads * (case.head_dim_qk + case.head_dim_vo)
     row *= case.groups[0].kv_itemsize

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..batch.case import BatchCase
 from ..lists.draw import draw as draw_lists
+from ..selections.draw import draw as draw_selections
 from .models import MODELS, TENSOR_PARALLEL, Model
 
 _MOST_ROWS = 16384  # of queries, in a batch of prompts
@@ -239,8 +240,11 @@ GROUPS: dict[str, Group] = {
         "queries, keys and values of e4m3", _eight_bits, 1.15, percentile_5=0.97, lists_peers=True
     ),
     "sparse": Group("lists of keys, block-sparse prompts", draw_lists, 2.0, 1.0, lists_peers=True),
+    "select": Group(
+        "the greatest 2,048 scores of DeepSeek's index", draw_selections, 1.5, lists_peers=True
+    ),
 }
-BY_NAME = ("fp8", "sparse")
+BY_NAME = ("fp8", "sparse", "select")
 
 
 # The prompt whose code is weighed, and the most bytes of it that are wanted.

@@ -1,0 +1,1 @@
+"""Selections beside their peers: the greatest scores of an index, by which tokens choose keys."""
