@@ -3,10 +3,11 @@
     python -m benchmarks.scale benchmarks/results/FOLDER          # a table
     python -m benchmarks.scale benchmarks/results/FOLDER --svg docs/pictures/scale.svg
 
-A rank's kernels are measured on one GPU, over the share that it has in a group of any size; so are
-exchanges between GPUs of a host, from which come a latency and a rate. Hosts of `HOST_GPUS` are
-joined by a network, whose figures are assumed: `NETWORK`. The last column compares what is foretold
-for groups that were measured with what they took.
+A rank's kernels are measured on one GPU, over the share that it has in a group of any size: those
+of the group's slowest GPU, since a step ends with its last rank. Exchanges between GPUs of a host
+are measured too; from them come a latency and a rate. Hosts of `HOST_GPUS` are joined by a network,
+whose figures are assumed: `NETWORK`. The last column compares what is foretold for groups that were
+measured with what they took.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .distributed.cases import DECODES, PROMPTS, Decode, Prompt
+from .distributed.cases import DECODES, PROMPTS, SHARE_METHODS, Decode, Prompt
 
 SIZES = tuple(2**n for n in range(10))
 HOST_GPUS = 8
@@ -45,7 +46,8 @@ NETWORK = Link(20.0, 45.0)
 class Figures(NamedTuple):
     """What was measured.
 
-    shares     µs of a rank's kernels on one GPU, by case and number of parts
+    shares     µs of a rank's kernels on one GPU, by case (of prompts: and method, `way`) and number
+               of parts
     exchange   of states between GPUs of one host
     gather     of keys, likewise
     measured   µs by case and number of GPUs
@@ -65,7 +67,8 @@ class Figures(NamedTuple):
         for row in rows:
             kind, us = str(row["kind"]), float(str(row["us"]))
             if kind == "share":
-                shares.setdefault(str(row["case"]), {})[int(str(row["parts"]))] = us
+                for name in _ways(row):
+                    shares.setdefault(name, {})[int(str(row["parts"]))] = us
             elif kind in messages:
                 messages[kind].append((float(str(row["sent_bytes"])), us))
             elif kind in ("decode", "prompt"):
@@ -76,7 +79,7 @@ class Figures(NamedTuple):
         return Figures(shares, links["exchange"], links["gather"], measured)
 
     def share(self, case: str, parts: float) -> float:
-        """µs of a rank's kernels when the work of a case is cut into so many parts.
+        """µs of a rank's kernels when the work of a case or `way` is cut into so many parts.
 
         Between measured numbers, and beyond them, times are powers of the number.
         """
@@ -89,6 +92,22 @@ class Figures(NamedTuple):
         slope = min((y[low + 1] - y[low]) / (x[low + 1] - x[low]), 0.0)
         end = low + 1 if at > x[-1] else low
         return float(np.exp(y[end] + slope * (at - x[end])))
+
+
+def way(case: str, method: str) -> str:
+    """The name under which a prompt's shares by a method are kept."""
+    return f"{case} by {method}"
+
+
+def _ways(row: Mapping[str, object]) -> Iterator[str]:
+    """The names under which the row of a share is kept. A GPU alone has no method."""
+    case = str(row["case"])
+    if not any(case == known.name for known in PROMPTS):
+        yield case
+        return
+    for method in SHARE_METHODS:
+        if row["parts"] == 1 or row.get("method", SHARE_METHODS[0]) == method:
+            yield way(case, method)
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> Link:
@@ -121,17 +140,20 @@ def decode_step(case: Decode, world: int, figures: Figures) -> float:
 
 
 def prompt(case: Prompt, world: int, figures: Figures) -> float:
-    """µs of a layer's attention over a prompt. Keys come while the rank's own are attended to."""
-    kernels = figures.share(case.name, world)
+    """µs of a layer's attention over a prompt, by the method that takes the least time.
+
+    Keys that are gathered come before a rank's kernels. Those that come beside them cost no more
+    than they take longer than the rank's work on its own tokens, which is one of `world` parts.
+    """
+    shares = [figures.share(way(case.name, method), world) for method in SHARE_METHODS]
     if world == 1:
-        return kernels
+        return shares[0]
     in_host = min(world, HOST_GPUS)
-    gathered = case.key_bytes * (in_host - 1) / world
-    time = figures.gather.time(gathered)
+    come = figures.gather.time(case.key_bytes * (in_host - 1) / world)
     if world > in_host:
-        time += NETWORK.time(case.key_bytes * (world - in_host) / world)
-    own = kernels / (2 * world)  # the share of the products with the rank's own keys
-    return max(kernels, own + time)
+        come += NETWORK.time(case.key_bytes * (world - in_host) / world)
+    gather, overlap = shares
+    return min(gather + come, overlap + max(come - overlap / world, 0.0))
 
 
 class Point(NamedTuple):
@@ -147,7 +169,8 @@ class Point(NamedTuple):
 def points(figures: Figures, sizes: Sequence[int] = SIZES) -> Iterator[Point]:
     """Every case that has shares, on every number of GPUs."""
     for case in (*DECODES, *PROMPTS):
-        if case.name not in figures.shares:
+        name = case.name if isinstance(case, Decode) else way(case.name, SHARE_METHODS[0])
+        if name not in figures.shares:
             continue
         times = [
             decode_step(case, size, figures)

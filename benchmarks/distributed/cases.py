@@ -47,6 +47,7 @@ class Prompt(NamedTuple):
 
 DECODES = (
     Decode("decode_1x1M", 1, 1 << 20, 32, 8, 128),
+    Decode("decode_1x4M", 1, 1 << 22, 32, 8, 128),
     Decode("decode_8x128k", 8, 1 << 17, 32, 8, 128),
     Decode("decode_64x8k", 64, 1 << 13, 32, 8, 128),
     Decode("mla_8x128k_h128", 8, 1 << 17, 128, 1, 512, 64),
@@ -59,3 +60,5 @@ PROMPTS = (
 EXCHANGES = ((1, 32, 128), (8, 32, 128), (64, 32, 128), (256, 32, 128), (8, 128, 512))
 # Parts that one GPU's share is measured for, so that larger groups can be foretold.
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Methods of prompts whose kernels are measured so: those that move keys.
+SHARE_METHODS = "gather", "overlap"
