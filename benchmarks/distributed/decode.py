@@ -11,7 +11,7 @@ import torch
 import cupyattn
 from cupyattn.distributed import StateExchange
 
-from .cases import PAGE_SIZE, PARTS, Decode
+from .cases import PAGE_SIZE, Decode
 from .exchange import PATHS, make_exchange
 from .machine import Machine
 from .rank import Rank
@@ -100,9 +100,9 @@ def run_decode(rank: Rank, case: Decode) -> None:
     arrays = DecodeArrays(case, machine)
     alone = arrays.step(0, 1, machine.dtype)
     whole = alone()[0].float()
-    if rank.alone:
+    if rank.parts:
         rank.add_alone("decode", case.name, alone, machine.layers)
-        for parts in PARTS[1:]:
+        for parts in rank.parts[1:]:
             if arrays.table.shape[1] % parts == 0 and rank.has_time(15):
                 step = arrays.step(0, parts, torch.float32)
                 rank.add_share(case.name, step, machine.layers, parts=parts)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cupyattn.distributed import Group
 
-from .cases import DECODES, EXCHANGES, PROMPTS, Decode, Prompt
+from .cases import DECODES, EXCHANGES, PARTS, PROMPTS, Decode, Prompt
 from .decode import run_decode
 from .exchange import run_exchange
 from .machine import GPU
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.init_process_group("nccl", device_id=device)
     group = Group.from_torch(device=device.index)
     print(group.describe(), flush=True)
-    measure(Rank(group, GPU, args.out, deadline, args.alone), args.case)
+    parts = PARTS if args.alone else ()
+    measure(Rank(group, GPU, args.out, deadline, parts), args.case)
     group.close()
     dist.destroy_process_group()
     return 0

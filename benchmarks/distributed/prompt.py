@@ -14,7 +14,7 @@ from cupyattn.distributed import ContextParallelPrefill, Group, ZigZag
 from cupyattn.distributed.exchanged_rows import ExchangedRows
 from cupyattn.distributed.peer_memory import PeerMemory
 
-from .cases import PARTS, SHARE_METHODS, Prompt
+from .cases import SHARE_METHODS, Prompt
 from .lone import lone_group
 from .rank import Rank
 
@@ -32,9 +32,9 @@ def run_prompt(rank: Rank, case: Prompt) -> None:
     )
     alone = _prompt_alone(rank, case, q, k, v)
     whole = alone()
-    if rank.alone:
+    if rank.parts:
         rank.add_alone("prompt", case.name, alone, 1)
-        for parts in PARTS[1:]:
+        for parts in rank.parts[1:]:
             for method in SHARE_METHODS:
                 if rank.has_time(15):
                     _, step = _prompt_step(

@@ -23,11 +23,11 @@ class Rank:
     """This rank of the group. The first one writes the rows to a file, and prints them."""
 
     def __init__(
-        self, group: Group, machine: Machine, out: Path, deadline: float, alone: bool
+        self, group: Group, machine: Machine, out: Path, deadline: float, parts: Sequence[int]
     ) -> None:
         self.group, self.machine = group, machine
         self.out, self.deadline = out, deadline
-        self.alone = alone  # whether kernels on one GPU are measured too
+        self.parts = parts  # numbers of ranks whose shares are measured on one GPU; none: neither
         self.rows: list[dict[str, Any]] = []
 
     def add(self, kind: str, case: str, us: float, **facts: Any) -> None:
