@@ -7,22 +7,23 @@ ordinary call without a plan, told its share of the keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import array
-from ..array.match import require_contiguous
-from ..core import dtypes
+from ..array.match import require_contiguous, require_dtype
+from ..core import dtypes, parse
 from ..core.key_share import KeyShare
 from ..core.observed import Observed
 from ..errors import ArgumentError, UnsupportedError
 from ..wrappers.mla import BatchMLAPagedAttentionWrapper
 from .exchange import StateExchange
 from .gather import HeadGather
-from .group import Group
+from .group import Group, checked_group
 
 
 class _Form(NamedTuple):
@@ -76,13 +77,13 @@ class _ContextParallel(Observed):
         timeout: float,
         uses_windows: bool | None,
     ) -> None:
-        self.group = group
+        self.group = checked_group(group)
         self.share = KeyShare(group.size, group.rank, cp_kv_cache_interleave_size)
-        self.q_is_replicated = q_is_replicated
+        self.q_is_replicated = parse.flag(q_is_replicated, "q_is_replicated")
         group.handshake(
             {
                 "cp_kv_cache_interleave_size": self.share.cp_kv_cache_interleave_size,
-                "q_is_replicated": q_is_replicated,
+                "q_is_replicated": self.q_is_replicated,
             }
         )
         self.exchange = StateExchange(
@@ -104,8 +105,13 @@ class _ContextParallel(Observed):
         self.exchange.close()
         self.gather.close()
 
-    def _share_options(self, form: _Form) -> dict[str, Any]:
-        """What tells a function this rank's share."""
+    def _share_options(self, form: _Form, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What tells a function this rank's share, which a call may not say besides."""
+        for name in form.share:
+            if name in given:
+                raise ArgumentError(
+                    f"{name}: got {parse.shown(given[name])}; leave it out, the group says it"
+                )
         if self.share.is_whole:
             return {}
         share = self.share
@@ -129,6 +135,7 @@ class _ContextParallel(Observed):
         """queries: [..., own heads, columns], or of all heads where they are replicated; attend:
         from those of all heads to o [..., heads, head_dim] of float32 and its LSE."""
         self.group.check()
+        return_lse = parse.flag(return_lse, "return_lse")
         views = [array.view(x, "q") for x in queries]
         exchange = self.exchange
         heads = exchange.num_heads if self.q_is_replicated else exchange.own_heads
@@ -140,21 +147,22 @@ class _ContextParallel(Observed):
             )
         lead = tuple(shape[:-2])
         rows = int(np.prod(lead, dtype=np.int64))
+        own = exchange.own_heads, exchange.head_dim
+        self._check_out(out, (*lead, *own))
         if rows:
             exchange.meet(rows, views[0])
         if rows and not self.q_is_replicated and self.group.size > 1:
             queries = self.gather(views)
-        own = exchange.own_heads, exchange.head_dim
-        if out is not None:
-            view = array.view(out, "out")
-            require_contiguous(view, "out")
-            if tuple(view.shape) != (*lead, *own):
-                raise ArgumentError(f"out: shape is {list(view.shape)}; wanted {[*lead, *own]}")
         if not rows:
             o = array.empty((0, exchange.num_heads, own[1]), dtypes.float32, views[0])
             lse = array.empty((0, exchange.num_heads), dtypes.float32, views[0])
         else:
             o, lse = attend(*queries)
+            if o.shape[-1] != own[1]:
+                raise ArgumentError(
+                    f"head_dim: got {own[1]}, and outputs have {o.shape[-1]} columns; wanted those "
+                    "of v"
+                )
             o = o.reshape(rows, exchange.num_heads, own[1])
             if heads_first:  # [b, heads, s], or [heads, rows]
                 lse = lse.swapaxes(-1, -2)
@@ -163,6 +171,16 @@ class _ContextParallel(Observed):
         made, made_lse = exchange.run(o, lse, flat, return_lse=True)
         out = made.reshape(*lead, *own) if out is None else out
         return (out, made_lse.reshape(*lead, own[0])) if return_lse else out
+
+    def _check_out(self, out: Any, shape: tuple[int, ...]) -> None:
+        """Before queries are sent: an error of this rank alone leaves no peer waiting for it."""
+        if out is None:
+            return
+        view = array.view(out, "out")
+        require_contiguous(view, "out")
+        if tuple(view.shape) != shape:
+            raise ArgumentError(f"out: shape is {list(view.shape)}; wanted {[*shape]}")
+        require_dtype(view, self.exchange.out_dtype, "out")
 
 
 class ContextParallelCall(_ContextParallel):
@@ -263,7 +281,7 @@ class ContextParallelCall(_ContextParallel):
         that is given; with `return_lse` (out, lse [..., own heads]) whose base is the function's.
         """
         form = self._form
-        options = {**self._without_sinks(options, form), **self._share_options(form)}
+        options = {**self._without_sinks(options, form), **self._share_options(form, options)}
         shape = self.exchange.num_heads, self.exchange.head_dim
 
         def attend(q: Any) -> tuple[Any, Any]:
@@ -322,12 +340,9 @@ class ContextParallelWrapper(_ContextParallel):
         timeout: float = 1.0,
         uses_windows: bool | None = None,
     ) -> None:
-        if not hasattr(wrapper, "plan") or not hasattr(wrapper, "run"):
-            raise ArgumentError(
-                f"wrapper: got {type(wrapper).__name__}; wanted one that has plan() and run(), "
-                "such as BatchDecodeWithPagedKVCacheWrapper"
-            )
+        _require_shares(wrapper)
         self.wrapper = wrapper
+        self._is_natural = False  # whether LSEs of the plan are natural logarithms
         self._is_latent = isinstance(wrapper, BatchMLAPagedAttentionWrapper)
         self._form = _Form(_CP)
         super().__init__(
@@ -345,10 +360,12 @@ class ContextParallelWrapper(_ContextParallel):
 
     def plan(self, *args: Any, **options: Any) -> None:
         """wrapper.plan() for this rank's share and outputs of float32."""
+        options |= self._share_options(self._form, options)
         options["output_dtype" if self._is_latent else "o_data_type"] = "float32"
         if self.share.is_whole:
             options.pop("cp_tot_seqused_k", None)
-        self.wrapper.plan(*args, **options, **self._share_options(self._form))
+        self.wrapper.plan(*args, **options)
+        self._is_natural = options.get("lse_mode") == "basee"
 
     def run(
         self, q: Any, *args: Any, out: Any = None, return_lse: bool = False, **options: Any
@@ -366,9 +383,37 @@ class ContextParallelWrapper(_ContextParallel):
         queries = [q, *args[:1]] if self._is_latent else [q]
         rest = args[len(queries) - 1 :]
         options = self._without_sinks(options, self._form)
+        self._check_base(options.get("return_lse_base_on_e", False))
 
         def attend(*queries: Any) -> tuple[Any, Any]:
             o, lse = self.wrapper.run(*queries, *rest, return_lse=True, **options)
             return o, lse
 
         return self._run(queries, attend, False, out, return_lse)
+
+    def _check_base(self, return_lse_base_on_e: Any) -> None:
+        """States of another base than the exchange's would be merged to wrong numbers."""
+        is_natural = self._is_natural or parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
+        if is_natural is not self.exchange.lse_base_on_e:
+            base = "natural logarithms" if is_natural else "logarithms of base 2"
+            raise ArgumentError(
+                f"lse_base_on_e: got {self.exchange.lse_base_on_e}, and the wrapper gives {base}; "
+                "wanted True with lse_mode='basee' in plan(), or False without it"
+            )
+
+
+def _require_shares(wrapper: Any) -> None:
+    """ArgumentError for what is no wrapper, or none of pages that ranks can share."""
+    plan, run = (getattr(wrapper, name, None) for name in ("plan", "run"))
+    if not callable(plan) or not callable(run):
+        raise ArgumentError(
+            f"wrapper: got {type(wrapper).__name__}; wanted one that has plan() and run(), "
+            "such as BatchDecodeWithPagedKVCacheWrapper"
+        )
+    parameters = inspect.signature(plan).parameters
+    takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    if _CP[0] not in parameters and not takes_any:
+        raise ArgumentError(
+            f"wrapper: {type(wrapper).__name__}.plan() takes no {_CP[0]}; wanted one of paged "
+            "keys (prompts go to ContextParallelPrefill)"
+        )

@@ -31,7 +31,7 @@ from ..launch.driver.enqueue import cuda
 from ..launch.ops import exchange_states
 from ..launch.ops.exchange_states import Exchange
 from . import two_levels
-from .group import Group
+from .group import Group, checked_group
 from .mailbox import Mailbox
 from .two_levels import TwoLevels
 
@@ -150,7 +150,9 @@ class StateExchange(Observed):
         timeout: float = 1.0,
         uses_windows: bool | None = None,
     ) -> None:
-        self.group = group
+        self.group = checked_group(group)
+        if uses_windows is not None:
+            uses_windows = parse.flag(uses_windows, "uses_windows")
         self.max_rows = parse.require_int(max_rows, "max_rows")
         self.num_heads = parse.require_int(num_heads, "num_heads")
         self.own_heads = group.check_heads(self.num_heads, "num_heads")
@@ -229,6 +231,9 @@ class StateExchange(Observed):
             None if x is None else array.view(x, name)
             for x, name in zip(arrays, _Arrays._fields, strict=True)
         )
+        for x, name in ((o, "o"), (lse, "lse")):
+            if x is None:
+                raise ArgumentError(f"{name}: got None; wanted the states of this rank's keys")
         rows = self._check(views)
         shape = rows, self.own_heads, self.head_dim
         made = self._outputs(views, shape, returns_lse)

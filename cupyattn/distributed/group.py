@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .._version import __version__
+from ..core import parse
 from ..core.cupy_module import cupy_module
 from ..errors import ArgumentError, DeviceError, DistributedError
 from . import handshake, simulated, starts
 from .transport import Transport, Window
 
 _T = TypeVar("_T")
+_MAX_BYTES = 2**63 - 1
 
 
 class Group:
@@ -48,6 +50,11 @@ class Group:
     """
 
     def __init__(self, transport: Transport) -> None:
+        if not hasattr(transport, "share_bytes"):
+            raise ArgumentError(
+                f"transport: got {type(transport).__name__}; wanted a "
+                "cupyattn.distributed.Transport, or Group.from_environment() and its like"
+            )
         if not 0 <= transport.rank < transport.size:
             raise ArgumentError(
                 f"rank: got {transport.rank} of {transport.size} ranks; wanted 0 to "
@@ -96,7 +103,7 @@ class Group:
         rank's CUDA device, the current one by default; it becomes the current one. All ranks make
         this call; DeviceError where they do not all come within `timeout` seconds.
         """
-        return cls(starts.from_unique_id(unique_id, rank, size, device, timeout))
+        return cls(starts.from_unique_id(unique_id, rank, size, device, _seconds(timeout)))
 
     @classmethod
     def from_torch(
@@ -107,12 +114,12 @@ class Group:
         A backend of NCCL serves CuPy's arrays on CUDA streams, gloo NumPy's arrays. The process
         group stays its program's; it is aborted if a rank of it ends.
         """
-        return cls(starts.from_torch(process_group, device, timeout))
+        return cls(starts.from_torch(process_group, device, _seconds(timeout)))
 
     @classmethod
     def from_cupyx(cls, comm: Any, *, timeout: float = 60.0) -> Group:
         """A group over what `cupyx.distributed.init_process_group(size, rank)` returns."""
-        return cls(starts.from_cupyx(comm, timeout))
+        return cls(starts.from_cupyx(comm, _seconds(timeout)))
 
     @classmethod
     def from_mpi(
@@ -128,7 +135,7 @@ class Group:
         MPI carries handshakes and NCCL's id, NCCL what lies on GPUs, so MPI need not know CUDA.
         With `on_gpu=False`, or where there is no GPU, arrays are NumPy's and MPI carries them.
         """
-        return cls(starts.from_mpi(comm, device, on_gpu, timeout))
+        return cls(starts.from_mpi(comm, device, _choice(on_gpu), _seconds(timeout)))
 
     @classmethod
     def from_jax(cls, *, on_gpu: bool | None = None, timeout: float = 60.0) -> Group:
@@ -136,7 +143,7 @@ class Group:
 
         JAX's coordinator carries handshakes and NCCL's id. Each process has one device.
         """
-        return cls(starts.from_jax(on_gpu, timeout))
+        return cls(starts.from_jax(_choice(on_gpu), _seconds(timeout)))
 
     @classmethod
     def from_folder(
@@ -154,7 +161,9 @@ class Group:
         It needs no other library to start. The folder must be a new one for every start: files of
         an earlier one would be taken for those of ranks of this one.
         """
-        return cls(starts.from_folder(folder, rank, size, device, on_gpu, timeout))
+        return cls(
+            starts.from_folder(folder, rank, size, device, _choice(on_gpu), _seconds(timeout))
+        )
 
     @classmethod
     def from_environment(cls, *, on_gpu: bool | None = None, timeout: float = 60.0) -> Group:
@@ -164,7 +173,7 @@ class Group:
         `torchrun` (RANK, WORLD_SIZE, MASTER_ADDR); `mpirun`. Each rank takes the GPU of its place
         on its host, which becomes the current device.
         """
-        return cls(starts.from_environment(on_gpu, timeout))
+        return cls(starts.from_environment(_choice(on_gpu), _seconds(timeout)))
 
     def all_to_all(self, out: Any, given: Any, stream: int | None = None) -> None:
         """Part i of `given`, of `size` equal parts, goes to rank i; part j of `out` is from rank j.
@@ -191,10 +200,11 @@ class Group:
 
     def reduce_scatter(self, out: Any, given: Any, stream: int | None = None) -> None:
         """`out` becomes this rank's part of the sum of what all ranks have given, in float32."""
+        pair = self._bytes(out, "out"), self._bytes(given, "given")
         for name, array in (("out", out), ("given", given)):
             if str(array.dtype) != "float32":
                 raise ArgumentError(f"{name}: got dtype {array.dtype}; wanted float32")
-        floats = [self._bytes(array, "array").view(np.float32) for array in (out, given)]
+        floats = [x.view(np.float32) for x in pair]
         if floats[0].size * self.size != floats[1].size:
             raise ArgumentError(
                 f"reduce_scatter: got {floats[1].size} values to give and {floats[0].size} to "
@@ -208,6 +218,8 @@ class Group:
 
     def share_bytes(self, data: bytes) -> list[bytes]:
         """What every rank has given, on the host, in rank order. It may wait for the others."""
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise ArgumentError(f"data: got {type(data).__name__}; wanted bytes")
         return self._guarded(self.transport.share_bytes, data)
 
     def window(self, nbytes: int) -> Window | None:
@@ -215,8 +227,7 @@ class Group:
 
         All ranks get one, or none does.
         """
-        if nbytes < 1:
-            raise ArgumentError(f"nbytes: got {nbytes}; wanted the bytes of a window, 1 or more")
+        nbytes = parse.require_int(nbytes, "nbytes", maximum=_MAX_BYTES)
         return self._guarded(self.transport.window, nbytes)
 
     def handshake(self, facts: Mapping[str, Any]) -> None:
@@ -226,6 +237,8 @@ class Group:
         share; the version of this library is among them by itself. The message says which rank
         differs, and in what.
         """
+        if not isinstance(facts, Mapping):
+            raise ArgumentError(f"facts: got {type(facts).__name__}; wanted names and values")
         own = handshake.packed({"cupyattn version": __version__, **facts})
         found = handshake.differences([handshake.unpacked(x) for x in self.share_bytes(own)])
         if found:
@@ -233,6 +246,7 @@ class Group:
 
     def check_heads(self, num_heads: int, name: str = "num_qo_heads") -> int:
         """The heads that each rank has of so many; ArgumentError where they do not divide."""
+        num_heads = parse.require_int(num_heads, name)
         if num_heads % self.size:
             raise ArgumentError(
                 f"{name}: got {num_heads} heads for a group of {self.size} ranks; wanted a "
@@ -245,7 +259,8 @@ class Group:
 
         All ranks call it. What it makes is closed before this group is.
         """
-        parts = [int(data) for data in self.share_bytes(str(int(part)).encode())]
+        part = parse.require_int(part, "part", 0)
+        parts = [int(data) for data in self.share_bytes(str(part).encode())]
         members = [rank for rank, other in enumerate(parts) if other == part]
         return Group(self._guarded(self.transport.split, members))
 
@@ -329,6 +344,10 @@ class Group:
         if is_cupy is not self.on_gpu or not (is_cupy or isinstance(array, np.ndarray)):
             wanted = "a CuPy array" if self.on_gpu else "a NumPy array"
             raise ArgumentError(f"{name}: got {type(array).__name__}; wanted {wanted}")
+        if array.dtype.hasobject:
+            raise ArgumentError(f"{name}: got dtype {array.dtype}; wanted numbers")
+        if name == "out" and not (is_cupy or array.flags.writeable):
+            raise ArgumentError("out: is read-only; wanted an array to write")
         if not array.flags.c_contiguous:
             raise ArgumentError(f"{name}: got strides {array.strides}; wanted a contiguous array")
         return array.reshape(-1).view(np.uint8)
@@ -355,6 +374,23 @@ class Group:
         return stream
 
 
+def _seconds(timeout: Any) -> float:
+    return parse.positive(timeout, "timeout", 60.0)
+
+
+def _choice(on_gpu: Any) -> bool | None:
+    return None if on_gpu is None else parse.flag(on_gpu, "on_gpu")
+
+
+def checked_group(group: Any) -> Group:
+    """The argument `group` of a class or a call; ArgumentError where it is none."""
+    if not isinstance(group, Group):
+        raise ArgumentError(
+            f"group: got {type(group).__name__}; wanted a cupyattn.distributed.Group"
+        )
+    return group
+
+
 def simulate(
     size: int,
     work: Callable[[Group], Any],
@@ -378,5 +414,7 @@ def simulate(
         >>> simulate(2, work)
         [[0.0, 10.0], [1.0, 11.0]]
     """
+    if not callable(work):
+        raise ArgumentError(f"work: got {type(work).__name__}; wanted a function of a Group")
     groups = Group.simulated(size, devices=devices, hosts=hosts, timeout=timeout)
     return simulated.run_ranks(size, lambda rank: work(groups[rank]), groups[0].fail, devices)

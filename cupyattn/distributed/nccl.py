@@ -346,6 +346,10 @@ def connected(
     unique_id: bytes, rank: int, size: int, seconds: float, check: Check = lambda: None
 ) -> NcclCalls:
     """The communicator of all ranks; DeviceError where they do not all come."""
+    if not isinstance(unique_id, (bytes, bytearray)):
+        raise ArgumentError(
+            f"unique_id: got {type(unique_id).__name__}; wanted bytes of new_unique_id()"
+        )
     if len(unique_id) != UNIQUE_ID_BYTES:
         raise ArgumentError(
             f"unique_id: got {len(unique_id)} bytes; wanted {UNIQUE_ID_BYTES}, as new_unique_id() "

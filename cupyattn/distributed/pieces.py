@@ -12,6 +12,9 @@ from ..core import parse
 from ..engine.requests import read_rows
 from ..errors import ArgumentError
 from ..typing import Array
+from .ranks import check_rank
+
+_MAX_AXES = 64  # of NumPy's arrays
 
 
 class ZigZag:
@@ -68,10 +71,7 @@ class ZigZag:
 
     def pieces(self, rank: int) -> tuple[int, int]:
         """The numbers of the early and of the late piece of a rank."""
-        if not 0 <= rank < self.size:
-            raise ArgumentError(
-                f"rank: got {rank} of {self.size} ranks; wanted 0 to {self.size - 1}"
-            )
+        check_rank(rank, self.size)
         return rank, 2 * self.size - 1 - rank
 
     def spans(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,6 +116,7 @@ class ZigZag:
         return _take(_concatenated(parts, axis), np.argsort(rows, kind="stable"), axis)
 
     def _require_extent(self, x: Any, name: str, wanted: int, axis: int) -> None:
+        axis = parse.require_int(axis, "axis", -_MAX_AXES, _MAX_AXES)
         shape = tuple(getattr(x, "shape", ()))
         if not -len(shape) <= axis < len(shape) or shape[axis] != wanted:
             raise ArgumentError(

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, CupyAttnError, DistributedError, PlanError, 
 from ..slots import reshape_and_cache
 from ..typing import Array
 from .exchanged_rows import ExchangedRows
-from .group import Group
+from .group import Group, checked_group
 from .heads import head_range
 from .peer_memory import PeerMemory
 from .pieces import ZigZag
@@ -82,15 +82,11 @@ class ContextParallelPrefill(Untraced):
     """
 
     def __init__(self, group: Group, *, method: str = "auto", rates: Rates | None = None) -> None:
-        if not isinstance(group, Group):
-            raise ArgumentError(
-                f"group: got {type(group).__name__}; wanted a cupyattn.distributed.Group"
-            )
         if rates is not None and not isinstance(rates, Rates):
             raise ArgumentError(
                 f"rates: got {type(rates).__name__}; wanted cupyattn.distributed.Rates, or None"
             )
-        self.group = group
+        self.group = checked_group(group)
         self._method = parse.choice(method, ("auto", *_METHODS), "method")
         self._rates = Rates() if rates is None else rates
         self._options: PrefillOptions | None = None

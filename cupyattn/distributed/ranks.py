@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .._version import __version__
+from ..core import parse
 from ..core.cupy_module import cupy_module
 from ..errors import ArgumentError, DeviceError, DistributedError
 from . import handshake, liveness
 from .channels import Channel
 
 _T = TypeVar("_T")
+_LEAST = -(2**31)
 # What may not differ, by the words that a message has for it.
 _SAME = ("cupyattn version", "size", "library")
 
@@ -160,7 +162,8 @@ def in_time(
 
 
 def check_rank(rank: int, size: int) -> None:
+    size = parse.require_int(size, "size", _LEAST)
     if size < 1:
         raise ArgumentError(f"size: got {size}; wanted the number of ranks, 1 or more")
-    if not 0 <= rank < size:
+    if not 0 <= parse.require_int(rank, "rank", _LEAST) < size:
         raise ArgumentError(f"rank: got {rank} of {size} ranks; wanted 0 to {size - 1}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core import parse
 from ..core.cupy_module import as_stream, cupy_module
 from ..errors import ArgumentError, DeviceError, DistributedError
 from . import handshake
@@ -230,8 +231,8 @@ def _address(memory: Any) -> int:
 def meeting(
     size: int, devices: Sequence[int] | None, hosts: Sequence[int] | None, timeout: float
 ) -> Meeting:
-    if size < 1:
-        raise ArgumentError(f"size: got {size}; wanted the number of ranks, 1 or more")
+    size = parse.require_int(size, "size")
+    timeout = parse.positive(timeout, "timeout", 60.0)
     if devices is not None and len(devices) != size:
         raise ArgumentError(
             f"devices: got {len(devices)} of them for {size} ranks; wanted one for each rank (the "

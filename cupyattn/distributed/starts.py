@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core import parse
 from ..core.cupy_module import cupy_module
 from ..core.packages import needs
 from ..errors import ArgumentError, DeviceError, MissingPackageError
@@ -145,6 +146,8 @@ def from_folder(
     seconds: float,
 ) -> LibraryTransport:
     check_rank(rank, size)
+    if not isinstance(folder, (str, os.PathLike)) or Path(folder).is_file():
+        raise ArgumentError(f"folder: got {folder!r}; wanted the path of a folder, new or empty")
     channel = StoreChannel(Folder(folder), rank, size, "cupyattn")
     return from_channel(channel, "a folder", device, on_gpu, seconds)
 
@@ -181,6 +184,8 @@ def has_gpu() -> bool:
 
 def use(device: int | None) -> int:
     """Make the device the current one of this thread; the current one by default."""
+    if device is not None:
+        device = parse.require_int(device, "device", -(2**31))
     runtime = cupy_module().cuda.runtime
     try:
         count = runtime.getDeviceCount()

@@ -62,8 +62,9 @@ class Transport(Protocol):
     ranks make the same calls in the same order. A call that cannot go on because another rank
     ended, raised or called something else raises DeviceError, or DistributedError; none hangs.
 
-    name in words, for `Group.describe()` hosts for every rank, the number of its host, counted from
-    0 can_capture whether a CUDA graph may hold the collectives
+    name         in words, for `Group.describe()`
+    hosts        for every rank, the number of its host, counted from 0
+    can_capture  whether a CUDA graph may hold the collectives
     """
 
     @property
