@@ -61,13 +61,15 @@ class Figures(NamedTuple):
     @staticmethod
     def of(rows: Iterable[Mapping[str, object]]) -> Figures:
         """From the rows of a result of `python -m benchmarks distributed`."""
+        rows = [*rows]
+        methods = _methods(rows)
         shares: dict[str, dict[int, float]] = {}
         measured: dict[str, dict[int, float]] = {}
         messages: dict[str, list[tuple[float, float]]] = {"exchange": [], "gather": []}
         for row in rows:
             kind, us = str(row["kind"]), float(str(row["us"]))
             if kind == "share":
-                for name in _ways(row):
+                for name in _ways(row, methods):
                     shares.setdefault(name, {})[int(str(row["parts"]))] = us
             elif kind in messages:
                 messages[kind].append((float(str(row["sent_bytes"])), us))
@@ -99,15 +101,33 @@ def way(case: str, method: str) -> str:
     return f"{case} by {method}"
 
 
-def _ways(row: Mapping[str, object]) -> Iterator[str]:
-    """The names under which the row of a share is kept. A GPU alone has no method."""
+def _ways(row: Mapping[str, object], methods: Mapping[str, set[str]]) -> Iterator[str]:
+    """The names under which the row of a share is kept.
+
+    methods  of each prompt that has been measured; a GPU alone has none, and is where each begins
+    """
     case = str(row["case"])
-    if not any(case == known.name for known in PROMPTS):
+    if case not in methods:
         yield case
         return
-    for method in SHARE_METHODS:
-        if row["parts"] == 1 or row.get("method", SHARE_METHODS[0]) == method:
+    for method in sorted(methods[case]):
+        if row["parts"] == 1 or _method(row) == method:
             yield way(case, method)
+
+
+def _methods(rows: Iterable[Mapping[str, object]]) -> dict[str, set[str]]:
+    """The methods of each prompt whose shares have been measured."""
+    found: dict[str, set[str]] = {}
+    names = {case.name for case in PROMPTS}
+    for row in rows:
+        if row["kind"] == "share" and row["case"] in names and row["parts"] != 1:
+            found.setdefault(str(row["case"]), set()).add(_method(row))
+    return found
+
+
+def _method(row: Mapping[str, object]) -> str:
+    """The method of a prompt's share; older results have that of whole rows only."""
+    return str(row.get("method", SHARE_METHODS[0]))
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> Link:
@@ -145,15 +165,21 @@ def prompt(case: Prompt, world: int, figures: Figures) -> float:
     Keys that are gathered come before a rank's kernels. Those that come beside them cost no more
     than they take longer than the rank's work on its own tokens, which is one of `world` parts.
     """
-    shares = [figures.share(way(case.name, method), world) for method in SHARE_METHODS]
+    shares = {
+        method: figures.share(way(case.name, method), world)
+        for method in SHARE_METHODS
+        if way(case.name, method) in figures.shares
+    }
     if world == 1:
-        return shares[0]
+        return min(shares.values())
     in_host = min(world, HOST_GPUS)
     come = figures.gather.time(case.key_bytes * (in_host - 1) / world)
     if world > in_host:
         come += NETWORK.time(case.key_bytes * (world - in_host) / world)
-    gather, overlap = shares
-    return min(gather + come, overlap + max(come - overlap / world, 0.0))
+    waits = {"gather": come}
+    if "overlap" in shares:
+        waits["overlap"] = max(come - shares["overlap"] / world, 0.0)
+    return min(us + waits[method] for method, us in shares.items())
 
 
 class Point(NamedTuple):
@@ -169,8 +195,8 @@ class Point(NamedTuple):
 def points(figures: Figures, sizes: Sequence[int] = SIZES) -> Iterator[Point]:
     """Every case that has shares, on every number of GPUs."""
     for case in (*DECODES, *PROMPTS):
-        name = case.name if isinstance(case, Decode) else way(case.name, SHARE_METHODS[0])
-        if name not in figures.shares:
+        names = {case.name, *(way(case.name, method) for method in SHARE_METHODS)}
+        if names.isdisjoint(figures.shares):
             continue
         times = [
             decode_step(case, size, figures)

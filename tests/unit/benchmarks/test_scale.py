@@ -91,3 +91,22 @@ def test_the_command_reads_a_folder(tmp_path, capsys):
     (tmp_path / "results.json").write_text(json.dumps({"rows": [*_rows()]}))
     assert scale.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.count(_DECODE.name) == len(scale.SIZES)
+
+
+def test_a_prompt_takes_the_method_that_is_sooner():
+    case = _PROMPT.name
+    alone = {"kind": "share", "case": case, "parts": 1, "us": 3200.0}
+    shares = [
+        {"kind": "share", "case": case, "parts": 4, "us": us, "method": method}
+        for method, us in (("gather", 800.0), ("overlap", 840.0))
+    ]
+    messages = [{"kind": "exchange", "sent_bytes": 1e6, "us": 9.0}]
+
+    def foretold(us):
+        sent = _PROMPT.key_bytes * 3 / 4
+        gather = {"kind": "gather", "sent_bytes": sent, "us": us}
+        return scale.prompt(_PROMPT, 4, Figures.of([alone, *shares, *messages, gather]))
+
+    assert foretold(10.0) == pytest.approx(810.0)  # keys come first
+    assert foretold(200.0) == pytest.approx(840.0)  # beside a fourth of the work: hidden
+    assert foretold(500.0) == pytest.approx(840.0 + 500.0 - 210.0)
