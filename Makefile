@@ -99,7 +99,7 @@ bench: $(STAMP)
 
 .PHONY: docs written-docs
 docs: $(STAMP)
-	$(PY) -m sphinx -c docs -W --keep-going -q -d build/doctrees -b html . build/site
+	$(PY) -m sphinx -c docs -W --keep-going -q -j $(JOBS) -d build/doctrees -b html . build/site
 	@echo 'build/site/index.html'
 
 written-docs: $(STAMP)

@@ -3,6 +3,8 @@
 XLA calls back into this process with its own buffers, on its own stream: nothing is copied to the
 host, and nothing is compiled but our kernels. Outside of jit the functions of `cupyattn` take JAX
 arrays as they are.
+
+Examples: :doc:`/docs/integrations/jax`.
 """
 
 from __future__ import annotations
@@ -104,6 +106,13 @@ def attention_fn(
     ------
     CupyAttnError
         Errors as in dot_product_attention here.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> q, kv = jnp.ones((2, 8, 4, 64), "bfloat16"), jnp.ones((2, 8, 1, 64), "bfloat16")
+    >>> attention_fn(q, kv, kv, is_causal=True).shape
+    (2, 8, 4, 64)
     """
     import jax
 

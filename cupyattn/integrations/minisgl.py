@@ -4,6 +4,8 @@ import cupyattn.integrations.minisgl
 
 cupyattn.integrations.minisgl.register()
 llm = LLM(path, attention_backend="cupyattn")
+
+Examples: :doc:`/docs/integrations/minisgl`.
 """
 
 from __future__ import annotations

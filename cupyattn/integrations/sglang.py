@@ -6,6 +6,8 @@ import cupyattn.integrations.sglang
 
 cupyattn.integrations.sglang.register()
 engine = sglang.Engine(model_path=path, attention_backend="cupyattn")
+
+Examples: :doc:`/docs/integrations/sglang`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Each has the name and the arguments that SGLang 0.5.23's `minimax_sparse_prefill` and
 `minimax_sparse_decode` call it by; `integrations.sglang.register` puts them in place of SGLang's
 own where it is asked to.
+
+Examples: :doc:`/docs/integrations/sglang`.
 """
 
 from __future__ import annotations

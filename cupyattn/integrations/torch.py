@@ -14,6 +14,8 @@ that those operators do not take, share
 
 which names the call and its arguments, so that a graph needs nothing else. What the call
 returns is made by the graph and written by the operator.
+
+Examples: :doc:`/docs/integrations/torch`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ import cupyattn.integrations.transformers
 
 cupyattn.integrations.transformers.register()
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupyattn")
+
+Examples: :doc:`/docs/integrations/transformers`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ llm = LLM(name, attention_config={"backend": "CUSTOM"})
 
 vLLM reads attention_config before its general plug-ins, so register() is also an entry point of
 vllm.platform_plugins, which come first; it names no platform.
+
+Examples: :doc:`/docs/integrations/vllm`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each has the name and the arguments that vLLM 0.33 calls it by; `integrations.vllm.register` puts
 them in place of vLLM's own where it is asked to.
+
+Examples: :doc:`/docs/integrations/vllm`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import html
 
 import cupyattn
 from cupyattn import errors
@@ -135,6 +136,30 @@ def test_an_exported_function_says_what_it_returns_raises_and_follows() -> None:
         assert [what for what, how in _SAYS.items() if not re.search(how, text)] == [], name
 
 
+def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.html", tmp_path / "b.html"
+    first.write_text('<title>A</title><p id="x"><a href="b.html#y">1</a><a href="#x">2</a>')
+    second.write_text(
+        '<a href="c.html">3</a><a href="a.html#z">4</a><a href="https://x.org/">5</a>'
+    )
+    site = {x: html.Page(x.read_text("utf-8")) for x in (first, second)}
+    assert html.broken_links(site) == ["a.html: b.html#y", "b.html: c.html", "b.html: a.html#z"]
+    assert site[first].title == "A" and not site[first].is_for_phones
+
+
+# Modules of the integrations, and the page that has their examples.
+_INTEGRATIONS = ("torch", "transformers", "jax", "minisgl", "sglang", "vllm")
+
+
+@pytest.mark.parametrize("name", [*_INTEGRATIONS, "vllm_sparse", "sglang_sparse"])
+def test_a_module_of_an_integration_names_the_page_of_its_examples(name: str) -> None:
+    text = (ROOT / f"cupyattn/integrations/{name}.py").read_text("utf-8").split('"""')[1]
+    (page,) = re.findall(r"^Examples: :doc:`/docs/(\S+)`\.$", text, re.M)
+    assert page == f"integrations/{name.partition('_')[0]}"
+    shown = read(f"{page}.md")
+    assert "```python\n" in shown or re.search(r"^ {4}\S", shown, re.M)
+
+
 _OF_THE_SITE = "sphinx", "myst_nb", "furo", "sphinx_copybutton", "sphinx_design"
 
 
@@ -158,3 +183,9 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
         assert "system-message" not in text, page
         # A wide table scrolls in a box of its own, so that no page is wider than a phone.
         assert text.count("<table") == text.count('<div class="table-wrapper'), page
+    site = {x: html.Page(x.read_text("utf-8")) for x in (tmp_path / "site").rglob("*.html")}
+    assert html.broken_links(site) == []
+    for path, seen in site.items():
+        assert seen.title and all(x.get("alt") for x in seen.images), path
+        # The first page is but a jump to docs/index.html.
+        assert seen.is_for_phones or path == tmp_path / "site" / "index.html", path

@@ -69,7 +69,8 @@ def one_request(q: Half, t: Tensor, flag: bool) -> None:
 
 
 def flash(q: Half, t: Tensor, lens: Int, flag: bool) -> None:
-    fa2, fa3 = cupyattn.flash_attn, cupyattn.flash_attn_interface
+    fa2 = cupyattn.flash_attn
+    fa3 = cupyattn.flash_attn_interface
     assert_type(fa2.flash_attn_func(q, q, q, 0.0, None, True), Half)
     assert_type(fa2.flash_attn_func(q, q, q, return_softmax_lse=True), tuple[Half, Float])
     assert_type(fa2.flash_attn_func(t, t, t, return_attn_probs=True), tuple[Tensor, Tensor, Tensor])
