@@ -77,13 +77,16 @@ def cudnn_batch_decode_with_kv_cache(
         in a graph: it is then copied to the device.
     batch_offsets_q
         [B] or [B + 1]: elements of q ahead of each request's row; default: in order.
-        batch_offsets_o must say the same, as it does where both count the same rows.
+    batch_offsets_o
+        Must say the same, as it does where both count the same rows.
     batch_offsets_k, batch_offsets_v
         Must be None: pages say where keys are.
     is_cuda_graph_compatible
         Accepted for compatibility: every call can be captured.
     out, lse
-        Arrays to write; lse float32 [B, num_qo_heads], base 2, with `return_lse`.
+        Arrays to write; lse float32 [B, num_qo_heads], base 2.
+    return_lse
+        Return the LSE too.
 
     Returns
     -------
@@ -207,8 +210,10 @@ def cudnn_batch_prefill_with_kv_cache(
         Pages [num_pages, num_kv_heads, page_size, head_dim] with block_tables; without, rows [n,
         num_kv_heads, head_dim] of all requests. Head dims of k and v may differ.
     scale
-        The scale of the logits, times q_scale and k_scale; v_scale multiplies the output. Numbers,
-        or float32 arrays of one element, read on the device without waiting.
+        The scale of the logits, a number, or a float32 array of one element, read on the device
+        without waiting.
+    q_scale, k_scale, v_scale
+        Likewise: the first two multiply the logits, the last the output.
     workspace_buffer, block_tables
         As in `trtllm_batch_decode_with_kv_cache`, and so are all dtypes; the workspace also holds
         the LSE of all rows.
@@ -221,17 +226,24 @@ def cudnn_batch_prefill_with_kv_cache(
         same say it (for keys without block_tables).
     batch_offsets_q, batch_offsets_k
         [B] or [B + 1]: where the rows of each request begin in q, and its keys in k_cache (without
-        block_tables), in elements of those arrays or, with batch_offsets_units="tokens", in rows. A
-        batch of one needs none. batch_offsets_o and batch_offsets_v must say the same of the same
-        rows of the output and of v_cache; their values are not read but under CUPYATTN_DEBUG=1.
+        block_tables). A batch of one needs none.
+    batch_offsets_units
+        "elements" of those arrays, or "tokens": rows.
+    batch_offsets_o, batch_offsets_v
+        Must say the same of the same rows of the output and of v_cache; their values are not read
+        but under CUPYATTN_DEBUG=1.
     batch_offsets_stats
         Must be None: the LSE is padded.
     causal
         Row i of n sees keys up to i + len_kv - n, else all of its request.
     out
-        [rows, num_qo_heads, head_dim_vo]; o_data_type its dtype, default q's.
+        [rows, num_qo_heads, head_dim_vo] to write.
+    o_data_type
+        Of a new output, default q's.
     lse
-        float32 [B, max_token_per_sequence, num_qo_heads].
+        float32 [B, max_token_per_sequence, num_qo_heads] to write.
+    return_lse
+        Return the LSE too.
     lse_base
         The base of the LSE's logarithms: "ln", natural ones, all that FlashInfer had before 0.7; or
         "log2", its default since.

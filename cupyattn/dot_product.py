@@ -102,9 +102,11 @@ def dot_product_attention(
     Parameters
     ----------
     query
-        float16 or bfloat16, on the CPU float32 too. key and value have its dtype or are fp8. All
-        three may be float8_e4m3fn, and the output is then bfloat16. value's head_dim may differ.
-        Any number of query heads shares a key head. Any strides but a contiguous last dimension.
+        float16 or bfloat16, on the CPU float32 too; or float8_e4m3fn with key and value of it, and
+        then the output is bfloat16. Any strides but a contiguous last dimension.
+    key, value
+        Of query's dtype, or fp8. value's head_dim may differ. Any number of query heads shares a
+        key head.
     bias
         float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without b),
         contiguous: added to the scaled logits, behind a soft cap. Only for dense batches; one

@@ -45,16 +45,25 @@ def dsa_indexer_topk(
     Parameters
     ----------
     q
-        [tokens, heads, head_dim], float16 or bfloat16; k [rows, head_dim], of any row stride.
+        [tokens, heads, head_dim], float16 or bfloat16.
+    k
+        [rows, head_dim], of any row stride.
     w
         float32 [tokens, heads], of any sign.
     cu_seqlens_q, cu_seqlens_k
         int32 [segments + 1]. The tokens of a segment are its last keys.
     top_k
-        Entries of a list. softmax_scale: above 0, default 1 / sqrt(head_dim).
+        Entries of a list.
+    softmax_scale
+        Above 0, default 1 / sqrt(head_dim).
     indices, scores
-        Arrays to write: int32 and float32 [tokens, top_k]. ratio must be 1, and q_causal_offsets
-        None. The other arguments are accepted for compatibility.
+        Arrays to write: int32 and float32 [tokens, top_k].
+    ratio
+        Must be 1.
+    q_causal_offsets
+        Must be None.
+    max_seqlen_q, max_seqlen_k, workspace_buffer, backend
+        Accepted for compatibility.
 
     Returns
     -------

@@ -67,6 +67,8 @@ def flash_attn_func(
         Two names of: return (out, lse).
     num_splits
         1, FlashAttention-3's default here: keys are not split.
+    other arguments
+        As in `flash_attn.flash_attn_func`, in FlashAttention-3's order.
 
     Notes
     -----
@@ -203,6 +205,8 @@ def flash_attn_varlen_func(
     ----------
     return_attn_probs, return_softmax_lse
         Two names of: return (out, lse).
+    other arguments
+        As in `flash_attn.flash_attn_varlen_func`, in FlashAttention-3's order.
 
     Notes
     -----

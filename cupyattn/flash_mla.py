@@ -150,13 +150,16 @@ def flash_mla_with_kvcache(
     k_cache
         [num_blocks, page_size, h_kv, 576] of q's dtype or float8_e4m3fn; any page size. More than
         one head of keys is served by a launch for each, which has num_heads / h_kv heads of q; not
-        with indices. With is_fp8_kvcache also rows of 656 bytes: 512 e4m3, 4 float32 scales, 64
-        bfloat16; on a GPU beside q of bfloat16 and, but for two caches, on sm_90 only. With indices
-        also DeepSeek-V4's pages of 584 bytes a token, beside q of 512 columns, all of which are the
-        value: rows of 448 e4m3 and 64 bfloat16, behind all rows of a page 8 bytes of each, the
-        exponents of 7 scales.
+        with indices. With indices also DeepSeek-V4's pages of 584 bytes a token, beside q of 512
+        columns, all of which are the value: rows of 448 e4m3 and 64 bfloat16, behind all rows of a
+        page 8 bytes of each, the exponents of 7 scales.
+    is_fp8_kvcache
+        Rows may be of 656 bytes: 512 e4m3, 4 float32 scales, 64 bfloat16; on a GPU beside q of
+        bfloat16 and, but for two caches, on sm_90 only.
     block_table
-        int32 [b, max_blocks]; cache_seqlens int32 [b].
+        int32 [b, max_blocks].
+    cache_seqlens
+        int32 [b].
     head_dim_v
         512 (or 256): the latent columns, the first of each row.
     tile_scheduler_metadata, num_splits
@@ -169,8 +172,9 @@ def flash_mla_with_kvcache(
     indices
         int32 [b, seqlen_q, topk]: slots of the cache (block * page_size + offset) of each token's
         keys, in place of block_table and cache_seqlens, which may be None. An entry that is no
-        slot, negative or beyond the cache, is no key, and nothing is read for it. topk_length int32
-        [b], how many entries count.
+        slot, negative or beyond the cache, is no key, and nothing is read for it.
+    topk_length
+        int32 [b], how many entries of a list count; default all.
     attn_sink
         float32 [num_heads]: extra natural-log logits in the denominator, which are not in the LSE.
         -inf: none; +inf: the output is 0.
@@ -183,10 +187,11 @@ def flash_mla_with_kvcache(
     cp_world_size, cp_rank, cp_kv_cache_interleave_size
         The keys of every request are spread over this many ranks (GPUs); the rank of this call; the
         number of consecutive tokens that go to one rank before the next takes over
-        (cupyattn.shares). block_table and cache_seqlens, or indices (`get_share_lists`), are
-        those of this rank's keys. The states of all ranks merge, so that a row that sees no key has
-        -inf in its LSE. Not with attn_sink. cp_tot_seqused_k [b]: whole lengths, where causal or
-        with a window.
+        (cupyattn.shares). block_table and cache_seqlens, or indices (`get_share_lists`), are those
+        of this rank's keys. The states of all ranks merge, so that a row that sees no key has -inf
+        in its LSE. Not with attn_sink.
+    cp_tot_seqused_k
+        int32 [b]: whole lengths, where causal or with a window.
     window_left
         A row sees no more than so many keys before its own, key i + cache_seqlen - seqlen_q of row
         i; -1: all. Older ones are not read. Not with indices.
@@ -279,12 +284,18 @@ def flash_mla_sparse_fwd(
     Parameters
     ----------
     q
-        [s_q, num_heads, 576]; kv [s_kv, 1, 576] of the same dtype.
+        [s_q, num_heads, 576].
+    kv
+        [s_kv, 1, 576] of q's dtype.
     indices
         int32 [s_q, 1, topk]: rows of kv; an entry that is none, negative or from s_kv on, is no
-        key. topk_length int32 [s_q], how many entries count, default all.
+        key.
+    topk_length
+        int32 [s_q], how many entries count, default all.
     sm_scale
-        Of the logits. d_v: 512 (or 256), the latent columns.
+        Of the logits.
+    d_v
+        512 (or 256), the latent columns.
     attn_sink
         As in flash_mla_with_kvcache.
     out

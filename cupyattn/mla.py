@@ -341,8 +341,13 @@ def xqa_batch_decode_with_kv_cache_mla(
     Parameters
     ----------
     query
-        [B, 1, num_heads, columns], or without the axis of one token. Nothing in workspace_buffer
-        needs to be zero.
+        [B, 1, num_heads, columns], or without the axis of one token.
+    workspace_buffer
+        As there; nothing in it needs to be zero.
+    kv_cache, qk_nope_head_dim to max_seq_len, bmm1_scale to sinks
+        As there.
+    enable_pdl
+        Accepted for compatibility.
     out
         The array to write, [B, 1, num_heads, kv_lora_rank] or without that axis.
 
@@ -454,20 +459,25 @@ def xqa_mla(
     q
         [B, 1, num_heads, 576]; dtypes as there.
     k_cache
-        [num_pages, page_size, 1, 576], or as `trtllm_batch_decode_with_kv_cache_mla` has kv_cache;
-        v_cache the same array, or its first 512 columns: a value is part of its key.
+        [num_pages, page_size, 1, 576], or as `trtllm_batch_decode_with_kv_cache_mla` has kv_cache.
+    v_cache
+        The same array, or its first 512 columns: a value is part of its key.
     page_table
-        int32 [B, max_pages]; seq_lens [B] or [B, 1].
+        int32 [B, max_pages].
+    seq_lens
+        [B] or [B, 1].
     output
         [B, 1, num_heads, 512]; None: a new array is returned.
     page_size
         If given, must be the cache's.
     q_scale
-        The whole scale of the logits; kv_scale multiplies logits and output where the cache is fp8,
-        and has no effect on others.
+        The whole scale of the logits.
+    kv_scale
+        Multiplies logits and output where the cache is fp8, and has no effect on others.
     workspace_buffer
-        As in `trtllm_batch_decode_with_kv_cache_mla`; semaphores, sm_count and enable_pdl are
-        accepted for compatibility.
+        As in `trtllm_batch_decode_with_kv_cache_mla`.
+    semaphores, sm_count, enable_pdl
+        Accepted for compatibility.
 
     Returns
     -------

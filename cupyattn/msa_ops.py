@@ -79,17 +79,28 @@ def msa_sparse_decode_attention(
     q
         [B * seqlen_q, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too).
     k, v
-        [num_pages, num_kv_heads, page_size, head_dim] with `page_table` int32 [B, most pages] and
-        `seqused_k` int32 [B], or [rows, num_kv_heads, head_dim] with `cu_seqlens_k` int32 [B + 1];
-        of q's dtype or fp8. They may be halves of one array.
+        [num_pages, num_kv_heads, page_size, head_dim] with `page_table`, or [rows, num_kv_heads,
+        head_dim] with `cu_seqlens_k`; of q's dtype or fp8. They may be halves of one array.
+    page_table, seqused_k
+        int32 [B, most pages] and [B]: the pages and keys of each request.
+    cu_seqlens_k
+        int32 [B + 1]: the first row of each request, and their number.
+    seqlen_q
+        Tokens of each request.
     q2k_indices
         int32 [num_kv_heads, B * seqlen_q, topk], -1 for none.
     causal
         Token i of a request sees its keys up to seqlen_k - seqlen_q + i.
     softmax_scale
-        Default 1 / sqrt(head_dim). v_global_scale multiplies the output.
+        Default 1 / sqrt(head_dim).
+    v_global_scale
+        Multiplies the output.
+    return_softmax_lse
+        Return the LSE too.
     k_scale, v_scale, k_global_scale, q_offset
-        Must be None. partial_dtype and force_fused are accepted for compatibility.
+        Must be None.
+    partial_dtype, force_fused
+        Accepted for compatibility.
 
     Returns
     -------
@@ -175,13 +186,18 @@ def msa_sparse_attention(
     Parameters
     ----------
     q
-        [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1], the first token of each
-        request and their number; None: all have equally many. q2k_indices  int32 [num_kv_heads,
-        tokens, topk].
+        [tokens, num_qo_heads, head_dim].
+    q2k_indices
+        int32 [num_kv_heads, tokens, topk].
+    cu_seqlens_q
+        int32 [B + 1], the first token of each request and their number; None: all have equally
+        many.
     causal
         As there, but by default False: a token sees all blocks that it lists.
     return_temperature_lse
-        Must be False; lse_temperature_scale is without effect then.
+        Must be False.
+    lse_temperature_scale
+        Without effect then.
     other arguments
         The other arguments, results and errors are as there.
 
@@ -265,19 +281,26 @@ def msa_proxy_score(
     Parameters
     ----------
     q
-        [tokens, num_qo_heads, head_dim]; cu_seqlens_q int32 [B + 1].
+        [tokens, num_qo_heads, head_dim].
     k
-        [rows, num_kv_heads, head_dim] with cu_seqlens_k int32 [B + 1], or [num_pages, num_kv_heads,
-        page_size, head_dim] with page_table int32 [B, most pages] and seqused_k int32 [B]; of q's
-        dtype or float8_e4m3fn.
+        [rows, num_kv_heads, head_dim], or pages [num_pages, num_kv_heads, page_size, head_dim], of
+        q's dtype or float8_e4m3fn.
+    cu_seqlens_q, cu_seqlens_k
+        int32 [B + 1], the first token of each request, and of rows the first row, and their number.
+    page_table, seqused_k
+        Of pages: int32 [B, most pages] and [B], the pages and keys of each request.
     causal
         Token i of a request sees its keys up to seqlen_k - seqlen_q + i.
     max_k_tiles
         Blocks of the output; default those of the longest request.
     output
-        The array to write. reduce_heads: the largest of all heads instead of each head's.
+        The array to write.
+    reduce_heads
+        The largest of all heads instead of each head's.
     max_seqlen_q
-        Is accepted for compatibility; q_offset must be None.
+        Accepted for compatibility.
+    q_offset
+        Must be None.
 
     Returns
     -------
@@ -361,8 +384,9 @@ def msa_topk_select(
     max_score
         float32 [heads, blocks, tokens], of `msa_proxy_score`.
     topk
-        Entries of a list. num_valid_pages: so many blocks compete, a number or int32 [tokens];
-        default all.
+        Entries of a list.
+    num_valid_pages
+        So many blocks compete, a number or int32 [tokens]; default all.
     output
         int32 [tokens, heads, topk], the array to write.
     force_begin_blocks, force_end_blocks

@@ -43,9 +43,25 @@ def get_paged_mqa_logits_metadata(
 
     Parameters
     ----------
+    context_lens
+        int32 [B] or [B, next_n], which names the framework and the device.
     page_kv
-        Keys of a page; indices must be None; out: the array to return. Raises ArgumentError.
-        Semantics: DeepGEMM's function of the same name, whose schedule is its own.
+        Keys of a page.
+    num_sms
+        SMs of the program's schedule.
+    indices
+        Must be None.
+    out
+        The array to return.
+
+    Raises
+    ------
+    CupyAttnError
+        ArgumentError.
+
+    Notes
+    -----
+    Semantics: DeepGEMM's function of the same name, whose schedule is its own.
 
     Examples
     --------
@@ -93,10 +109,15 @@ def fp8_paged_mqa_logits(
         int32 [B, next_n], the keys that each token sees; or [B], those that the last one does, and
         each before it one less.
     block_table
-        int32 [B, most pages]. max_context_len: columns of the result.
+        int32 [B, most pages].
+    max_context_len
+        Columns of the result.
     schedule_meta
-        Is accepted for compatibility; indices must be None. clean_logits: what a token does not see
-        is -inf, which it always is on the CPU; on a GPU else anything.
+        Accepted for compatibility.
+    indices
+        Must be None.
+    clean_logits
+        What a token does not see is -inf, which it always is on the CPU; on a GPU else anything.
 
     Returns
     -------

@@ -160,13 +160,17 @@ def single_prefill_with_kv_cache(
         float8_e4m3fn or int8, which are multiplied as they are: with k of the same dtype, v of
         float8_e4m3fn and head dims that are multiples of 16.
     k, v
-        [kv_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads, kv_len, head_dim] ("HND"), dtype
-        of q, float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims are
-        multiples of 8 up to 256 and may differ between k and v. q is NHD in both layouts.
+        [kv_len, num_kv_heads, head_dim] or heads first, as kv_layout says, dtype of q,
+        float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims are multiples of
+        8 up to 256 and may differ between k and v.
+    kv_layout
+        "NHD": tokens before heads, or "HND": [num_kv_heads, kv_len, head_dim], of k and v; q is NHD
+        in both.
     scale_q, scale_k, scale_v
         A number, or float32 arrays [num_qo_heads], [num_kv_heads], [num_kv_heads]: the first two
-        multiply the logits, the last the output. They multiply q_scale, k_scale and v_scale, which
-        are numbers. Default 1.
+        multiply the logits, the last the output. Default 1.
+    q_scale, k_scale, v_scale
+        Numbers that multiply them. Default 1.
     o_dtype
         Dtype of the output: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that
         of q, and bfloat16 for q of 8 bits. fp8 is saturated; v_scale multiplies it before it is
@@ -217,9 +221,10 @@ def single_prefill_with_kv_cache(
         output is multiplied by its sigmoid before it is rounded.
     q_block_scales, k_block_scales, v_block_scales
         float32 [ceil(tokens / block_size), heads], beside q, k and v of 8 bits: what each block of
-        block_size (64 or 128) tokens is multiplied by, as `quantize_qkv` gives them. They multiply
-        with the scales above. On GPUs: Hopper, where products with those of k and v are rounded to
-        float16. Default 1.
+        tokens is multiplied by, as `quantize_qkv` gives them. They multiply with the scales above.
+        On GPUs: Hopper, where products with those of k and v are rounded to float16. Default 1.
+    block_size
+        Tokens of such a block, 64 or 128.
     k_mean
         float32 [1, num_kv_heads, head_dim_qk], what was subtracted from keys before they were
         quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it where there
@@ -231,6 +236,8 @@ def single_prefill_with_kv_cache(
         Default, and 0: none.
     out, lse
         Arrays to write instead of new ones; lse float32, base 2.
+    return_lse
+        Return the LSE too.
 
     Returns
     -------

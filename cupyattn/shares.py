@@ -59,6 +59,10 @@ def get_share_seq_lens(
         ones count as 0.
     out
         int32 of seq_lens' shape, to write into (default: a new array).
+    cp_world_size, cp_rank
+        Ranks that share the keys, and which of them asks.
+    cp_kv_cache_interleave_size
+        Tokens in a row that go to one rank before the next takes over.
 
     Returns
     -------
@@ -104,6 +108,10 @@ def get_share_slots(
         positions in a request; negative ones stay -1.
     out
         int32 of slots' shape, to write into (default: a new array).
+    cp_world_size, cp_rank
+        Ranks that share the keys, and which of them asks.
+    cp_kv_cache_interleave_size
+        Tokens in a row that go to one rank before the next takes over.
 
     Returns
     -------
@@ -155,6 +163,10 @@ def get_share_lists(
         and one of a negative page, is left out.
     out, counts
         int32 of lists' shape, and without top_k, to write into (default: new arrays).
+    cp_world_size, cp_rank
+        Ranks that share the keys, and which of them asks.
+    cp_kv_cache_interleave_size
+        Tokens in a row that go to one rank before the next takes over.
 
     Returns
     -------

@@ -64,6 +64,8 @@ def reshape_and_cache(
     slot_map
         int32 or int64 [m]: the slot of the cache for each slot that slot_mapping names, for a pool
         whose slots follow those of another.
+    kv_layout
+        "NHD", or "HND", of pages.
 
     Raises
     ------

@@ -128,8 +128,9 @@ def attend(
         [tokens, num_qo_heads] or [tokens, num_qo_heads, head_dim], q's dtype or float32: the output
         is multiplied by its sigmoid.
     sm_scale
-        Multiplies the logits; default 1 / sqrt(head_dim). logits_soft_cap: c > 0 makes c *
-        tanh(logit / c) of them.
+        Multiplies the logits; default 1 / sqrt(head_dim).
+    logits_soft_cap
+        c > 0 makes c * tanh(logit / c) of them.
     k_scale, v_scale
         What fp8 keys and values are multiplied by: numbers, or float32 [num_kv_heads] or [requests,
         num_kv_heads].
@@ -142,6 +143,10 @@ def attend(
         float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or q.
     out, lse
         Arrays to write instead of new ones; lse float32 [tokens, num_qo_heads], base 2.
+    kv_layout
+        "NHD", or "HND": heads before slots, of pages.
+    return_lse
+        Return the LSE too.
 
     Returns
     -------
@@ -377,8 +382,9 @@ def select(
         int32 [requests], keys (not index rows) of each request, those of its new tokens among them;
         needed with `table`, else as many as there is room for.
     topk
-        Entries of a list, 1 to 2048. block: keys of the block that an entry names, a power of two
-        from 1 to 256.
+        Entries of a list, 1 to 2048.
+    block
+        Keys of the block that an entry names, a power of two from 1 to 256.
     score
         Of a block, by products of index queries and rows times sm_scale: "max": the largest of the
         block's rows and the group's heads. "relu_sum": of each row the sum over the group's heads
@@ -406,8 +412,9 @@ def select(
     kv_indptr
         int32 [requests + 1], the first index row of each request and their number.
     candidates
-        int32 [tokens, groups or 1, entries], -1 for none, each once: blocks of `candidate_block`
-        keys (a multiple of block, by default the same) that alone compete.
+        int32 [tokens, groups or 1, entries], -1 for none, each once: blocks that alone compete.
+    candidate_block
+        Keys of such a block, a multiple of `block`; by default the same.
     sm_scale
         Multiplies the products; default 1, for "softmax" 1 / sqrt(head_dim).
     k_scale, k_scales

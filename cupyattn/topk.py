@@ -51,7 +51,8 @@ def top_k_page_table_transform(
         0) on, lengths[i] of them.
     src_page_table
         int32 [B, most pages]: page p of row i's request holds its keys p * page_size and on.
-        row_to_batch int32 [rows] is its row of the table, by default i.
+    row_to_batch
+        int32 [rows]: row i's row of the table, by default i.
     lengths, row_starts, page_table_row_starts
         int32 [rows]; the last says where in its row of the table a row's pages begin, by default
         row_starts where page_size is 1.
@@ -63,7 +64,8 @@ def top_k_page_table_transform(
         A power of two.
     out, out_raw_indices
         int32 [rows, k], arrays to write: the result, and the indices from which it is made.
-        deterministic and dsa_graph_safe are accepted for compatibility.
+    deterministic, dsa_graph_safe
+        Accepted for compatibility.
 
     Returns
     -------

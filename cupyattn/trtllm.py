@@ -108,6 +108,8 @@ def trtllm_batch_decode_with_kv_cache(
         num_kv_heads, head_dim] ("NHD"); with an axis of 1 in place of the 2 keys are values too; or
         a pair (K, V) without that axis. dtype of query, float8_e4m3fn or float8_e5m2. Any page
         size; head dims any multiple of 8 up to 256.
+    kv_layout
+        "HND" or "NHD".
     workspace_buffer
         Bytes on a 16-byte boundary, whatever they hold: work list and partial states; 128 MB are
         enough for any batch that fits a GPU, and too few are an error that names the need. Calls
@@ -121,22 +123,27 @@ def trtllm_batch_decode_with_kv_cache(
         give 0 and -inf. Lengths beyond the table are cut to it.
     max_seq_len
         An upper bound of seq_lens. It affects speed only, by how finely keys are split.
-    bmm1_scale
-        The whole scale of the logits (k_scale / sqrt(head_dim), say); bmm2_scale that of the output
+    bmm1_scale, bmm2_scale
+        The whole scale of the logits (k_scale / sqrt(head_dim), say), and that of the output
         (v_scale). Numbers, or float32 arrays of one element: on a GPU they are read there, without
         waiting.
     window_left
         Keys to the left of a row's own that it sees; -1: all.
     out, lse
         Arrays to write instead of new ones; lse float32 [rows, num_qo_heads], base 2.
+    return_lse
+        Return the LSE too.
     out_dtype
         float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or of
         query. fp8 is saturated, after bmm2_scale.
     sinks
         float32 [num_qo_heads]: extra natural-log logits in the denominator.
     q_len_per_req
-        Rows of each request. Instead, cum_seq_lens_q [B + 1] says where the rows of each begin and
-        how many there are; max_q_len (or a q_len_per_req above 1) then bounds the rows of one.
+        Rows of each request.
+    cum_seq_lens_q
+        Instead, [B + 1]: where the rows of each begin and how many there are.
+    max_q_len
+        Bounds the rows of one then, as does a q_len_per_req above 1.
     skip_softmax_threshold_scale_factor
         As in `single_prefill_with_kv_cache`. Few rows are exact.
     o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode
@@ -158,7 +165,9 @@ def trtllm_batch_decode_with_kv_cache(
         [B]: keys of each whole request ahead of its rows of query, where several rows, a window or
         a mask go by places in it.
     o_sf_scale, o_sf_vec_size, kv_cache_sf
-        Must be None; enable_block_sparse_attention False.
+        Must be None.
+    enable_block_sparse_attention
+        Must be False.
     uses_shared_paged_kv_idx
         False: block_tables is [B, 2, max_pages], the pages of K and those of V.
 
@@ -492,11 +501,17 @@ def trtllm_ragged_attention_deepseek(
     is_causal
         Row i of n sees keys up to i + seq_len - n, else all of its request.
     sage_attn_sfs
-        Must be Nones. o_sf_scale, enable_pdl, num_elts_per_sage_attn_blk, backend, q_seq_lens_cpu,
-        kv_seq_lens_cpu,.
+        Must be four times None.
+    return_lse
+        Return the LSE too.
+    o_sf_scale
+        Accepted for compatibility: it belongs to 4-bit outputs.
+    q_seq_lens_cpu, kv_seq_lens_cpu
+        Accepted for compatibility: the lengths are those on the device.
+    enable_pdl, num_elts_per_sage_attn_blk, backend
+        Accepted for compatibility.
     use_fp16_softmax, uses_spcompress
-        Accepted for compatibility: o_sf_scale belongs to 4-bit outputs, the lengths are those on
-        the device.
+        Accepted for compatibility.
 
     Returns
     -------

@@ -86,13 +86,20 @@ def xqa(
     ----------
     q
         [B, 1, num_qo_heads, head_dim], or [B, 1, q_seq_len, num_qo_heads, head_dim]: the last
-        tokens of each request, causal among themselves. Also [rows, num_qo_heads, head_dim], and
-        with q_cu_seq_lens (int32, uint32 or int64 [B + 1], the first row of each request and their
-        number) so many rows of each, q_seq_len at most.
+        tokens of each request, causal among themselves. Or [rows, num_qo_heads, head_dim] with
+        q_cu_seq_lens.
+    q_seq_len
+        Rows of each request; with q_cu_seq_lens the most.
+    q_cu_seq_lens
+        int32, uint32 or int64 [B + 1]: the first row of each request and their number.
     k_cache, v_cache
         [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages, num_kv_heads,
         page_size, head_dim] ("HND"). Two arrays [num_pages, 2, ...] have keys at 0 of the first,
         values at 1 of the second.
+    kv_layout
+        "NHD" or "HND".
+    workspace_buffer
+        As there.
     page_table, seq_lens
         block_tables and seq_lens there; seq_lens may be [B, 1].
     output

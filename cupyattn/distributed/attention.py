@@ -304,8 +304,10 @@ class ContextParallelWrapper(_ContextParallel):
         from these. `plan` takes its arguments: tables and lengths are this rank's own,
         `cp_tot_seqused_k` whole lengths, heads those of all ranks.
     other arguments
-        The rest is as in `ContextParallelCall`. lse_base_on_e: of the wrapper's LSEs; only
-        BatchMLAPagedAttentionWrapper can be planned for natural logarithms (lse_mode="basee").
+        The rest is as in `ContextParallelCall`.
+    lse_base_on_e
+        Of the wrapper's LSEs; only BatchMLAPagedAttentionWrapper can be planned for natural
+        logarithms (lse_mode="basee").
 
     Examples
     --------

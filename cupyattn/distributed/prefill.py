@@ -116,7 +116,7 @@ class ContextParallelPrefill(Untraced):
         qo_indptr
             int32 or int64 [B + 1] from 0 on: the rows of each whole request, all ranks' tokens
             together; needed on the host.
-        num_qo_heads to head_dim_vo
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo
             Of the whole model, as in BatchPrefillWithRaggedKVCacheWrapper.plan.
         causal
             True by default, as prompts are. Windows without it need "ulysses".
@@ -196,6 +196,8 @@ class ContextParallelPrefill(Untraced):
         out, lse
             Arrays to write instead of new ones: [n, num_qo_heads, head_dim_vo] of o_data_type,
             float32 [n, num_qo_heads].
+        return_lse
+            Return the LSE too.
 
         Returns
         -------

@@ -18,6 +18,8 @@ class Choice:
 
     Parameters
     ----------
+    name
+        The kernel and its tiles.
     time
         When all would be done, in microseconds; None where nothing is known of it.
     is_taken
@@ -49,7 +51,11 @@ class PlannedLaunch:
         Of a tile: query tokens times heads of a group, and keys; two of each where blocks are of
         two kinds.
     grid, blocks
-        The shape of the launch; `cluster` blocks share an item.
+        The shape of the launch.
+    cluster
+        So many blocks share an item.
+    is_persistent
+        Blocks stay and take one item after another.
     blocks_at_a_time
         That the card runs.
     waves
@@ -63,7 +69,9 @@ class PlannedLaunch:
     read_bytes
         Of keys and values that all blocks read; most of it comes from L2 where tiles share keys.
     states, state_bytes
-        Partial results, which `merge` merges.
+        Partial results.
+    merge
+        What merges them.
     is_beside
         It begins beside the launch before it; else behind it.
     """
@@ -95,12 +103,15 @@ class Explanation:
     Parameters
     ----------
     card
-        That the plan is for, and `times`, where its times come from.
+        That the plan is for.
+    times
+        Where its times come from.
     problem, batch
         What is asked, in words.
     key_bytes
-        Of all keys and values that rows see, once each, and `key_time`, what memory takes for them
-        in microseconds; None where its rate is not known.
+        Of all keys and values that rows see, once each.
+    key_time
+        What memory takes for them, in microseconds; None where its rate is not known.
     candidates
         Every way to serve the batch, the soonest first.
     refusals
@@ -113,6 +124,10 @@ class Explanation:
         What else decided.
     parts
         The explanations of further batches that the wrapper has planned.
+    blocks
+        How the items of each launch fall to its blocks.
+    num_sms
+        SMs of the card.
     """
 
     card: str

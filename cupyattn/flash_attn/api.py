@@ -269,15 +269,16 @@ def flash_attn_varlen_func(
         [b], bool or an integer, with causal=True: 0 for requests whose rows see all their keys.
     cp_world_size, cp_rank, cp_kv_cache_interleave_size
         The keys of every request are spread over this many ranks (GPUs); the rank of this call; the
-        number of consecutive tokens that go to one rank before the next takes over.
-        With block_table; seqused_k and the table are those of this rank's keys, see
-        `cupyattn.shares`. States of all ranks, with their LSEs, merge into the answer
-        (`merge_states`). Not with alibi_slopes and attention_chunk; sinks on rank 0 alone.
+        number of consecutive tokens that go to one rank before the next takes over. With
+        block_table; seqused_k and the table are those of this rank's keys, see `cupyattn.shares`.
+        States of all ranks, with their LSEs, merge into the answer (`merge_states`). Not with
+        alibi_slopes and attention_chunk; `sinks` on rank 0 alone.
     cp_tot_seqused_k
         [b]: whole lengths, by which rows see keys. Only where causal or with a window; of one rank
-        it decides nothing. q_v, output_scale, score_mod, mask_mod, block_sparse_tensors,
-        aux_tensors,.
-    aux_tensor_leading_dims
+        it decides nothing.
+    q_v, output_scale, block_sparse_tensors
+        Must be None.
+    score_mod, mask_mod, aux_tensors, aux_tensor_leading_dims
         Must be None.
     other arguments
         All other arguments as in `flash_attn_func`.
@@ -442,10 +443,12 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin
         [positions, rotary_dim / 2]: k is rotated to the positions that it is written to before
         that, and q to the same where causal or with a window, else all rows to cache_seqlens.
-        rotary_interleaved: pairs are neighbours, else halves of rotary_dim. rotary_seqlens [b]:
-        positions to begin at instead. Rotated q and k are rounded to their dtype, fp8 q to 16 bits.
-        On a GPU a position beyond the tables gives NaN; q is float16, bfloat16 or fp8 there, and k
-        too.
+        Rotated q and k are rounded to their dtype, fp8 q to 16 bits. On a GPU a position beyond the
+        tables gives NaN; q is float16, bfloat16 or fp8 there, and k too.
+    rotary_interleaved
+        Pairs are neighbours, else halves of rotary_dim.
+    rotary_seqlens
+        [b]: positions to begin at instead of cache_seqlens.
     cache_batch_idx
         int32 or int64 [b]: the row of the caches, or of block_table, of each request.
     cache_leftpad

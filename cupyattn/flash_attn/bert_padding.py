@@ -189,8 +189,12 @@ def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
 
     Parameters
     ----------
+    hidden_states
+        [rows, ...], the rows that `unpad_input` kept.
     indices
         Of the flattened batch, as `unpad_input` returns them.
+    batch, seqlen
+        Of the padded array.
 
     Notes
     -----

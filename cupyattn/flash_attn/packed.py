@@ -129,8 +129,12 @@ def flash_attn_varlen_qkvpacked_func(
 
     Parameters
     ----------
+    qkv
+        [rows, 3, num_heads, head_dim], request after request.
     cu_seqlens, max_seqlen
         Those of the queries and of the keys.
+    other arguments
+        As in `flash_attn_func`.
 
     Raises
     ------

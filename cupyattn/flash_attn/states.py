@@ -181,8 +181,9 @@ def flash_attn_combine(
     lse_partial
         float32, the same without head_dim: natural logarithms, -inf for no keys.
     out
-        The array to write, contiguous in its rows; out_dtype the dtype of a new one, default
-        float32.
+        The array to write, contiguous in its rows.
+    out_dtype
+        The dtype of a new one, default float32.
 
     Returns
     -------

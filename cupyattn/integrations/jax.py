@@ -93,7 +93,11 @@ def attention_fn(
     is_causal
         The first query is at the first key, as in flax.
     dropout_rate
-        Must be 0 where deterministic is False; module None (sow_weights).
+        Must be 0 where deterministic is False.
+    deterministic
+        True: there is no dropout.
+    module
+        Must be None (sow_weights).
     broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax
         Accepted, and change nothing: softmax is computed in float32.
 
@@ -165,7 +169,11 @@ def exchange_states(
         float32 [n, H, D]; H is a multiple of the devices along the axis. float16 and bfloat16 are
         exchanged as float32.
     lse
-        float32 [n, H]: in base 2, or natural with lse_base_on_e; -inf where a row has no key.
+        float32 [n, H]; -inf where a row has no key.
+    axis_name
+        The axis of the mesh that the devices share.
+    lse_base_on_e
+        The LSE is a natural logarithm, else of base 2.
     out_dtype
         Of the first output, default o's.
 

@@ -277,16 +277,25 @@ def qsa_sparse_paged_attention(
     Parameters
     ----------
     q
-        bfloat16 or float16 [tokens, num_heads, head_dim]; k_cache, v_cache [num_blocks, page,
-        num_kv_heads, head_dim] of q's dtype, or e4m3 (as float8_e4m3fn or uint8) with scales.
+        bfloat16 or float16 [tokens, num_heads, head_dim].
+    k_cache, v_cache
+        [num_blocks, page, num_kv_heads, head_dim] of q's dtype, or e4m3 (as float8_e4m3fn or uint8)
+        with scales.
     logical_indices
         int32 [tokens, width + 1]: positions within the token's request, then -1; the last column is
         their count, which is not read.
     block_table
-        int32 [requests, max_blocks]; token_to_req int32 [tokens]: the request of each.
+        int32 [requests, max_blocks].
+    token_to_req
+        int32 [tokens]: the request of each.
     output_gate
-        q's elements in any shape. out: like q, to write; default a new array. use_prefill_config is
-        accepted for compatibility.
+        q's elements in any shape.
+    out
+        Like q, to write; default a new array.
+    k_scale, v_scale
+        Of keys and values of 8 bits; default 1.
+    use_prefill_config
+        Accepted for compatibility.
 
     Notes
     -----

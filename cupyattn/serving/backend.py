@@ -314,6 +314,8 @@ class AttentionBackend(Observed):
 
         Parameters
         ----------
+        layer
+            Whose keys these are.
         loc
             Slots of the new tokens, [n].
         k, v
@@ -364,6 +366,8 @@ class AttentionBackend(Observed):
         q_rope
             With use_mla, the rope columns that q lacks: [tokens, num_q_heads, head_dim -
             v_head_dim].
+        layer
+            Its heads, head dims, window, caps and scales.
         meta
             Default: that of the last init_forward_metadata.
         out
@@ -435,8 +439,11 @@ class AttentionBackend(Observed):
         Parameters
         ----------
         q
-            [tokens, heads, head_dim]; k [keys, KV heads, head_dim] and v [keys, KV heads,
-            v_head_dim], request after request.
+            [tokens, heads, head_dim], request after request.
+        k, v
+            [keys, KV heads, head_dim] and [keys, KV heads, v_head_dim], likewise.
+        layer, out, return_lse, lse_layout
+            As in `forward`.
         cu_seqlens_q
             int32 [bs + 1]; default: that of the last metadata of a ragged mode.
         cu_seqlens_k
@@ -445,8 +452,7 @@ class AttentionBackend(Observed):
             Upper bounds for one request; they affect speed only.
         causal
             True: new tokens over themselves. False: over a chunk of the prefix, in which sinks
-            don't count, so that they do once in what is merged Others, and what is returned, as in
-            `forward`. `merge_state_v2` joins the parts.
+            don't count, so that they do once in what is merged. `merge_state_v2` joins the parts.
         """
         if cu_seqlens_q is None:
             meta = self.forward_metadata

@@ -181,6 +181,8 @@ class ContextParallelBackend(AttentionBackend):
             [tokens, num_q_heads / ranks, v_head_dim] to write.
         return_lse
             Also give the LSE of this rank's heads, in base 2.
+        layer, meta, lse_layout
+            As in `AttentionBackend.forward`.
 
         Returns
         -------

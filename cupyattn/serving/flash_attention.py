@@ -47,7 +47,11 @@ class FlashAttentionBackend(Observed):
     skip_prefill
         Accepted for compatibility.
     speculative_step_id, speculative_num_steps
-        Of a draft worker; topk is that of the server.
+        Of a draft worker.
+    topk
+        That of the server.
+    tree_form
+        As in `BackendConfig`.
     fa_impl_ver
         Accepted for compatibility.
 
@@ -275,9 +279,20 @@ class FlashAttentionBackend(Observed):
 
         Parameters
         ----------
-        q [tokens, heads * head_dim]
-            Or [tokens, heads, head_dim]; returns [tokens, heads * v_head_dim]. sinks [heads] of any
-            float dtype: natural, unscaled logits.
+        q
+            [tokens, heads * head_dim] or [tokens, heads, head_dim]; returns [tokens, heads *
+            v_head_dim].
+        k, v
+            The new tokens' keys and values, [tokens, KV heads, columns]; None: they are in the
+            cache.
+        layer, forward_batch
+            The engine's own: its RadixAttention and ForwardBatch.
+        save_kv_cache
+            Write k and v to out_cache_loc first.
+        q_rope, k_rope
+            Rope columns apart, of an MLA model.
+        sinks
+            [heads] of any float dtype: natural, unscaled logits.
 
         Notes
         -----

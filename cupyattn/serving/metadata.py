@@ -65,6 +65,10 @@ class ForwardMetadata:
 
     Parameters
     ----------
+    mode, batch_size, step
+        What the step does, its requests, and its number among the steps of a draft.
+    max_context_len
+        The bound of lengths that the host does not know.
     main
         Layers that see all keys, or a window behind a causal row.
     swa

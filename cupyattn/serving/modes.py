@@ -284,6 +284,8 @@ class BatchInfo:
 
     Parameters
     ----------
+    mode
+        What the step does.
     req_pool_indices
         int32 or int64 [bs], rows of req_to_token.
     seq_lens
@@ -301,6 +303,10 @@ class BatchInfo:
         num_draft_steps] in any shape.
     encoder_lens
         [bs] encoder tokens of each request, which come first in its row.
+    encoder_lens_host
+        The same in NumPy.
+    draft
+        Of a step with drafts: their tree.
 
     Examples
     --------

@@ -52,8 +52,10 @@ class MHATokenToKVPool:
     ----------
     num_slots
         Tokens; a multiple of page_size.
-    layer_num
-        Layers, from start_layer on.
+    head_num, head_dim, v_head_dim
+        Heads and columns of keys; columns of values, by default as many.
+    layer_num, start_layer
+        Layers, and the number of the first.
     like
         An array: memory is of its framework, on its device.
     dtype
@@ -160,8 +162,8 @@ class MLATokenToKVPool:
         Latent columns.
     qk_rope_head_dim
         Rope columns.
-    layer_num
-        Layers, from start_layer on.
+    layer_num, start_layer
+        Layers, and the number of the first.
     like
         An array: memory is of its framework, on its device.
     dtype

@@ -227,7 +227,11 @@ class BatchPODWithPagedKVCacheWrapper(BatchWrapper):
             Of the prompts, as custom_mask, packed_custom_mask and causal in
             BatchPrefillWithPagedKVCacheWrapper.plan.
         q_scale, k_scale, v_scale
-            Of the decodes, as there. The last two arguments are accepted for compatibility.
+            Of the decodes, as there.
+        return_lse
+            Return the LSEs too.
+        use_fp16_qk_reduction, enable_pdl
+            Accepted for compatibility.
 
         Returns
         -------

@@ -290,8 +290,11 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             Of its range, a row sees the keys less than so many before it, and all behind it. 0 or a
             negative number: all. Default: likewise.
         enable_pdl
-            Is accepted for compatibility; kv_cache_sf must be None. All else as in
-            BatchPrefillWithPagedKVCacheWrapper.run.
+            Accepted for compatibility.
+        kv_cache_sf
+            Must be None.
+        q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse
+            As in BatchPrefillWithPagedKVCacheWrapper.run.
 
         Raises
         ------

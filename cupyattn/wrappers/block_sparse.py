@@ -73,7 +73,9 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
     Parameters
     ----------
     float_workspace_buffer
-        As in BatchPrefillWithPagedKVCacheWrapper. backend  accepted for compatibility.
+        As in BatchPrefillWithPagedKVCacheWrapper.
+    backend
+        Accepted for compatibility.
 
     Raises
     ------
@@ -144,6 +146,12 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
             of rows, as in scipy.sparse.bsr_matrix. Both are needed on the host.
         M, N
             Rows and columns; C divides N. The last block of rows may be cut off.
+        R, C
+            Rows and columns of a block.
+        num_qo_heads, num_kv_heads
+            Query heads, a multiple of the KV heads, whose neighbours share one.
+        head_dim
+            Columns of q, k and v.
         mask
             bool [indptr[-1], R, C]: which elements of each block are seen; default: all. Needed on
             the host.
@@ -160,8 +168,13 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
         logits_soft_cap, sm_scale
             As in BatchPrefillWithPagedKVCacheWrapper.plan.
         pos_encoding_mode
-            Must be "NONE"; kv_block_lens, q2k_indices, q2k_num and the last three must be None. The
-            rest is accepted for compatibility.
+            Must be "NONE".
+        kv_block_lens, q2k_indices, q2k_num
+            Must be None.
+        q_scale, k_scale, v_scale
+            Must be None: run() takes scales.
+        use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking, kv_splits, use_clc
+            Accepted for compatibility.
 
         Raises
         ------
@@ -224,11 +237,15 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
         Parameters
         ----------
         q
-            [M, num_qo_heads, head_dim]. k, v  [N, num_kv_heads, head_dim].
+            [M, num_qo_heads, head_dim].
+        k, v
+            [N, num_kv_heads, head_dim].
         scale_q, scale_k, scale_v
             Numbers, or float32 arrays with one for each head.
-        out, lse
-            As in BatchPrefillWithPagedKVCacheWrapper.run; enable_pdl is accepted for compatibility.
+        out, lse, return_lse
+            As in BatchPrefillWithPagedKVCacheWrapper.run.
+        enable_pdl
+            Accepted for compatibility.
 
         Returns
         -------

@@ -48,12 +48,13 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
     ----------
     num_levels
         1 to 32.
-    float_workspace_buffer, kv_layout
+    float_workspace_buffer, workspace_buffer, kv_layout
         As in BatchDecodeWithPagedKVCacheWrapper.
     use_cuda_graph
-        As there. The next four are needed then: lists of int32 arrays on the device, one a level,
-        of the sizes [B + 1], [B + 1], [max pages] and [B] of that level. The first plan must have
-        the most query rows; sharing is then not weighed.
+        As there. The first plan must have the most query rows; sharing is then not weighed.
+    qo_indptr_buf_arr to paged_kv_last_page_len_buf_arr
+        Needed in graph mode: lists of int32 arrays on the device, one a level, of the sizes [B +
+        1], [B + 1], [most pages] and [B] of that level.
 
     Raises
     ------
@@ -356,8 +357,10 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
         q
             [rows, num_qo_heads, head_dim], as every qo_indptr deals them out.
         paged_kv_cache
-            The pages of all levels. All arguments as in BatchDecodeWithPagedKVCacheWrapper.run; a
-            sink counts once, not in every level, and so do gates.
+            The pages of all levels.
+        k_scale, v_scale, out, lse, return_lse, sinks, output_gate
+            As in BatchDecodeWithPagedKVCacheWrapper.run; a sink counts once, not in every level,
+            and so do gates.
 
         Returns
         -------

@@ -33,13 +33,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
 
     Parameters
     ----------
-    float_workspace_buffer
-        Contiguous bytes of any dtype that begin at a 16-byte boundary, on the device of the arrays
-        to come; 128 MB serve any batch. On the CPU the reference runs. A device instead ("cuda:1",
-        "cpu", a torch.device, or a JAX array on it) makes the wrapper own memory there, which grows
-        as plans need it. So does None: the device is then that of the first plan's arrays, a GPU if
-        one of them is on it. Where all of them are on the host, the wrapper goes to a GPU with the
-        first run whose arrays are there.
+    float_workspace_buffer, workspace_buffer
+        Two names of contiguous bytes of any dtype that begin at a 16-byte boundary, on the device
+        of the arrays to come; 128 MB serve any batch. On the CPU the reference runs. A device
+        instead ("cuda:1", "cpu", a torch.device, or a JAX array on it) makes the wrapper own memory
+        there, which grows as plans need it. So does None: the device is then that of the first
+        plan's arrays, a GPU if one of them is on it. Where all of them are on the host, the wrapper
+        goes to a GPU with the first run whose arrays are there.
     kv_layout
         "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
     use_cuda_graph
@@ -51,8 +51,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         Of these sizes: [B + 1], [most pages of a batch] and [B].
     use_tensor_cores, backend
         Accepted for compatibility: tensor cores are always used, the kernel is chosen by the
-        device. jit_args must be None: FlashInfer's variants are written as logits_transform and
-        mask_fn of plan().
+        device.
+    jit_args
+        Must be None: FlashInfer's variants are written as logits_transform and mask_fn of plan().
 
     Raises
     ------
@@ -170,7 +171,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         fixed_split_size
             Pages after which keys are split, whatever else is in the batch: a request's output is
             then the same, bit for bit, in every batch. Default: as many splits as keep the device
-            busy. disable_split_kv: never split; it wins.
+            busy.
+        disable_split_kv
+            Never split; it wins.
         logits_transform, mask_fn, logits_params
             As in single_prefill_with_kv_cache. Numbers stay as they are; run(logits_params=) may
             replace arrays. Indices count from the first query token and key of each request, which
@@ -291,6 +294,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             return_lse.
         out, lse
             Arrays to write instead of new ones; lse float32, base 2.
+        return_lse
+            Return the LSE too.
         sinks
             float32 [num_qo_heads]: extra natural-log logits in the denominator.
         mask
@@ -312,19 +317,24 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             [rows, num_qo_heads] or [rows, num_qo_heads, head_dim], dtype of q or float32: the
             output is multiplied by its sigmoid before it is rounded.
         q_block_scales, k_block_scales, v_block_scales
-            float32, beside q, k and v of 8 bits: what each block of block_size (64 or 128) tokens
-            of a request is multiplied by, for each head, as `quantize_qkv` gives them. Rows of q:
-            [ceil(rows / block_size) + B, num_qo_heads], where block b of a request whose rows begin
-            at `start` is row start // block_size + request + b; pages: [num_pages, page_size /
-            block_size, num_kv_heads]. They multiply with the scales above. On GPUs: Hopper, where
-            products with those of k and v are rounded to float16.
+            float32, beside q, k and v of 8 bits: what each block of tokens of a request is
+            multiplied by, for each head, as `quantize_qkv` gives them. Rows of q: [ceil(rows /
+            block_size) + B, num_qo_heads], where block b of a request whose rows begin at `start`
+            is row start // block_size + request + b; pages: [num_pages, page_size / block_size,
+            num_kv_heads]. They multiply with the scales above. On GPUs: Hopper, where products with
+            those of k and v are rounded to float16.
+        block_size
+            Tokens of such a block, 64 or 128.
         k_mean
             float32 [B, num_kv_heads, head_dim], what was subtracted from keys before they were
             quantized: the LSE, soft caps and sinks are of whole keys again. A GPU takes it where
             there are none of these. Default 0.
         window_left
-            If given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted for
-            compatibility.
+            If given, must be the plan's.
+        kv_cache_sf
+            Must be None.
+        enable_pdl
+            Accepted for compatibility.
         skip_softmax_threshold_scale_factor
             As in `single_prefill_with_kv_cache`, of each request's keys. Few rows of a request are
             exact.
@@ -438,9 +448,10 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     ----------
     workspace_buffer
         As float_workspace_buffer there.
-    indptr_buffer
-        [B + 1], indices_buffer [max pages of a batch], last_page_len_buffer [B]: int32 on the
-        device, filled by plan().
+    indptr_buffer, indices_buffer, last_page_len_buffer
+        [B + 1], [most pages of a batch] and [B]: int32 on the device, filled by plan().
+    kv_layout, use_tensor_cores
+        As there.
 
     Examples
     --------

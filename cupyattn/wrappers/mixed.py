@@ -104,7 +104,11 @@ class BatchAttention(BatchWrapper):
         causal
             Row i of a request sees keys up to i + kv_len - qo_len.
         sm_scale
-            Default 1 / sqrt(head_dim_qk). logits_soft_cap: default none.
+            Default 1 / sqrt(head_dim_qk).
+        q_data_type, kv_data_type
+            Of q, and of keys and values.
+        logits_soft_cap
+            Default none.
         use_profiler
             Must be False.
 
@@ -162,8 +166,9 @@ class BatchAttention(BatchWrapper):
         kv_cache, out, lse, k_scale, v_scale, sinks
             As in BatchDecodeWithPagedKVCacheWrapper.run.
         logits_soft_cap
-            0, or a cap that replaces the plan's; the next run schedules anew. profiler_buffer and
-            kv_cache_sf must be None.
+            0, or a cap that replaces the plan's; the next run schedules anew.
+        profiler_buffer, kv_cache_sf
+            Must be None.
 
         Returns
         -------
@@ -200,6 +205,8 @@ class BatchAttention(BatchWrapper):
 
         Parameters
         ----------
+        q
+            [qo_indptr[B], num_qo_heads, head_dim_qk].
         k, v
             [n, num_kv_heads, head_dim]: pages of one token. The plan's kv_indptr then counts tokens
             and its kv_indices are rows of k and v, whatever its page_size is. q, k and v may have

@@ -84,9 +84,10 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         Bytes on a 16-byte boundary, for partial states; or None, for memory of the wrapper's own,
         which grows as plans need it.
     use_cuda_graph
-        Captured runs follow later plans; then qo_indptr [B + 1], kv_indptr [B + 1], kv_indices
-        [most pages of a batch] and kv_len_arr [B] are int32 buffers on the device, which plan()
-        fills, for batches of B requests.
+        Captured runs follow later plans, for batches of as many requests.
+    qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        Needed then: int32 [B + 1], [B + 1], [most pages of a batch] and [B] on the device, which
+        plan() fills.
     backend
         Accepted for compatibility; all names serve.
     kv_layout
@@ -184,17 +185,23 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         ----------
         qo_indptr
             int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
-        kv_indptr
-            [B + 1] or longer, in pages, and kv_indices [>= kv_indptr[B]], the pages of all
-            requests.
+        kv_indptr, kv_indices
+            [B + 1] or longer, in pages, and [>= kv_indptr[B]], the pages of all requests.
         kv_len_arr
             [B]: keys of each request, at most page_size for each of its pages; 0: its rows give 0
             and -inf. Offsets and lengths are needed on the host; kv_indices may stay on the GPU.
         metadata
-            MLAPlanMetadata, in place of these four; or cum_seq_lens_q, block_tables and seq_lens,
-            which are those of MLAPlanMetadata.dense.
+            MLAPlanMetadata, in place of these four.
+        cum_seq_lens_q, block_tables, seq_lens
+            Those of MLAPlanMetadata.dense, likewise.
         num_heads
-            Query heads, any number. head_dim_ckv 512 or 256, head_dim_kpe 64 or 0.
+            Query heads, any number.
+        head_dim_ckv
+            512 or 256.
+        head_dim_kpe
+            64 or 0.
+        page_size
+            Tokens of a page.
         causal
             Row i of a request sees keys up to i + kv_len - qo_len; default False.
         window_left
@@ -204,8 +211,9 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             The scale of the logits, required: 1 / sqrt(128 + 64), the head dim before absorption,
             in DeepSeek's models.
         q_data_type, kv_data_type
-            "float16" or "bfloat16" (default), kv_data_type also "float8_e4m3fn". output_dtype: of
-            run()'s outputs, default q_data_type; an `out` of fp8 is planned by it.
+            "float16" or "bfloat16" (default), kv_data_type also "float8_e4m3fn".
+        output_dtype
+            Of run()'s outputs, default q_data_type; an `out` of fp8 is planned by it.
         fixed_split_size, disable_split_kv
             As in BatchDecodeWithPagedKVCacheWrapper.plan.
         cp_world_size, cp_rank, cp_kv_cache_interleave_size, cp_tot_seqused_k
@@ -213,10 +221,13 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         lse_mode
             "basee": run() gives natural logarithms, else base 2.
         query_layout, kv_cache_layout
-            "packed" or "split", and scale_mode, use_sinks, enable_pdl, skip_softmax, max_q_len:
-            accepted for compatibility; run() sees what it is given.
+            "packed" or "split"; accepted for compatibility: run() sees what it is given.
+        scale_mode, use_sinks, enable_pdl, skip_softmax, max_q_len
+            Accepted for compatibility.
         output_scale
-            Must be "none", use_profiler False.
+            Must be "none".
+        use_profiler
+            Must be False.
 
         Raises
         ------
@@ -314,20 +325,28 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
 
         Parameters
         ----------
-        q_nope
-            [rows, num_heads, head_dim_ckv], multiplied by W_UK; q_pe [rows, num_heads,
-            head_dim_kpe]. Or `query`, one array with both, latent columns first, or a pair.
-        ckv_cache
-            [num_pages, page_size, head_dim_ckv]; kpe_cache [num_pages, page_size, head_dim_kpe]. Or
-            `kv_cache`, likewise. An axis of one head before or behind page_size is allowed, and
-            none of page_size for pages of one token. Strides are any.
+        q_nope, q_pe
+            [rows, num_heads, head_dim_ckv], multiplied by W_UK, and [rows, num_heads,
+            head_dim_kpe].
+        query
+            Instead, one array with both, latent columns first, or a pair.
+        ckv_cache, kpe_cache
+            [num_pages, page_size, head_dim_ckv] and [num_pages, page_size, head_dim_kpe]. An axis
+            of one head before or behind page_size is allowed, and none of page_size for pages of
+            one token. Strides are any.
+        kv_cache
+            Instead, one array with both, or a pair.
         out, lse
             Arrays to write instead of new ones; lse float32 [rows, num_heads].
+        return_lse
+            Return the LSE too.
         return_lse_base_on_e
             Natural logarithms, not base 2.
         ckv_scale, kpe_scale
-            Of a cache of fp8: each part times its scale. ckv_scale_arr, float32 [num_pages,
-            page_size], scales the latent part of each token; of GPUs on sm_90 only.
+            Of a cache of fp8: each part times its scale.
+        ckv_scale_arr
+            float32 [num_pages, page_size], scales the latent part of each token; of GPUs on sm_90
+            only.
         sinks
             float32 [num_heads]: extra natural-log logits in the denominator.
         bmm1_scale, bmm2_scale
@@ -432,11 +451,17 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         Parameters
         ----------
         q
-            [B, num_heads, 576] or a pair (q_nope, q_pe); kv_cache as in run(), packed or a pair.
-        page_table
-            int32 [B, max_pages]; seq_lens int32 [B]. They stay on the device.
+            [B, num_heads, 576] or a pair (q_nope, q_pe).
+        kv_cache
+            As in run(), packed or a pair.
+        page_table, seq_lens
+            int32 [B, max_pages] and [B]. They stay on the device.
         sm_scale
             Default 1 / sqrt(128 + 64), that of DeepSeek's models.
+        out
+            The array to write instead of a new one.
+        return_lse
+            Return the LSE too.
 
         Notes
         -----

@@ -23,9 +23,10 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
     Parameters
     ----------
     float_workspace_buffer, use_cuda_graph
-        As there. Captured runs need paged_kv_indptr_buffer [B + 1], paged_kv_indices_buffer [most
-        pages of a batch] and paged_kv_last_page_len_buffer [B], int32 on the device: plan() fills
-        the first two; the third says how many requests there are.
+        As there.
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        Needed for captured runs: int32 [B + 1], [most pages of a batch] and [B] on the device:
+        plan() fills the first two; the third says how many requests there are.
     use_tensor_cores
         Accepted for compatibility.
 
@@ -105,8 +106,9 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         Parameters
         ----------
         indptr, indices, last_page_len
-            The pages of each request, as in BatchDecodeWithPagedKVCacheWrapper.plan; page_size, and
-            num_qo_heads.
+            The pages of each request, as in BatchDecodeWithPagedKVCacheWrapper.plan.
+        num_qo_heads, page_size
+            Of the arrays to come.
         head_dim_compressed_kv
             Columns of the latent part, 512 or 256; the other part has 64.
         sm_scale
@@ -114,7 +116,9 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         data_type, q_data_type
             Of the cache, and of queries, default the same.
         window_left
-            As in BatchMLAPagedAttentionWrapper.plan. logits_soft_cap must be None or 0.
+            As in BatchMLAPagedAttentionWrapper.plan.
+        logits_soft_cap
+            Must be None or 0.
         rope_scale, rope_theta
             Accepted for compatibility: queries and cache come rotated.
 
@@ -182,9 +186,13 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(BatchMLAPagedAttentionWrapper):
         paged_ckv_cache, paged_kpe_cache
             [num_pages, page_size, columns] of each part.
         q_scale, k_scale
-            Multiply the logits, v_scale the output: numbers.
+            Numbers that multiply the logits.
+        v_scale
+            A number that multiplies the output.
         out, lse, return_lse
-            As in BatchMLAPagedAttentionWrapper.run. enable_pdl is accepted for compatibility.
+            As in BatchMLAPagedAttentionWrapper.run.
+        enable_pdl
+            Accepted for compatibility.
 
         Returns
         -------

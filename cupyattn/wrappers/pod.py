@@ -173,19 +173,27 @@ class PODWithPagedKVCacheWrapper(Untraced):
         Parameters
         ----------
         q_p
-            [qo_len, num_qo_heads, head_dim]. k_p, v_p  keys and values of the prompt; they and all
-            that ends in _p as in single_prefill_with_kv_cache.
+            [qo_len, num_qo_heads, head_dim]: the rows of the prompt.
+        k_p, v_p
+            Its keys and values.
+        custom_mask_p to rope_theta_p
+            Of the prompt, as in single_prefill_with_kv_cache without the ending.
         q_d
-            [B, num_qo_heads, head_dim]. paged_kv_cache_d, q_scale, k_scale, v_scale  as in
-            BatchDecodeWithPagedKVCacheWrapper.run.
+            [B, num_qo_heads, head_dim]: the rows of the decodes.
+        paged_kv_cache_d, q_scale, k_scale, v_scale
+            As in BatchDecodeWithPagedKVCacheWrapper.run.
         pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
-            If given, must be the plan's. custom_mask_d and packed_custom_mask_d must be None: a
-            decode has one row. kv_layout_d is the wrapper's, whatever is said here.
+            If given, must be the plan's.
+        custom_mask_d, packed_custom_mask_d
+            Must be None: a decode has one row.
+        kv_layout_d
+            The wrapper's counts, whatever is said here.
         lse_p, lse_d
             float32 [qo_len, num_qo_heads] and [B, num_qo_heads], to be written.
-        return_lse_p, return_lse_d, the
-            Last two by position and causal_d  accepted for compatibility: FlashInfer returns no LSE
-            here either.
+        return_lse_p, return_lse_d
+            Accepted for compatibility: FlashInfer returns no LSE here either.
+        causal_d, use_fp16_qk_reduction, enable_pdl
+            Accepted for compatibility.
 
         Returns
         -------

@@ -117,7 +117,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
 
     Parameters
     ----------
-    float_workspace_buffer, kv_layout, use_cuda_graph, backend
+    float_workspace_buffer, workspace_buffer, kv_layout, use_cuda_graph, backend
         As in BatchDecodeWithPagedKVCacheWrapper. In graph mode the first plan must have the most
         query rows, and a plan between replays may have another mask. With backend="cudnn" qo_indptr
         counts elements of q, and pages are "HND".
@@ -129,8 +129,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         int32 [B + 1], [B + 1], [most pages of a batch] and [B] on the device: what graph mode
         needs, filled by plan().
     custom_mask_buf, mask_indptr_buf
-        uint8 [max bytes of a packed mask] and int32 [B + 1]: given if and only if the graph is to
-        read a mask. (qk_indptr_buf is an older name of the second.).
+        uint8 [most bytes of a packed mask] and int32 [B + 1]: given if and only if the graph is to
+        read a mask.
+    qk_indptr_buf
+        An older name of mask_indptr_buf.
 
     Raises
     ------
@@ -373,10 +375,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         paged_kv_cache
             As in BatchDecodeWithPagedKVCacheWrapper.run; K and V of a pair may have different head
             dims.
-        q_scale, k_scale, v_scale, out, lse, sinks
+        q_scale, k_scale, v_scale, out, lse, return_lse, sinks
             As there. By position: all three scales, or the older k_scale, v_scale and return_lse.
         window_left
-            If given, must be the plan's. kv_cache_sf must be None.
+            If given, must be the plan's.
+        kv_cache_sf
+            Must be None.
         lse_base
             Of the LSE, given and returned: "log2", or "ln" for natural logarithms.
         lse_layout
@@ -392,8 +396,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         skip_softmax_threshold_scale_factor
             As in `single_prefill_with_kv_cache`, of each request's keys.
         enable_pdl
-            Is accepted for compatibility, and so are use_fp16_softmax and uses_spcompress, which
-            allow less exact outputs.
+            Accepted for compatibility.
+        use_fp16_softmax, uses_spcompress
+            Accepted for compatibility: they allow less exact outputs.
 
         Returns
         -------
@@ -470,14 +475,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
 
     Parameters
     ----------
-    float_workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs
+    float_workspace_buffer, workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs
         As in BatchPrefillWithPagedKVCacheWrapper. In graph mode the first plan must also have the
         most keys if it has a fixed_split_size, and k and v of the captured run must have room for
         the most keys. With backend="cudnn" offsets count elements of their arrays.
     kv_layout
         "NHD" or "HND": rows [n, num_kv_heads, head_dim], or heads first.
     qo_indptr_buf, kv_indptr_buf
-        [B + 1] each; custom_mask_buf and mask_indptr_buf as there.
+        int32 [B + 1] on the device: what graph mode needs, filled by plan().
+    custom_mask_buf, mask_indptr_buf, qk_indptr_buf
+        As there.
 
     Raises
     ------
@@ -679,12 +686,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         k, v
             [>= kv_indptr[B], num_kv_heads, head_dim] ("NHD") or [num_kv_heads, >= kv_indptr[B],
             head_dim] ("HND").
-        q_scale, k_scale, v_scale, out, lse, sinks
+        q_scale, k_scale, v_scale, out, lse, return_lse, sinks, logits_params
             As in BatchDecodeWithPagedKVCacheWrapper.run. By position: all three scales, or the
             older return_lse.
         window_left
-            If given, must be the plan's. enable_pdl is accepted for compatibility; o_scale and
-            kv_cache_sf must be None.
+            If given, must be the plan's.
+        o_scale, kv_cache_sf
+            Must be None.
+        enable_pdl
+            Accepted for compatibility.
         lse_base, lse_layout, output_gate, skip_softmax_threshold_scale_factor, rel_logits
             As in BatchPrefillWithPagedKVCacheWrapper.run.
         q_block_scales, k_block_scales, v_block_scales, k_mean, block_size

@@ -153,7 +153,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer, kv_layout
+    float_workspace_buffer, workspace_buffer, kv_layout
         As in BatchDecodeWithPagedKVCacheWrapper; the layout is that of the prefix too.
 
     Raises
@@ -314,9 +314,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         Parameters
         ----------
         qo_indptr
-            int32 or int64 [B + 1]: rows of q of each request, its last tokens. paged_kv_indptr,
-            paged_kv_indices, paged_kv_last_page_len: the pages of each request without the prefix,
-            as in BatchPrefillWithPagedKVCacheWrapper.plan. A request may have none.
+            int32 or int64 [B + 1]: rows of q of each request, its last tokens.
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+            The pages of each request without the prefix, as in
+            BatchPrefillWithPagedKVCacheWrapper.plan. A request may have none.
         num_qo_heads, num_kv_heads, head_dim, page_size
             Of the arrays to come. Without a page size the next run() reads it off its cache, and
             schedules the batch.
@@ -462,6 +463,8 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     k_unique, v_unique
         [B, unique_len, num_kv_heads, head_dim] or [B, num_kv_heads, unique_len, head_dim]: each
         request's own keys, all of which count. Both lengths may be 0.
+    kv_layout
+        "NHD" or "HND", of all four.
     allow_fp16_qk_reduction, rope_scale, rope_theta
         Accepted for compatibility, and change nothing.
 

@@ -28,6 +28,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     Parameters
     ----------
+    float_workspace_buffer to mask_indptr_buf
+        As in BatchPrefillWithPagedKVCacheWrapper.
     backend
         "auto", "fa2" or "fa3".
     pos_encoding_mode, q_data_type, kv_data_type, window_left
@@ -138,12 +140,15 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
         Parameters
         ----------
+        q, paged_kv_cache
+            As in BatchPrefillWithPagedKVCacheWrapper.run.
         sink
             float32 [num_qo_heads]: natural-log logits.
         sm_scale
-            A number that multiplies the logits of keys, 1 / sqrt(head_dim_qk) as a rule. Everything
-            else as in BatchPrefillWithPagedKVCacheWrapper.run, whose other arguments are `options`;
-            q_scale and k_scale multiply the logits as well.
+            A number that multiplies the logits of keys, 1 / sqrt(head_dim_qk) as a rule.
+        q_scale, return_lse, options
+            As there, whose other arguments are the options; q_scale and k_scale multiply the logits
+            as well.
         """
         sinks, scale = read_sink(
             (sink, sm_scale), q_scale, self._require_plan().geometry.spec.num_qo_heads

@@ -85,15 +85,20 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
         ----------
         block_mask_map
             bool [num_kv_heads, MB, NB]: the blocks of columns that blocks of rows see.
-        block_row_sz
-            int32 or int64 [num_kv_heads, MB]: rows of each block; every head has as many rows, M.
-            block_col_sz  [num_kv_heads, NB]: columns, likewise N. All three are needed on the host.
+        block_row_sz, block_col_sz
+            int32 or int64 [num_kv_heads, MB] and [num_kv_heads, NB]: rows and columns of each
+            block; every head has as many rows, M, and columns, N. They and block_mask_map are
+            needed on the host.
+        num_qo_heads, num_kv_heads, head_dim, logits_soft_cap, sm_scale
+            As in BlockSparseAttentionWrapper.plan.
         causal
             Row i sees columns up to i + N - M.
         q_data_type, kv_data_type
             Default float16, that of q; the output has q's.
         pos_encoding_mode
-            Must be "NONE"; other arguments as in BlockSparseAttentionWrapper.plan.
+            Must be "NONE".
+        use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking
+            Accepted for compatibility.
 
         Raises
         ------
@@ -158,12 +163,18 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
         Parameters
         ----------
         q
-            [num_qo_heads, M, head_dim]. k, v  [num_kv_heads, N, head_dim]. One whose heads do not
-            follow one another in memory is copied.
+            [num_qo_heads, M, head_dim].
+        k, v
+            [num_kv_heads, N, head_dim]. One whose heads do not follow one another in memory is
+            copied.
         out
-            [num_qo_heads, M, head_dim] to write the output to. lse  float32 [num_qo_heads, M].
+            [num_qo_heads, M, head_dim] to write the output to.
+        lse
+            float32 [num_qo_heads, M] to write.
+        return_lse
+            Return the LSE too.
         enable_pdl
-            Is accepted for compatibility.
+            Accepted for compatibility.
 
         Returns
         -------

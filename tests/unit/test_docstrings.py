@@ -62,6 +62,35 @@ def test_parameters_that_are_described_exist() -> None:
     assert unknown == []
 
 
+def _described() -> list[tuple[str, Callable[..., Any]]]:
+    """Functions, classes, and the methods of these."""
+    found = []
+    for name, value in DOCUMENTED.items():
+        found.append((name, value))
+        if inspect.isclass(value):
+            methods = [(x, y) for x, y in vars(value).items() if x[0] != "_" and callable(y)]
+            found += [(f"{name}.{x}", y) for x, y in methods]
+    return found
+
+
+def test_every_parameter_has_an_entry() -> None:
+    """Of its own, not within another's: the page's list of parameters is read by their names."""
+    absent = []
+    for name, value in _described():
+        text = inspect.getdoc(value) or ""
+        section = re.search(r"^Parameters\n-+\n(.*?)(?:\n\n\w+\n-+\n|\Z)", text, re.M | re.S)
+        if section is None or "\nother arguments\n" in f"\n{section[1]}\n":
+            continue
+        entries = re.findall(r"^(\w[\w, ]*)$", section[1], re.M)
+        signature = list(inspect.signature(value).parameters)
+        has = set()
+        for first, _, last in (x.partition(" to ") for e in entries for x in e.split(", ")):
+            if first in signature and (last or first) in signature:
+                has |= set(signature[signature.index(first) : signature.index(last or first) + 1])
+        absent += [f"{name}: {x}" for x in signature if x not in has and x not in ("self", "args")]
+    assert absent == []
+
+
 def _parameters(value: Callable[..., Any]) -> set[str]:
     fields = set(getattr(value, "__dataclass_fields__", ()))
     try:
