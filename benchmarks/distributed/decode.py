@@ -16,7 +16,7 @@ from .exchange import PATHS, make_exchange
 from .machine import Machine
 from .rank import Rank
 
-_WORKSPACE_BYTES = 256 << 20
+_WORKSPACE_BYTES = 64 << 20
 
 
 class DecodeArrays:
@@ -104,8 +104,10 @@ def run_decode(rank: Rank, case: Decode) -> None:
         rank.add_alone("decode", case.name, alone, machine.layers)
         for parts in rank.parts[1:]:
             if arrays.table.shape[1] % parts == 0 and rank.has_time(15):
-                step = arrays.step(0, parts, torch.float32)
-                rank.add_share(case.name, step, machine.layers, parts=parts)
+                # Layers have keys of their own, which L2 does not hold from one visit to the next.
+                count = min(machine.layers, parts)
+                steps = [arrays.step(part, parts, torch.float32) for part in range(count)]
+                rank.add_share(case.name, steps, machine.layers, parts=parts)
     if group.size == 1:
         return
     attend = arrays.step(group.rank, group.size, torch.float32)

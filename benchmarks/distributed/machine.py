@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +16,17 @@ Step = Callable[[], Any]
 class Machine(NamedTuple):
     """Where arrays lie, of which dtype they are, and how often a step is made.
 
-    layers   of a graph; visits   of a graph that count, behind two that do not
+    layers   of a graph
+    visits   of a graph that count
+    settled  seconds of work before them: a GPU whose power is capped clocks lower by then, by a
+             tenth and more, and does so for the rest of a serving engine's day
     """
 
     device: str
     dtype: torch.dtype
     layers: int
     visits: int
+    settled: float
 
     @property
     def on_gpu(self) -> bool:
@@ -44,61 +50,64 @@ class Machine(NamedTuple):
         """The current stream's handle; none on the CPU."""
         return torch.cuda.current_stream().cuda_stream if self.on_gpu else None
 
-    def times(self, step: Step, layers: int, meet: Step | None = None) -> list[float]:
-        """µs of a step at each visit. Ranks that wait for each other `meet` before a visit."""
-        replay = captured(step, layers) if self.on_gpu else _repeated(step, layers)
-        clock = _gpu_time if self.on_gpu else _cpu_time
-        found = []
-        for _ in range(2 + self.visits):
-            if meet is not None:
-                # Hosts come here at times that differ by more than a step takes. The first replay
-                # ends on all ranks at one time, and is not counted.
-                meet()
-                replay()
-            found.append(clock(replay) / layers)
-        return found[2:]
+    def times(
+        self, steps: Sequence[Step], layers: int, agree: Callable[[float], float] = float
+    ) -> list[float]:
+        """µs of a step at each visit of a graph of so many layers, which take the steps in turn.
+
+        agree   what ranks that wait for each other make of a number, so that it is the same
+        """
+        replay = captured(steps, layers) if self.on_gpu else _repeated(steps, layers)
+        clock = _gpu_times if self.on_gpu else _cpu_times
+        longest = agree(max(clock(replay, 1)))
+        for _ in range(math.ceil(self.settled * 1e6 / longest)):
+            replay()
+        return [us / layers for us in clock(replay, self.visits)]
 
 
-GPU = Machine("cuda", torch.bfloat16, layers=10, visits=10)
-CPU = Machine("cpu", torch.float32, layers=1, visits=1)
+GPU = Machine("cuda", torch.bfloat16, layers=10, visits=10, settled=0.4)
+CPU = Machine("cpu", torch.float32, layers=1, visits=1, settled=0.0)
 
 
-def captured(step: Step, layers: int) -> Step:
-    """Replays a graph of so many steps."""
+def captured(steps: Sequence[Step], layers: int) -> Step:
+    """Replays a graph of so many layers."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            step()
+            _make(steps, max(1, len(steps)))
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(layers):
-                step()
+            _make(steps, layers)
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
 
 
-def _repeated(step: Step, layers: int) -> Step:
-    def replay() -> None:
-        for _ in range(layers):
-            step()
-
-    return replay
+def _repeated(steps: Sequence[Step], layers: int) -> Step:
+    return lambda: _make(steps, layers)
 
 
-def _gpu_time(call: Step) -> float:
-    """µs of a call on the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
+def _make(steps: Sequence[Step], layers: int) -> None:
+    for layer in range(layers):
+        steps[layer % len(steps)]()
 
 
-def _cpu_time(call: Step) -> float:
-    """µs of a call on the host."""
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e6
+def _gpu_times(call: Step, visits: int) -> list[float]:
+    """µs of calls on the GPU, which come one behind another."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(visits + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        call()
+    marks[-1].record()
+    marks[-1].synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(marks)]
+
+
+def _cpu_times(call: Step, visits: int) -> list[float]:
+    """µs of calls on the host."""
+    marks = [time.perf_counter()]
+    for _ in range(visits):
+        call()
+        marks.append(time.perf_counter())
+    return [(end - begin) * 1e6 for begin, end in itertools.pairwise(marks)]

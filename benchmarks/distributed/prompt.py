@@ -40,7 +40,7 @@ def run_prompt(rank: Rank, case: Prompt) -> None:
                     _, step = _prompt_step(
                         lone_group(parts, machine.on_gpu), case, (q, k, v), method
                     )
-                    rank.add_share(case.name, step, 1, parts=parts, method=method)
+                    rank.add_share(case.name, [step], 1, parts=parts, method=method)
     if group.size == 1:
         return
     share = ZigZag(np.array([0, case.tokens], np.int32), group.size)

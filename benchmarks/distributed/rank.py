@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from cupyattn.distributed import Group
 
-from .machine import Machine
+from .machine import Machine, Step
 
 
 class Rank:
@@ -37,28 +37,29 @@ class Rank:
             print(json.dumps(self.rows[-1]), flush=True)
             self.out.write_text(json.dumps(self.rows), "utf-8")
 
-    def add_alone(self, kind: str, case: str, step: Callable[[], Any], layers: int) -> None:
+    def add_alone(self, kind: str, case: str, step: Step, layers: int) -> None:
         """A step that every GPU makes by itself: the median of GPUs, and as the share of one."""
-        of_ranks = self.time_alone(step, layers)
+        of_ranks = self.time_alone([step], layers)
         self.add(kind, case, float(np.median(of_ranks)), world=1, path="one", ranks=of_ranks)
         self.add("share", case, max(of_ranks), parts=1)
 
-    def add_share(self, case: str, step: Callable[[], Any], layers: int, **facts: Any) -> None:
+    def add_share(self, case: str, steps: Sequence[Step], layers: int, **facts: Any) -> None:
         """The kernels of a rank of a group, on every GPU by itself: those of the slowest."""
-        self.add("share", case, max(self.time_alone(step, layers)), **facts)
+        self.add("share", case, max(self.time_alone(steps, layers)), **facts)
 
-    def time_alone(self, step: Callable[[], Any], layers: int) -> list[float]:
+    def time_alone(self, steps: Sequence[Step], layers: int) -> list[float]:
         """µs of a step, on each rank's GPU by itself."""
-        own = float(np.median(self.machine.times(step, layers)))
+        own = float(np.median(self.machine.times(steps, layers)))
         return [round(float(x), 2) for x in self.group.share_bytes(repr(own).encode())]
 
-    def time_step(self, step: Callable[[], Any], layers: int) -> float:
-        """µs of a step that all ranks make: the median over visits of the longest time."""
-        times = self.machine.times(step, layers, lambda: self.group.share_bytes(b""))
-        return self._longest(times)
+    def time_step(self, step: Step, layers: int) -> float:
+        """µs of a step that all ranks make: the median over visits of the longest time.
 
-    def _longest(self, times: Sequence[float]) -> float:
-        shared = self.group.share_bytes(json.dumps(list(times)).encode())
+        Hosts come here at times that differ by more than a step takes, but ranks wait for each
+        other in the replays that are not counted.
+        """
+        times = self.machine.times([step], layers, self.greatest)
+        shared = self.group.share_bytes(json.dumps(times).encode())
         return float(np.median(np.max([json.loads(x) for x in shared], axis=0)))
 
     def greatest(self, value: float) -> float:
