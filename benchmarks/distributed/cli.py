@@ -28,10 +28,12 @@ def main(argv: Sequence[str]) -> int:
     facts: dict[str, Any] = {"ranks": args.sizes, "simulated": args.simulated}
     facts |= {**header(args.commit), "rows": []}
     end, status = time.time() + args.seconds, 0
-    for index, size in enumerate(args.sizes):
+    # Every rank of a larger group has answered alone.
+    sizes = [size for size in args.sizes if size > 1] or [1]
+    for index, size in enumerate(sizes):
         # The first, which measures one GPU's kernels too, has twice as much to do as another.
         weight = 2 if index == 0 else 1
-        seconds = (end - time.time()) * weight / (len(args.sizes) - index + weight - 1)
+        seconds = (end - time.time()) * weight / (len(sizes) - index + weight - 1)
         rows = args.out / f"rows_{size}.json"
         rows.unlink(missing_ok=True)
         status |= run(args, size, rows, seconds, alone=index == 0)
@@ -72,8 +74,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, size: int, rows: Path, seconds: float, *, alone: bool) -> int:
     """Let `size` ranks measure for so many seconds; `alone`: one GPU's kernels too."""
-    if size == 1 and not alone:
-        return 0  # every rank of a larger group has answered alone
     if not args.simulated:
         return _run_processes(args, size, rows, seconds, alone)
     from .simulated import run_simulated

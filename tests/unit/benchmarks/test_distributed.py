@@ -82,7 +82,10 @@ def test_a_budget_is_divided_among_groups(tmp_path: Path, monkeypatch: pytest.Mo
     ranks = ["--ranks", "1,2,8,4,2", "--seconds", "500", "--out", str(tmp_path)]
     assert cli.main(ranks) == 0
     # What a group leaves is for the later ones.
-    assert calls == [(8, True, 200), (4, False, 167), (2, False, 250), (1, False, 500)]
+    assert calls == [(8, True, 250), (4, False, 250), (2, False, 500)]
+    calls.clear()
+    assert cli.main(["--ranks", "1", "--seconds", "60", "--out", str(tmp_path)]) == 0
+    assert calls == [(1, True, 60)]
 
 
 def test_a_lone_rank_takes_its_own_rows_for_those_of_others() -> None:
