@@ -100,6 +100,13 @@ class _ContextParallel(Observed):
         gathers = q_is_replicated or self.gather.by_windows or group.can_capture
         self.can_capture = self.exchange.can_capture and gathers
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.exchange.words()}; {self._words()}>"
+
+    def _words(self) -> str:
+        """What a rank calls."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Give the memory back that peers write. All ranks close."""
         self.exchange.close()
@@ -257,7 +264,7 @@ class ContextParallelCall(_ContextParallel):
                 f"function: got {name or type(function).__name__}; wanted one of "
                 f"{', '.join(_FORMS)}"
             )
-        self._function, self._form = function, _FORMS[name]
+        self._function, self._form, self._name = function, _FORMS[name], name
         super().__init__(
             group,
             max_rows=max_rows,
@@ -270,6 +277,9 @@ class ContextParallelCall(_ContextParallel):
             timeout=timeout,
             uses_windows=uses_windows,
         )
+
+    def _words(self) -> str:
+        return self._name
 
     def __call__(
         self, q: Any, *args: Any, out: Any = None, return_lse: bool = False, **options: Any
@@ -359,6 +369,9 @@ class ContextParallelWrapper(_ContextParallel):
             timeout=timeout,
             uses_windows=uses_windows,
         )
+
+    def _words(self) -> str:
+        return repr(self.wrapper)
 
     def plan(self, *args: Any, **options: Any) -> None:
         """wrapper.plan() for this rank's share and outputs of float32."""

@@ -254,6 +254,20 @@ class StateExchange(Observed):
         )
         return (out, lse_out) if returns_lse else out
 
+    def words(self) -> str:
+        """What is exchanged, by what, in a line."""
+        if self._is_closed:
+            way = "closed"
+        elif self._levels is not None:
+            way = "in two levels, of a host and between hosts"
+        else:
+            way = "by windows" if self.by_windows else "by all_to_all"
+        states = f"{self.max_rows} rows of {self.num_heads} heads of {self.head_dim} columns"
+        return f"{self.group.describe()}; up to {states}, {self.dtype}, {way}"
+
+    def __repr__(self) -> str:
+        return f"<StateExchange: {self.words()}>"
+
     def close(self) -> None:
         """Give the memory back that peers write. All ranks close, once none exchanges any more."""
         self._is_closed = True

@@ -234,6 +234,10 @@ class ContextParallelPrefill(Untraced):
         way.run(vq, vk, vv, vout, vlse)
         return (out, lse) if return_lse else out
 
+    def __repr__(self) -> str:
+        planned = "nothing is planned" if self._choice is None else self._choice.name
+        return f"<ContextParallelPrefill: {self.group.describe()}; {planned}>"
+
     def close(self) -> None:
         """Give back what runs exchange, which peers write; all ranks call it. (A group that is
         closed gives back what is left.) A graph of a run may not be replayed any more."""

@@ -14,6 +14,7 @@ from ..choose.card import Card, card_of
 from ..core import parse
 from ..core.device import NO_GPU, DeviceProps, device_props
 from ..core.tracing import untraced
+from ..distributed.attention import ContextParallelWrapper
 from ..engine.wrapper import BatchWrapper, Plan
 from ..errors import ArgumentError, PlanError
 from ..launch.attention.batch import BatchLauncher
@@ -50,7 +51,7 @@ def explain(wrapper: Any) -> Explanation:
     ----------
     wrapper
         Any of the batch wrappers (decode, prefill, mixed, latent, cascade, sparse, POD, shared
-        prefix) after plan().
+        prefix) after plan(), or a ContextParallelWrapper of one, for what its rank attends to.
 
     Returns
     -------
@@ -90,6 +91,9 @@ def explain(wrapper: Any) -> Explanation:
     elif isinstance(wrapper, _SHARED_PREFIX):
         wrapper = wrapper._unique
         notes = ("these are the requests' own keys; run() plans the shared prefix",)
+    elif isinstance(wrapper, ContextParallelWrapper):
+        rank, size = wrapper.group.rank, wrapper.group.size
+        wrapper, notes = wrapper.wrapper, (f"this is what rank {rank} of {size} attends to",)
     if not isinstance(wrapper, BatchWrapper):
         raise ArgumentError(
             f"wrapper: got {parse.shown(wrapper)}; wanted a batch wrapper of cupyattn, such as "

@@ -10,7 +10,7 @@ import pytest
 from helpers.parallel_attention import Batch, own_part
 
 import cupyattn
-from cupyattn import reference
+from cupyattn import BatchDecodeWithPagedKVCacheWrapper, explain, reference
 from cupyattn.core.key_share import KeyShare
 from cupyattn.distributed import ContextParallelCall, ContextParallelWrapper, Group, simulate
 from cupyattn.errors import ArgumentError, DistributedError, UnsupportedError
@@ -412,3 +412,20 @@ def test_the_share_is_the_groups() -> None:
         call.close()
 
     simulate(3, work)
+
+
+def test_wrappers_say_what_they_are_and_are_explained() -> None:
+    def work(group: Group) -> tuple[str, str, str]:
+        shared = ContextParallelWrapper(
+            group, BatchDecodeWithPagedKVCacheWrapper(), max_rows=1, num_qo_heads=8, head_dim=64
+        )
+        shared.plan(np.array([0, 2]), np.array([3, 0]), np.array([4]), 8, 2, 64, 16)
+        words = repr(shared), str(explain(shared))
+        shared.close()
+        return *words, repr(shared.exchange)
+
+    planned, explained, closed = simulate(2, work)[1]
+    assert planned.startswith("<ContextParallelWrapper: rank 1 of 2: threads of one process")
+    assert "up to 1 rows of 8 heads of 64 columns, float32, by all_to_all; <BatchDec" in planned
+    assert "this is what rank 1 of 2 attends to" in explained
+    assert closed.endswith("float32, closed>")
