@@ -5,7 +5,7 @@
 A document says in a comment which cases of which result folder it shows, and under which names:
 
     <!-- table rate=tflops peers=fa3,flashinfer
-    2026-11-24-h200-fa3
+    2026-11-28-h200-prompts
     1x16k: one request of 16k tokens
     -->
     ... the table, written by this command ...

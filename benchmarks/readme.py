@@ -36,7 +36,6 @@ CHART = {name: CASES[name] for name in CASES if not name.startswith("1x16k_full"
 OPS = ("prefill", "ragged", "append", "batch_decode", "verify", "mla")
 PEERS = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_cudnn", "flashmla")
 MOST_COMMITS = 50  # that touched kernels/ since the rows were measured
-_FOLDER = re.compile(r"\b20\d\d-\d\d-\d\d-\w+-readme\b")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,14 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(folder: str) -> int:
-    """Let every document show the rows of `folder`."""
+    """Let every document show the rows of `folder` where it shows another of its kind, which is
+    the last word of a folder's name."""
     from . import documents
 
     if not (documents.RESULTS / folder / "results.json").is_file():
         raise SystemExit(f"{folder}: benchmarks/results has no such run")
+    of_its_kind = re.compile(rf"\b20\d\d-\d\d-\d\d-\w+-{folder.rpartition('-')[2]}\b")
     for path in documents.documents():
         text = path.read_text("utf-8")
-        path.write_text(_FOLDER.sub(folder, text), "utf-8")
+        path.write_text(of_its_kind.sub(folder, text), "utf-8")
     return documents.main()
 
 

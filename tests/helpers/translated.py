@@ -45,7 +45,9 @@ class Translated(ModuleType):
         return functools.partial(self.call, value) if callable(value) else value
 
     def call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        positional, by_name = [*map(self._in, args)], {n: self._in(x) for n, x in named.items()}
+        copies: dict[int, Any] = {}  # an array that is passed twice is one array there, too
+        positional = [self._in(x, copies) for x in args]
+        by_name = {name: self._in(x, copies) for name, x in named.items()}
         answer = function(*positional, **by_name)
         self.num_calls += 1
         if self._is_apart:
@@ -59,12 +61,16 @@ class Translated(ModuleType):
         first = next(filter(_is_array, (*args, *named.values())), None)
         return self._out(answer, first)
 
-    def _in(self, x: Any) -> Any:
+    def _in(self, x: Any, copies: dict[int, Any]) -> Any:
         if isinstance(x, (list, tuple)):
-            return type(x)(map(self._in, x))
+            return type(x)(self._in(y, copies) for y in x)
         if isinstance(x, dict):
-            return {name: self._in(y) for name, y in x.items()}
-        return self._convert(x) if _is_array(x) else x
+            return {name: self._in(y, copies) for name, y in x.items()}
+        if not _is_array(x):
+            return x
+        if id(x) not in copies:
+            copies[id(x)] = self._convert(x)
+        return copies[id(x)]
 
     def _out(self, x: Any, like: Any) -> Any:
         """The answer as an array of the program's framework, which `like` is of."""

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from helpers import translated
 
-from benchmarks import documents, readme
+from benchmarks import documents, page, readme
 from benchmarks.cases import select
-from cupyattn.bench.cases import CASES
 from cupyattn.core import env
 
 ROOT = Path(__file__).resolve().parents[2]
 README, LADDER = ROOT / "README.md", ROOT / "docs" / "ladder.md"
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = documents.documents()
+PROMPTS = next(path.name for path in RESULTS.glob("*-prompts"))
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _TOCTREE = re.compile(r"^:::\{toctree\}\n(.*?)^:::$", re.S | re.M)
@@ -210,27 +210,33 @@ def test_the_cases_of_the_readme_are_measured_by_its_command() -> None:
         readme.show("no_such_run")
 
 
-def test_the_table_of_the_small_benchmark_is_that_of_its_file() -> None:
-    rows = json.loads((RESULTS / "2026-11-25-h200-bench" / "bench.json").read_text())["rows"]
-    text = (ROOT / "docs" / "results.md").read_text("utf-8")
-    for case in CASES:
-        best = {}
-        for row in rows:
-            if row["case"] == case.name and row["status"] == "timed":
-                best[row["name"]] = min(row["us"], best.get(row["name"], row["us"]))
-        times = [best.get(name) for name in ("cupyattn", "flash-attn", "SDPA")]
-        ours, *peers = [
-            "–" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in times
-        ]
-        rate, unit = case.rate(best["cupyattn"])
-        speedup = min(x for x in times[1:] if x is not None) / best["cupyattn"]
-        cells = case.about, ours, f"{rate:,.0f} {unit}", *peers, f"{speedup:.2f}×"
-        assert f"| {' | '.join(cells)} |\n" in text, case.name
-
-
 def test_a_case_that_is_not_in_the_results_is_named() -> None:
     with pytest.raises(SystemExit, match="no_such_case"):
-        documents.table(" peers=fa3", "2026-11-24-h200-fa3\nno_such_case: nothing\n")
+        documents.table(" peers=fa3", f"{PROMPTS}\nno_such_case: nothing\n")
+
+
+@pytest.mark.parametrize("kind", page.RUNS)
+def test_a_run_of_the_page_of_results_is_measured_by_its_command(kind: str) -> None:
+    run = page.RUNS[kind]
+    cases = {case.name for case in select(run.ops, list(run.cases))}
+    assert cases == set(run.cases)
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    (folder,) = set(re.findall(rf"^20\d\d-\d\d-\d\d-\w+-{kind}$", text, re.M))
+    shown = json.loads((RESULTS / folder / "results.json").read_text("utf-8"))["cases"]
+    assert set(shown) == cases
+
+
+def test_showing_a_run_changes_the_names_of_its_kind_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = tmp_path / "a.md"
+    document.write_text("2026-11-01-h100-prompts\n2026-11-01-h100-batches\n")
+    monkeypatch.setattr(documents, "documents", lambda: [document])
+    monkeypatch.setattr(documents, "main", lambda: 0)
+    assert page.main(["--show", PROMPTS]) == 0
+    assert document.read_text() == f"{PROMPTS}\n2026-11-01-h100-batches\n"
+    with pytest.raises(SystemExit, match="no_such_run"):
+        page.main(["--show", "no_such_run"])
 
 
 def test_errors_of_ways_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
