@@ -12,7 +12,7 @@ import cupyattn
 from .words import all_leaves, is_array, view_of
 
 _PACKAGE = __name__.partition(".")[0]
-_MADE_OF_CALLS = "serving", "distributed"
+MADE_OF_CALLS = "serving", "distributed"
 _NONE = object()
 
 
@@ -35,7 +35,7 @@ class Call:
     @property
     def consists_of_calls(self) -> bool:
         """Whether it is one of an engine's backend or of several GPUs, which make public calls."""
-        return self.function.__module__.split(".")[1] in _MADE_OF_CALLS
+        return self.function.__module__.split(".")[1] in MADE_OF_CALLS
 
     def arguments(self) -> list[tuple[str, Any]]:
         """All arguments with their names."""

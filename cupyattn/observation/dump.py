@@ -26,7 +26,7 @@ from .._version import build_version
 from ..core import env
 from ..core.folders import is_writable
 from ..errors import ArgumentError
-from .call import Call
+from .call import MADE_OF_CALLS, Call
 from .encoding import TABLES, Encoder, TooLargeError
 from .launches import Launched
 from .statistics import is_capturing
@@ -43,7 +43,8 @@ _counter = itertools.count(1)
 def folder() -> Path | None:
     """Where calls are saved; None where nobody asks for it. Makes the folder.
 
-    Raises ArgumentError for one that cannot be written, and for limits that are no numbers.
+    Raises ArgumentError for one that cannot be written, for limits that are no numbers, and for
+    names of calls that are never saved.
     """
     name = env.DUMP.get()
     if not name:
@@ -59,7 +60,17 @@ def folder() -> Path | None:
         raise ArgumentError(f"{env.DUMP.name}: {path} cannot be written; name another folder")
     for variable in (env.DUMP_CALLS, env.DUMP_LIMIT):
         _number(variable)
+    for pattern in _patterns():
+        if pattern.removeprefix("cupyattn.").partition(".")[0] in MADE_OF_CALLS:
+            raise ArgumentError(
+                f"{env.DUMP_NAMES.name}: {pattern}: calls of cupyattn.serving and "
+                f"cupyattn.distributed are not saved; {env.LOG.name}=3 says what they are given"
+            )
     return path
+
+
+def _patterns() -> list[str]:
+    return [x.strip() for x in env.DUMP_NAMES.get().split(",")]
 
 
 def _number(variable: env.Variable) -> int:
@@ -101,6 +112,8 @@ def save(call: Call) -> Path | None:
     one."""
     name = call.name.rpartition(".")[2]
     if call.consists_of_calls:
+        if _is_named(call):
+            _say_once(call.name)
         return None
     if name == "__init__":
         _wrappers[call.owner] = _Wrapper(_encode(call, 0, []))
@@ -121,17 +134,24 @@ def save(call: Call) -> Path | None:
         return None
 
 
+@functools.cache
+def _say_once(name: str) -> None:
+    about = "calls of an engine's backend and of several GPUs are not; CUPYATTN_LOG=3 tells of them"
+    _LOG.warning("cupyattn: %s is not saved: %s", name, about)
+
+
 def _planned_by(call: Call) -> Any:
     """The wrapper that a call plans."""
     return call.argument("wrapper") if call.owner is None else call.owner
 
 
-def _is_wanted(call: Call) -> bool:
-    patterns = [x.strip() for x in env.DUMP_NAMES.get().split(",")]
+def _is_named(call: Call) -> bool:
     own = call.name.partition(".")[2]
-    if not any(fnmatch.fnmatchcase(x, p) for x in (own, call.name) for p in patterns):
-        return False
-    return next(_counter) <= _number(env.DUMP_CALLS)
+    return any(fnmatch.fnmatchcase(x, p) for x in (own, call.name) for p in _patterns())
+
+
+def _is_wanted(call: Call) -> bool:
+    return _is_named(call) and next(_counter) <= _number(env.DUMP_CALLS)
 
 
 def _is_captured(call: Call) -> bool:

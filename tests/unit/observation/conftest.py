@@ -16,6 +16,7 @@ VARIABLES = "LOG", "DUMP", "DUMP_CALLS", "DUMP_NAMES", "DUMP_LIMIT_MIB"
 def _forget() -> None:
     calls.level.cache_clear()
     dump.folder.cache_clear()
+    dump._say_once.cache_clear()
     dump._counter = itertools.count(1)
 
 

@@ -222,6 +222,30 @@ def test_calls_by_name(asks: Callable[..., None], tmp_path: Path) -> None:
     assert names == ["dot_product_attention", "single_decode_with_kv_cache"]
 
 
+@pytest.mark.parametrize("names", ["serving.*", "*.run, cupyattn.distributed.RankWrapper.run"])
+def test_names_of_calls_that_are_never_saved(
+    asks: Callable[..., None], tmp_path: Path, names: str
+) -> None:
+    asks(DUMP=str(tmp_path), DUMP_NAMES=names)
+    q = normal(1, 2, 64)
+    with pytest.raises(ArgumentError, match=r"CUPYATTN_DUMP_NAMES: .*serving.* are not saved"):
+        prefill(q, q, q)
+
+
+def test_a_backend_s_calls_are_said_not_to_be_saved(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forward() -> int:
+        return 7
+
+    forward.__module__, forward.__qualname__ = "cupyattn.serving.backend", "forward"
+    for _ in range(2):
+        assert observed.watched(forward)() == 7
+    (said,) = [x for x in caplog.messages if "is not saved" in x]
+    assert said.startswith("cupyattn: cupyattn.serving.forward is not saved")
+    assert saved(folder) == []
+
+
 def test_calls_that_are_too_large(
     asks: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
