@@ -32,7 +32,7 @@ help:
 	@echo 'make test-emulator       the kernels on the host, as make test has them; -slow: the long rest'
 	@echo 'make coverage-kernels    line coverage of kernels/ on the host'
 	@echo 'make sanitize   the GPU suite under compute-sanitizer (ARGS="racecheck:attention --share 0.3")'
-	@echo 'make bench      the benchmark CLI (ARGS="--op ... --case ...")'
+	@echo 'make bench      the benchmark CLI (ARGS="--out FOLDER --op ... --case ...")'
 	@echo 'make docs       the site: build/site/index.html; written-docs: the pages and pictures made from code'
 	@echo 'make notebooks  execute benchmarks/notebooks on this GPU and keep what they measured (ARGS="4 9")'
 	@echo 'make wheel      dist/*.whl and dist/*.tar.gz'
@@ -52,9 +52,13 @@ $(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
 		echo 'NOTICE: no CPU build of torch was found; the tests that need torch will be skipped.'
 	@touch $@
 
+# An interpreter of your own may lack what a target uses: $(call has,module,extra)
+has = $(PY) -c 'import $(1)' 2>/dev/null || { echo "$(PY) has no $(1): $(PY) -m pip install -e '.$(2)', or leave out PY="; exit 1; }
+
 .PHONY: demo serve-demo test lint format test-gpu test-slow sanitize bench notebooks wheel clean distclean
 .PHONY: test-emulator test-emulator-slow coverage-kernels
 demo: $(STAMP)
+	@$(call has,ml_dtypes)
 	@$(PY) -m cupyattn demo $(ARGS)
 
 serve-demo: $(STAMP)
@@ -66,6 +70,8 @@ test: lint
 	$(PY) -m pytest -m "not gpu and not slow" -n $(JOBS) --dist worksteal --timeout 600 $(ARGS)
 
 lint: $(STAMP)
+	@$(call has,ruff,[dev])
+	@$(call has,mypy,[dev])
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -75,6 +81,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 test-gpu: $(STAMP)
+	@$(call has,pytest,[test])
 	$(PY) -m pytest -m gpu $(ARGS)
 
 test-slow: $(STAMP)
@@ -99,6 +106,7 @@ bench: $(STAMP)
 
 .PHONY: docs written-docs
 docs: $(STAMP)
+	@$(call has,furo,[docs])
 	$(PY) -m sphinx -c docs -W --keep-going -q -j $(JOBS) -d build/doctrees -b html . build/site
 	@echo 'build/site/index.html'
 
