@@ -115,6 +115,8 @@ def save(call: Call) -> Path | None:
         if _is_named(call):
             _say_once(call.name)
         return None
+    if _is_captured(call):
+        return None
     if name == "__init__":
         _wrappers[call.owner] = _Wrapper(_encode(call, 0, []))
         return None
@@ -123,7 +125,11 @@ def save(call: Call) -> Path | None:
         if known is not None:
             known.plan_before, known.plan = known.plan, _encode(call, 1, [])
         return None
-    if not _is_wanted(call) or _is_captured(call):
+    if not _is_wanted(call):
+        return None
+    if call.owner is not None and not _is_wrapper(call.owner):
+        why = "its wrapper was made while a graph was captured"
+        _LOG.warning("cupyattn: call %d, %s, is not saved: %s", call.number, call.name, why)
         return None
     try:
         return _write(call)
@@ -245,7 +251,10 @@ def _save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def save_error(call: Call, saved: Path | None, error: BaseException) -> None:
-    """Save which error a call raised. A plan() that fails is saved as a call of its own."""
+    """Save which error a call raised. A plan() that fails is saved as a call of its own, unless a
+    graph is captured, where every plan() fails."""
+    if saved is None and _is_captured(call):
+        return
     known = _wrappers.get(_planned_by(call)) if _is_wrapper(_planned_by(call)) else None
     if saved is None and known is not None and call.name.rpartition(".")[2] in _PLANS:
         saved = _write(call) if _is_wanted(call) else None

@@ -66,6 +66,8 @@ class Encoder:
 
     def encode(self, name: str, x: Any, key: str) -> Any:
         """The argument of this name; elements of its arrays go by keys that begin with `key`."""
+        if isinstance(x, str) and (name == "device" or _WORKSPACE in name):
+            return {"device": x}
         if isinstance(x, _PLAIN) and not isinstance(x, enum.Enum):
             return x
         if isinstance(x, float):

@@ -2,8 +2,7 @@
 
     CUPYATTN_LOG=3 CUPYATTN_DUMP=calls python tests/helpers/observed_calls.py cuda
 
-It needs torch, and CuPy on a GPU, and prints a line for each part: its name, and "same" where a graph
-gave what the calls in it give by themselves.
+It needs torch, and CuPy on a GPU, and prints the name of each part behind it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ if __name__ == "__main__":
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
 
-from helpers import poison
-
 import cupyattn
 from cupyattn import flash_attn, flash_mla, sparse
+from helpers import poison
 
 HEADS, KV_HEADS, DIM, PAGE, REQUESTS, WIDTH = 8, 2, 128, 16, 3, 5
 
@@ -134,9 +132,7 @@ class Program:
         starts, used = self.ints([0, 1, 2, 3]), self.ints([0, 2, 3, 4])
         pages = self.ints([3, 7, 0, 9])
         kinds = {"q_data_type": "bfloat16", "kv_data_type": "bfloat16"}
-        wrapper.plan(
-            starts, used, pages, self.lengths, 16, 512, 64, 64, False, 576**-0.5, **kinds
-        )
+        wrapper.plan(starts, used, pages, self.lengths, 16, 512, 64, 64, False, 576**-0.5, **kinds)
         q = self.normal(REQUESTS, 16, 576)
         wrapper.run(q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:])
 
@@ -189,7 +185,14 @@ def _quiet() -> Iterator[None]:
 
 def parts(device: str) -> dict[str, Callable[[Program], None]]:
     """The parts by name, in the order in which they are run."""
-    names = ["sequence", "pages", "wrapper", "own_workspace", "pages_of_8_bits", "cupy_pages_of_8_bits"]
+    names = [
+        "sequence",
+        "pages",
+        "wrapper",
+        "own_workspace",
+        "pages_of_8_bits",
+        "cupy_pages_of_8_bits",
+    ]
     names += ["lists", "latent", "latent_wrapper", "error"]
     names += ["graph"] if device == "cuda" else []
     return {name: getattr(Program, name) for name in names}

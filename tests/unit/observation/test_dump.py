@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_a_run_has_its_plan_with_it(folder: Path, public_wrapper: Any) -> None:
     # A workspace holds nothing.
     with np.load(path.with_suffix(".npz")) as arrays:
         assert not any("workspace" in key for key in arrays)
+    replayed(path)
+
+
+def test_a_workspace_on_a_device_by_name(folder: Path, public_wrapper: Any) -> None:
+    """Such as "cuda:0": it is made where the call is run again."""
+    wrapper = public_wrapper("cpu")
+    plan_of(wrapper)
+    wrapper.run(normal(2, 8, 64), normal(9, 2, 16, 2, 64))
+    (path,) = saved(folder)
+    text = path.read_text()
+    assert text.count('"device": "cpu"') > 3
+    path.write_text(text.replace('"device": "cpu"', '"device": "cuda:0"'))
     replayed(path)
 
 
@@ -292,6 +305,29 @@ def test_calls_on_a_gpu(folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch)
     gpu.is_capturing = True  # nothing can be read then
     decode(make(8, 64), make(400, 2, 64), make(400, 2, 64))
     assert saved(folder) == [path]
+
+
+def test_a_plan_that_a_capture_refuses(
+    folder: Path, gpu: Any, public_wrapper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is read or saved, and the plan before it stays that of later runs."""
+    wrapper = public_wrapper(np.zeros(1 << 20, np.uint8))
+    plan_of(wrapper)
+
+    @functools.wraps(public_wrapper.plan.__wrapped__)
+    def refused(*args: Any) -> None:
+        raise PlanError("plan(): call it before the capture")
+
+    with monkeypatch.context() as patch:
+        make = fake_gpu.maker("torch", patch)
+        patch.setattr(array, "to_host", lambda v: pytest.fail("a capture cannot be read"))
+        gpu.is_capturing, offsets = True, make(3, dtype="int32")
+        with pytest.raises(PlanError, match="before the capture"):
+            observed.watched(refused)(wrapper, offsets, offsets, offsets, 8, 2, 64, 16)
+    assert not saved(folder)
+    wrapper.run(normal(2, 8, 64), normal(9, 2, 16, 2, 64))
+    (path,) = saved(folder)
+    replayed(path)
 
 
 # --- calls that fail ---
