@@ -202,10 +202,11 @@ class LengthForm(NamedTuple):
         """Raises ArgumentError and UnsupportedError where extents do not fit each other."""
         names, qo_len = self.names, self.q_len
         count, num_rows, num_keys, table = extents
+        has_no_rows = not (num_rows or self.has_qo_offsets or self.has_qo_lens)
         if not self.has_qo_offsets:
             if not qo_len and not self.has_qo_lens and count == 1:
                 qo_len = num_rows
-            if not qo_len and count > 1:
+            if not qo_len and count > 1 and not has_no_rows:
                 raise ArgumentError(
                     f"{names.qo_offsets}: got None for {count} requests; wanted where the rows of "
                     f"each begin in {names.q}"
@@ -239,7 +240,7 @@ class LengthForm(NamedTuple):
         return Lengths(
             num_requests=count,
             num_rows=num_rows,
-            qo_len=qo_len or -1,
+            qo_len=0 if has_no_rows else qo_len or -1,
             max_qo_len=max_rows,
             kv_step=step,
             max_kv_len=max_keys,

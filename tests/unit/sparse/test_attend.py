@@ -86,6 +86,25 @@ def test_an_empty_list_gives_nothing() -> None:
     np.testing.assert_allclose(lse[3], sinks / np.log(2.0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("requests", [0, 1, 2])
+@pytest.mark.parametrize("form", ["pages", "rows", "dense"])
+def test_no_tokens(form: str, requests: int) -> None:
+    """A step that has none for a rank, say, whatever says how the keys lie."""
+    if form == "dense" and not requests:
+        return
+    q, lists = np.zeros((0, 4, 16), np.float16), np.zeros((0, 5), np.int32)
+    k = np.ones((3, 8, 2, 16), np.float16)
+    named: dict[str, Any] = {"pages": {"table": np.zeros((requests, 2), np.int32)}}.get(form, {})
+    if form == "pages":
+        named["lengths"] = np.full(requests, 9, np.int32)
+    if form == "rows":
+        k, named["kv_indptr"] = k[0], np.zeros(requests + 1, np.int32)
+    if form == "dense":
+        k = k[:requests]
+    out, lse = sparse.attend(q, (k, k), lists, **named, return_lse=True)
+    assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
+
+
 def test_states_of_two_lists_merge() -> None:
     call = small()
     call["lists"] = np.tile(np.array([2, 0], np.int32), (4, 1))
