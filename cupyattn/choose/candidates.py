@@ -191,6 +191,9 @@ class Batch:
     key_bytes    of a key and its value
     prompts      the requests of more rows, which launches for decodes may follow
     decode_load  what the decodes beside them read
+    in_turns     `works` with keys counted once, where requests read the same ones, and L2 does not
+                 hold those of all heads: blocks that take items serve heads one after another, and
+                 others have all at once, and read memory
     """
 
     parts: Parts
@@ -201,6 +204,7 @@ class Batch:
     key_bytes: int
     decode_load: DecodeLoad | None
     prompts: TileWork | None
+    in_turns: TileWork | None = None
 
     @property
     def longest(self) -> int:
@@ -393,7 +397,8 @@ def alone(batch: Batch, name: str, shape: TileShape, limit: float = math.inf) ->
         work = batch.prompts.of(shape)
         time = time_together(work, batch.num_kv_heads, shape, batch.decode_load, limit)
     else:
-        time = split_time(batch.works.of(shape), batch.num_kv_heads, shape, shape.times, limit)
+        works = batch.in_turns if batch.in_turns and shape.is_persistent else batch.works
+        time = split_time(works.of(shape), batch.num_kv_heads, shape, shape.times, limit)
     return Candidate(name, [(name, batch.works)], 0, None, time)
 
 

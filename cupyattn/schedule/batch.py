@@ -63,6 +63,8 @@ class BatchRequests:
     key_offset  place of each one's first key where positions of rows count; where ranks share
                 keys, how many the others hold; None if all are 0
     is_shared   bool: rows are behind all these keys, which causality hides from none; None if not
+    pages       the page table, if requests are blocks of rows of a mask that hides nothing of
+                their pages, for plans by what neighbours share; else None
     """
 
     qo_len: np.ndarray
@@ -73,6 +75,7 @@ class BatchRequests:
     uniform: int = -1
     key_offset: np.ndarray | None = None
     is_shared: np.ndarray | None = None
+    pages: np.ndarray | None = None
     _range: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def qo_range(self) -> tuple[int, int]:
@@ -211,6 +214,7 @@ class TileWork:
     """The tiles of some requests and their work, for estimates of several shapes and for the plan.
 
     What shapes whose tiles have one size share is made once. splits_alike: as Work has it.
+    num_keys: of all requests, where several have the same; -1: no two have.
     """
 
     def __init__(
@@ -219,6 +223,7 @@ class TileWork:
         group_size: int,
         masking: Masking,
         splits_alike: bool = False,
+        num_keys: int = -1,
     ) -> None:
         self.requests, self._group_size, self._masking = requests, group_size, masking
         self._splits_alike = splits_alike
@@ -227,7 +232,7 @@ class TileWork:
         self._works: dict[tuple[int, int], Work] = {}
         self._pairs = -1.0
         self._rows = -1
-        self._num_keys = -1
+        self._num_keys = num_keys
 
     @property
     def max_rows(self) -> int:

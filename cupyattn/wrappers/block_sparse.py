@@ -50,6 +50,8 @@ class BlockSparseBase(BatchWrapper):
         batch.matrix = matrix
         if mask.form is not None:
             batch = with_mask(batch)
+        elif not plan_options["causal"]:
+            batch.requests.pages = batch.page_ids
         dims = *heads, head_dim, head_dim
         options = self._options(dims, page_size, data_types, mask.form, **plan_options)
         self._install(options, batch, mask, (0, True))

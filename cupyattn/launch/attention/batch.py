@@ -81,6 +81,7 @@ from .layout import (
     Reserved,
     Uniform,
 )
+from .swizzle import swizzle_of
 
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
@@ -410,6 +411,28 @@ class BatchLauncher(Binder):
             key_bytes=self._kernels.key_bytes,
             decode_load=load,
             prompts=prompts,
+            in_turns=self._in_turns(requests) if self._takes_turns(requests) else None,
+        )
+
+    def _in_turns(self, requests: BatchRequests) -> TileWork:
+        """Batch.in_turns."""
+        num_keys = self._shared_keys(requests)
+        return TileWork(requests, self.group_size, self.masking, num_keys=num_keys)
+
+    def _takes_turns(self, requests: BatchRequests) -> bool:
+        """Whether requests are blocks of rows of a mask, whose keys L2 does not hold for all heads
+        (docs/ladder.md, "Blocks of rows")."""
+        num_keys = self._shared_keys(requests)
+        if not 0 < 2 * num_keys <= int(requests.kv_len.sum()):
+            return False
+        order = swizzle_of(self.spec, self.problem, num_keys, self.device_index)
+        return order.heads_per_swizzle < self.num_kv_heads
+
+    def _shared_keys(self, requests: BatchRequests) -> int:
+        """The keys that blocks of rows of a mask share; 0 for other requests."""
+        pages = requests.pages
+        return (
+            0 if pages is None or not pages.size else (int(pages.max()) + 1) * self.spec.page_size
         )
 
     @property
