@@ -16,14 +16,18 @@ from ..core import dtypes
 from ..core.device import NO_GPU, DeviceProps, device_props, imagine
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
+from ..core.selection import SCORES, SelectProblem
 from ..core.spec import AttentionSpec
-from ..errors import ArgumentError, CupyAttnError, DeviceError
+from ..engine.key_lists import require_granularity
+from ..errors import ArgumentError, CupyAttnError, DeviceError, UnsupportedError
 from ..explanation import Explanation, explain_schedule
+from ..explanation.of_lists import ListCalls, explain_lists, explain_selection
 from ..launch.attention.batch import BatchLauncher
 from ..schedule.batch import BatchRequests
 from . import model
 
 _AUTO, _WITHOUT_GPU = "auto", "h100"
+_PAIR = re.compile(r"(\d+)x(\d+)")
 _KIND = re.compile(r"(?:(\d+)x)?(\d+):(\d+)")
 _MAX_REQUESTS = 1 << 16
 # The L2 of the cards without a GPU. Plans look at it only for the order of heads.
@@ -66,6 +70,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share the heads"
     )
+    _add_lists(parser)
     names = [card.name.lower() for card in shipped()]
     parser.add_argument(
         "--card",
@@ -77,6 +82,34 @@ def add_parser(commands: Any) -> None:
         "--plot", type=Path, metavar="SVG", help="also write a picture of the SMs over time"
     )
     parser.set_defaults(run=run)
+
+
+def _add_lists(parser: argparse.ArgumentParser) -> None:
+    """Add the options of tokens that attend to lists."""
+    parser.add_argument(
+        "--lists",
+        metavar="ENTRIESxKEYS",
+        help="each token attends to a list of so many blocks of so many keys (sparse.attend), such "
+        "as 16x128",
+    )
+    parser.add_argument(
+        "--list-window", type=int, default=0, help="last keys that come besides those of a list"
+    )
+    parser.add_argument(
+        "--shared-lists", action="store_true", help="all key heads share a token's list"
+    )
+    parser.add_argument(
+        "--select",
+        metavar="HEADSxDIM",
+        help="and its list is made by sparse.select from so many index heads of so many columns, "
+        "such as 4x128",
+    )
+    parser.add_argument(
+        "--score",
+        choices=SCORES,
+        default=SCORES[0],
+        help=f"by which --select chooses (default: {SCORES[0]})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,9 +131,59 @@ def explanation(args: argparse.Namespace) -> Explanation:
     requests = _requests(args.batch, spec)
     problem = spec.problem()
     problem.check_supported()
-    launcher = BatchLauncher(spec, problem, imagine(_props(args.card)))
+    device_index = imagine(_props(args.card))
+    if args.lists is not None:
+        return _of_lists(args, spec, requests, device_index)
+    if args.select is not None:
+        raise ArgumentError("--select: given without --lists, which says what is selected")
+    launcher = BatchLauncher(spec, problem, device_index)
     launcher = launcher.serving(requests)
     return explain_schedule(launcher, launcher.schedule(requests), requests)
+
+
+def _of_lists(
+    args: argparse.Namespace, spec: AttentionSpec, requests: BatchRequests, device_index: int
+) -> Explanation:
+    """What `sparse.attend` launches for lists, and `sparse.select` for them."""
+    if spec.latent:
+        raise UnsupportedError("--lists: are explained of keys and values; wanted another --model")
+    if not spec.page_size:
+        raise ArgumentError("--page-size: got 0 with --lists; wanted the tokens of a page")
+    if spec.window_left >= 0:
+        raise ArgumentError("--window: given with --lists; wanted --list-window")
+    entries, keys = _pair(args.lists, "--lists", "16x128")
+    window = require_int(args.list_window, "--list-window", 0)
+    calls = ListCalls(entries, require_granularity(keys, "--lists"), window, not args.shared_lists)
+    result = explain_lists(spec, calls, requests, device_index)
+    if args.select is None:
+        return result
+    heads, dim = _pair(args.select, "--select", "4x128")
+    groups = spec.num_kv_heads if calls.has_own_lists else 1
+    if heads % groups:
+        raise ArgumentError(
+            f"--select: got {heads} index heads for lists of {groups} key heads; wanted a multiple"
+        )
+    problem = SelectProblem(
+        dtype_q=spec.dtype_q,
+        dtype_k=spec.dtype_kv,
+        head_dim=dim,
+        num_heads=heads,
+        num_groups=groups,
+        score=args.score,
+        block=keys,
+        topk=entries,
+    )
+    return replace(
+        result, parts=(explain_selection(problem, requests, spec.page_size, device_index),)
+    )
+
+
+def _pair(text: str, name: str, example: str) -> tuple[int, int]:
+    result = _PAIR.fullmatch(text.replace(" ", ""))
+    first, second = (int(x) for x in result.groups()) if result else (0, 0)
+    if not first or not second or max(first, second) > MAX_LENGTH:
+        raise ArgumentError(f"{name}: got {text!r}; wanted two numbers, such as {example}")
+    return first, second
 
 
 def _spec(args: argparse.Namespace) -> AttentionSpec:

@@ -166,7 +166,7 @@ def explain_schedule(
     props = device_props(launcher.device_index)
     card, problem = card_of(props), launcher.problem
     page_size = launcher.spec.page_size
-    rates = _rates(card, props)
+    rates = rates_of(card, props)
     candidates, more = _candidates(launcher, schedule, requests, split)
     launches, blocks = planned_launches(launcher, schedule, rates)
     offered = {x.tiles for x in launches} if candidates else None
@@ -189,8 +189,8 @@ def explain_schedule(
             "estimate is too low"
         )
     return Explanation(
-        card=_card_words(props),
-        times=_times_words(card, props),
+        card=card_words(props),
+        times=times_words(card, props),
         problem=problem_words(launcher.spec, problem),
         batch=batch_words(requests),
         key_bytes=key_bytes,
@@ -258,7 +258,7 @@ def _key_bytes(launcher: BatchLauncher, requests: BatchRequests) -> int:
     return int(keys.sum()) * row_bytes(launcher) * launcher.num_kv_heads
 
 
-def _rates(card: Card, props: DeviceProps) -> Rates:
+def rates_of(card: Card, props: DeviceProps) -> Rates:
     memory = props.memory_rate or card.memory_rate or _SOME_MEMORY_RATE
     clock = props.sm_clock or card.sm_clock or _SOME_CLOCK
     # GB/s are kilobytes in a microsecond, and MHz are clocks in one.
@@ -269,14 +269,14 @@ def _name(props: DeviceProps) -> str:
     return "H100" if props is NO_GPU else props.name
 
 
-def _card_words(props: DeviceProps) -> str:
+def card_words(props: DeviceProps) -> str:
     result = [f"{_name(props)}: {props.arch}", f"{props.num_sms} SMs"]
     result += [f"{props.memory_rate:,.0f} GB/s"] if props.memory_rate else []
     result += [f"{props.sm_clock:,.0f} MHz"] if props.sm_clock else []
     return ", ".join(result)
 
 
-def _times_words(card: Card, props: DeviceProps) -> str:
+def times_words(card: Card, props: DeviceProps) -> str:
     """Where a card's times come from."""
     if not card.scaled_from:
         source = f"measured: {card.source}" if card.source else "which nobody has measured yet"

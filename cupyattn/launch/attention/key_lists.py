@@ -7,6 +7,7 @@ the list. Nothing is planned, and nothing of the lists or lengths is read on the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from ..driver import params, scratch
 from ..driver.enqueue import MAX_GRID_YZ, Launch, enqueue
 from ..driver.scratch import Allocate
 from ..tiles import decode_sm80
-from ..tiles.config import TileConfig
+from ..tiles.config import Target, TileConfig
 from ..tiles.decode_sm80 import one_an_sm_rows
-from ..tiles.row_classes import DECODE, MAX_ROWS, VERIFY
+from ..tiles.row_classes import DECODE, MAX_ROWS, ONE_AN_SM, VERIFY
 from . import log_choices, merge_splits
-from .kernels import Kernels
+from .kernels import Kernel, Kernels
 from .key_list_arrays import ListAddresses, Lists
-from .key_unions import UnionLauncher
+from .key_unions import GRANULARITIES, UnionLauncher, refusal_of_unions
 
 # The keys of a request that has no pages are one: a page of more keys than there are.
 _ONE_PAGE = 1 << 30
@@ -40,6 +41,14 @@ _MAX_PARTS = 32
 _BLOCK_RATE, _SHARE_OF_MEMORY, _MERGE = 55e3, 0.84, 1.8
 _SHARPNESS = 4
 _MEMORY_RATE = 3350  # GB/s of a card that does not say its own
+
+
+class Offer(NamedTuple):
+    """What may read each list by itself, and when all would be done, in microseconds."""
+
+    name: str
+    time: float | None
+    is_taken: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +159,42 @@ class ListLauncher:
         num_items = num_tokens * num_tiles * self.spec.num_kv_heads
         one_an_sm = one_an_sm_rows(self.problem, row_class)
         if kernel.loaded.has_clusters and one_an_sm and num_items <= kernel.loaded.num_sms:
-            return one_an_sm, *self._one_an_sm(one_an_sm, num_items, num_keys)
+            offered = self._one_an_sm(one_an_sm, num_items, num_keys)
+            _, shape, parts = min(offered, key=lambda x: x[0])
+            return one_an_sm, shape, parts
         rows = min(self.spec.group_size, kernel.kinds[0].tile_q)
         (_, shape), *_ = self._kernels.decode_blocks(row_class, num_tokens * num_tiles, rows)
         return row_class, shape, self._splits(num_tokens, num_keys, shape)
 
-    def _one_an_sm(self, row_class: str, num_items: int, num_keys: int) -> tuple[TileShape, int]:
+    def offers(self, num_tokens: int, num_keys: int) -> list[Offer]:
+        """What may read each list by itself, and when all would be done where that is known."""
+        row_class, taken, num_parts = self._choose(num_tokens, num_keys)
+        tiles = self._kernels.get(row_class).kinds[0]
+        if row_class not in ONE_AN_SM.values():
+            return [Offer(_words(taken, num_parts), None, True)]
+        num_items = num_tokens * -(-self.spec.group_size // tiles.tile_q) * self.spec.num_kv_heads
+        offered = self._one_an_sm(row_class, num_items, num_keys)
+        soonest = min(time for time, _, _ in offered)
+        return [Offer(_words(shape, n), time, time == soonest) for time, shape, n in offered]
+
+    def kernel(self, num_tokens: int, num_keys: int) -> Kernel:
+        """What reads each list by itself."""
+        return self._kernels.get(self._choose(num_tokens, num_keys)[0])
+
+    def why_apart(self, lists: Lists, num_tokens: int) -> str:
+        """Why lists are read by themselves, where they are."""
+        if self.unions is None:
+            props = device_props(self.device_index)
+            target = Target(props.arch, props.max_smem_per_block, min(GRANULARITIES))
+            reason = refusal_of_unions(self.problem, target)
+            return reason or "2 to 32 tokens of a request have a union, by the heads of a group"
+        return self.unions.refusal(lists, num_tokens) or "each list by itself is done sooner"
+
+    def _one_an_sm(
+        self, row_class: str, num_items: int, num_keys: int
+    ) -> list[tuple[float, TileShape, int]]:
         """The blocks of lists that leave SMs idle, and the parts of a list: alone, in clusters that
-        merge without memory, or in parts that a launch merges."""
+        merge without memory, or in parts that a launch merges. And when all are read."""
         kernel = self._kernels.get(row_class)
         alone, loaded = kernel.shapes[0], kernel.loaded
         num_tiles = -(-num_keys // alone.tile_kv)
@@ -172,8 +209,7 @@ class ListLauncher:
         for parts in range(2, min(loaded.num_sms // num_items, num_tiles, _MAX_PARTS) + 1):
             part = -(-num_tiles // parts) * alone.tile_kv
             offered.append((self._time(num_items, num_keys, part) + _MERGE, apart, parts))
-        _, shape, parts = min(offered, key=lambda x: x[0])
-        return shape, parts
+        return offered
 
     def _time(self, num_items: int, num_keys: int, part: int) -> float:
         """Microseconds in which all lists are read by blocks that have so many keys each."""
@@ -322,10 +358,16 @@ class ListLauncher:
 def _words_of(plan: _Plan) -> str:
     """Who reads a list, for the log of choices."""
     (launch, _), *_ = plan.parts
-    num_parts = launch.grid[2]
-    if launch.cluster > 1:
-        return f"each list by a cluster of {launch.cluster}"
+    return _words_of_parts(launch.cluster, launch.grid[2], plan.merge is not None)
+
+
+def _words(shape: TileShape, num_parts: int) -> str:
+    return _words_of_parts(shape.cluster, num_parts, num_parts > 1 and not shape.is_fused)
+
+
+def _words_of_parts(cluster: int, num_parts: int, is_merged: bool) -> str:
+    if cluster > 1:
+        return f"each list by a cluster of {cluster}"
     if num_parts == 1:
         return "each list by a block"
-    merged = "" if plan.merge is None else ", which a launch merges"
-    return f"each list in {num_parts} parts{merged}"
+    return f"each list in {num_parts} parts" + ", which a launch merges" * is_merged

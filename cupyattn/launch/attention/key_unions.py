@@ -148,6 +148,20 @@ class UnionLauncher:
         num_sms = device_props(self.device_index).num_sms
         return 2 * tokens >= self.group_tokens and 2 * num_items >= num_sms
 
+    def refusal(self, lists: Lists, num_tokens: int) -> str | None:
+        """Why lists are read by themselves; None where they are united."""
+        if not self._serves(lists):
+            return (
+                f"lists of {lists.length:,} blocks of {lists.granularity} keys have no union: "
+                "there is none of such blocks, or entries are more than it sorts"
+            )
+        if not self._is_worth_it(lists, num_tokens):
+            return (
+                "too few neighbours of a request share a union, or there are fewer of these than "
+                "fill half of the SMs"
+            )
+        return None
+
     def _num_items(self, lists: Lists, num_tokens: int) -> int:
         """The most groups of tokens, whatever the lengths are."""
         count, together = lists.num_requests, self.group_tokens
@@ -341,6 +355,11 @@ def tiles_of(problem: AttentionProblem, target: Target) -> TileConfig | None:
     if prefill_sm90.refusal(problem, PERSISTENT, target) is not None:
         return None
     return prefill_sm90.tiles(problem, PERSISTENT, target)
+
+
+def refusal_of_unions(problem: AttentionProblem, target: Target) -> str | None:
+    """Why no tile of unions serves a problem; None if one does."""
+    return prefill_sm90.refusal(_in_16_bits(problem), PERSISTENT, target)
 
 
 def all_tiles(problem: AttentionProblem) -> list[TileConfig]:

@@ -138,3 +138,70 @@ def test_the_gpu_that_is_here(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None
     status, text = ask("--batch", "2x512:2048,8x1:4096")
     assert status == 0 and "it is made for sm_90a, and the card is sm_80" in text
     assert "scaled by memory's rate and clock; this card is not measured" in text
+
+
+M3 = {**LLAMA, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
+LISTS = ("--page-size", "128", "--card", "h200", "--lists", "16x128")
+
+
+def taken_of(text: str) -> str:
+    (taken,) = [line for line in text.splitlines() if line.endswith("taken")]
+    return taken
+
+
+def test_few_lists_are_shared_by_clusters(ask: Any) -> None:
+    status, text = ask("--batch", "8x1:32768", *LISTS, "--list-window", "64", model=M3)
+    assert status == 0
+    assert "lists of 16 blocks of 128 keys and the last 64 keys" in text
+    assert taken_of(text).startswith("each list by a cluster of 4")
+    assert "each list in 4 parts, which a launch merges" in text
+    assert "unions of neighbours' lists  too few neighbours" in text
+    assert "decode_sm80 (decode)" in text and "128 in clusters of 4" in text
+
+
+def test_many_lists_are_read_by_blocks(ask: Any) -> None:
+    status, text = ask("--batch", "64x1:32768", *LISTS, model=M3)
+    assert status == 0 and taken_of(text).split() == "each list by a block — taken".split()
+
+
+def test_prompts_have_unions(ask: Any, tmp_path: Path) -> None:
+    picture = tmp_path / "sms.svg"
+    status, text = ask("--batch", "1x4096:32768", *LISTS, "--plot", str(picture), model=M3)
+    assert status == 0 and picture.read_text().startswith("<svg")
+    assert taken_of(text).startswith("unions of neighbours' lists")
+    assert "union_lists" in text and "prefill_sm90" in text
+
+
+def test_selections(ask: Any) -> None:
+    status, text = ask("--batch", "8x1:32768", *LISTS, "--select", "4x128", model=M3)
+    assert status == 0
+    assert "16 blocks of 128 keys by max of 4 index heads in 4 groups" in text
+    assert "select_scores (max)" in text and "select_topk (max)" in text
+    assert "lists by warps" in text
+    options = ("--select", "64x128", "--shared-lists", "--score", "relu_sum")
+    status, text = ask("--batch", "1x4096:32768", *LISTS, *options, model=M3)
+    assert status == 0 and "by relu_sum of 64 index heads in 1 group" in text
+    status, text = ask("--batch", "8x1:32768", *LISTS, "--select", "4x100", model=M3)
+    assert status == 0 and "head_dim 100 has no GPU kernel" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--lists", "16"), "--lists: got '16'; wanted two numbers, such as 16x128"),
+        (("--lists", "16x100"), "--lists: got 100; wanted the keys of a block"),
+        (("--lists", "16x128", "--page-size", "0"), "--page-size: got 0 with --lists"),
+        (("--lists", "16x128", "--window", "9"), "--window: given with --lists"),
+        (("--lists", "16x128", "--select", "4"), "--select: got '4'"),
+        (("--lists", "16x128", "--select", "6x128"), "--select: got 6 index heads"),
+        (("--select", "4x128"), "--select: given without --lists"),
+    ],
+)
+def test_lists_that_mean_nothing(ask: Any, options: tuple[str, ...], message: str) -> None:
+    status, text = ask("--batch", "8x1:32768", *options, model=M3)
+    assert status == 2 and message in text
+
+
+def test_lists_of_latent_models_are_refused(ask: Any) -> None:
+    status, text = ask("--batch", "8x1:32768", "--lists", "16x64", model=DEEPSEEK)
+    assert status == 2 and "--lists: are explained of keys and values" in text
