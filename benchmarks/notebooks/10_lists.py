@@ -155,6 +155,36 @@ lab.show()
 # Lists of real models are not to be had here: these are drawn, and each token keeps a share of what
 # the token before it had.
 #
+# ## Beside other kernels
+#
+# A sweep draws calls of such models, their heads, lengths and lists, and runs each in one process
+# with other libraries: the Triton kernels of vLLM, FlashInfer, FlashAttention-3 and FlashMLA. These
+# are given page tables, plans and 16-bit copies that were made beforehand. A point is one call: how
+# many times as long as cupyattn the fastest of them takes.
+
+# %%
+sweep = data["sweep"]
+ratios = {kind: np.array(found) for kind, found in sweep["kinds"].items()}
+print(f"{sum(map(len, ratios.values()))} calls on {sweep['on']}, seed {sweep['seed']}")
+fig, axis = plt.subplots(figsize=(7.6, 3.4))
+for at, found in enumerate(ratios.values()):
+    spread = np.linspace(-0.22, 0.22, len(found)) if len(found) > 1 else np.zeros(1)
+    axis.scatter(at + spread, found, s=14, color=lab.OURS, alpha=0.7)
+    axis.hlines(np.exp(np.log(found).mean()), at - 0.36, at + 0.36, color="#333333")
+axis.axhline(1, color=lab.OTHER, linestyle=":")
+axis.set_yscale("log", base=2)
+axis.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+axis.set_xticks(range(len(ratios)), [kind.replace(" ", "\n") for kind in ratios], fontsize=8)
+axis.set_ylabel("fastest other / cupyattn")
+lab.show()
+for kind, found in ratios.items():
+    print(f"{kind:11} {len(found):3} calls, mean {np.exp(np.log(found).mean()):.2f}")
+
+# %% [markdown]
+# The bars are geometric means. Prompts of large blocks gain most, because neighbours share what
+# they read. A single token of each of many requests is bound by memory, and there no kernel can
+# gain.
+#
 # **In short.** Lists pay from some tens of thousands of keys on, sooner with many requests. What is
 # left to read is then the index, and its rows should be few or short. Blocks may be small if they
 # are read where they lie. In prompts it is the overlap of neighbours that counts.
