@@ -287,6 +287,11 @@ class Group:
         """Let `check()` ask this function too: a sentence that it returns is a failure."""
         self._checks.append(check)
 
+    def drop_check(self, check: Callable[[], str | None]) -> None:
+        """Ask a function of `add_check` no more, which has nothing to say."""
+        if check in self._checks:
+            self._checks.remove(check)
+
     def check(self) -> None:
         """Raise DeviceError if a peer ended, raised or is late. Costs no wait for the GPU."""
         if self._closed:

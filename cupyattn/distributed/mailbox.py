@@ -51,6 +51,7 @@ class Mailbox:
             status=self._status.ctypes.data,
             limit_ns=round(timeout * _NANOSECONDS),
         )
+        self._group = group
         group.add_check(self.late)
 
     def late(self) -> str | None:
@@ -61,4 +62,7 @@ class Mailbox:
         return f"rank {source - 1} did not deliver its {self._what} within {self._timeout:g} s"
 
     def close(self) -> None:
+        """Give the window back. A peer that has been late stays the group's failure."""
         self._window.close()
+        if self.late() is None:
+            self._group.drop_check(self.late)

@@ -302,3 +302,14 @@ def test_decode_over_ranks(emulated: ranks.RankedGpu, run: int, is_replicated: b
         wanted, _ = reference.attention(q[i], keys[i], values[i])
         np.testing.assert_allclose(out[i][None].astype(np.float64), wanted, 4e-3, 4e-3)
     assert {"decode_sm80", "exchange_states"} <= {x.name for x in emulated.launches}
+
+
+def test_a_closed_exchange_is_asked_no_more(emulated: ranks.RankedGpu) -> None:
+    def work(group: Group) -> list[int]:
+        made = StateExchange(group, 1, 2, 64, uses_windows=True)
+        open_checks = len(group._checks)
+        group.share_bytes(b"")
+        made.close()
+        return [open_checks, len(group._checks)]
+
+    assert ranks.on_ranks(emulated, 2, work) == [[1, 0]] * 2
