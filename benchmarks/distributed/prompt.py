@@ -37,9 +37,9 @@ def run_prompt(rank: Rank, case: Prompt) -> None:
         for parts in rank.parts[1:]:
             for method in SHARE_METHODS:
                 if rank.has_time(15):
-                    _, step = _prompt_step(
-                        lone_group(parts, machine.on_gpu), case, (q, k, v), method
-                    )
+                    # One chunk, as where copies bring keys to the peers' memory.
+                    lone = lone_group(parts, machine.on_gpu)
+                    _, step = _prompt_step(lone, case, (q, k, v), method, num_chunks=1)
                     rank.add_share(case.name, [step], 1, parts=parts, method=method)
     if group.size == 1:
         return
@@ -76,7 +76,11 @@ def _prompt_alone(
 
 
 def _prompt_step(
-    group: Group, case: Prompt, whole: Sequence[torch.Tensor], method: str
+    group: Group,
+    case: Prompt,
+    whole: Sequence[torch.Tensor],
+    method: str,
+    num_chunks: int | None = None,
 ) -> tuple[ContextParallelPrefill, Callable[[], Any]]:
     """A rank's attention by a method, and the call that makes it."""
     indptr = np.array([0, case.tokens], np.int32)
@@ -89,6 +93,7 @@ def _prompt_step(
         case.num_kv_heads,
         case.head_dim,
         q_data_type=whole[0].dtype,
+        num_chunks=num_chunks,
     )
     return prefill, lambda: prefill.run(*own)
 
