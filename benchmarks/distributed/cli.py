@@ -69,7 +69,19 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     if not sizes or min(sizes) < 1 or len(sizes) != args.ranks.count(",") + 1:
         parser.error(f"--ranks: got {args.ranks}, wanted numbers of 1 or more")
     args.sizes = sorted(set(sizes), reverse=True)
+    if not args.simulated and args.sizes[0] > (count := num_gpus()):
+        parser.error(
+            f"--ranks: got {args.ranks}, and this machine has {count} GPUs; --simulated tries the "
+            "program without"
+        )
     return args
+
+
+def num_gpus() -> int:
+    """The GPUs that ranks can have here."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def run(args: argparse.Namespace, size: int, rows: Path, seconds: float, *, alone: bool) -> int:

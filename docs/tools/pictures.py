@@ -6,7 +6,7 @@ import heapq
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from cupyattn.schedule.tile_shape import TileShape
 
 from .svg import BLUE, FAINT, GREEN, GREY, KINDS, ORANGE, PAPER, PURPLE, RED, Canvas
 
-SEVERAL_GPUS = "2026-11-27-h100-several-gpus"
+# The first foretells, and has filled squares for what it measured; others have hollow ones.
+SEVERAL_GPUS = ("2026-11-27-h100-several-gpus",)
 SEVERAL_GPUS_CASES = "decode_1x1M", "decode_8x128k", "mla_8x128k_h128", "prompt_1x128k"
 SEVERAL_GPUS_COLORS = "#1d4ed8", "#15803d", "#b91c1c", "#7e22ce"
 
@@ -291,8 +292,7 @@ def sms() -> str:
 
 def several_gpus() -> str:
     """Speed over one GPU's, as `benchmarks.scale` says it, and as it was measured."""
-    rows = json.loads((documents.RESULTS / SEVERAL_GPUS / "results.json").read_text("utf-8"))
-    found = [*scaling.points(scaling.Figures.of(rows["rows"]))]
+    found, *others = ([*scaling.points(_several_gpus(name))] for name in SEVERAL_GPUS)
     left, top, step = 60, 40, 44  # a step is a factor of two
     last = len(scaling.SIZES) - 1
     c = Canvas(640, top + last * step + 60, "Speed over one GPU, on 1 to 512 GPUs")
@@ -313,17 +313,31 @@ def several_gpus() -> str:
         points = [point for point in found if point.case == case]
         for one, two in itertools.pairwise(points):
             c.line(*at(one.world, one.speedup), *at(two.world, two.speedup), color)
-        alone = next(point.measured or point.us for point in points if point.world == 1)
-        for point in points:
-            if point.measured is not None:
-                x, y = at(point.world, alone / point.measured)
-                c.box(x - 4, y - 4, 8, 8, color)
+        for of_run, fill in ((found, color), *((x, PAPER) for x in others)):
+            for world, speedup in _measured_speedups(of_run, case):
+                x, y = at(world, speedup)
+                c.box(x - 4, y - 4, 8, 8, fill)
         names.append((at(points[-1].world, points[-1].speedup)[1], case, color))
     lowest = 0.0
     for y, case, color in sorted(names):  # ends that meet have their names below each other
         lowest = max(y + 5, lowest + 16)
         c.text(left + last * step + 10, lowest, case.replace("_", " "), color=color, size=13)
     return c.render()
+
+
+def _several_gpus(name: str) -> scaling.Figures:
+    """The figures of a result."""
+    rows = json.loads((documents.RESULTS / name / "results.json").read_text("utf-8"))["rows"]
+    return scaling.Figures.of(rows)
+
+
+def _measured_speedups(points: Iterable[scaling.Point], case: str) -> Iterator[tuple[int, float]]:
+    """Numbers of GPUs and speed over one of the same run."""
+    own = [x for x in points if x.case == case and x.measured is not None]
+    alone = next((x.measured for x in own if x.world == 1), None)
+    for point in own:
+        if alone is not None and point.measured is not None:
+            yield point.world, alone / point.measured
 
 
 def eight_bits_errors() -> str:

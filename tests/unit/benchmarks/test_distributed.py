@@ -71,6 +71,16 @@ def test_numbers_of_ranks_are_checked(ranks: str, tmp_path: Path) -> None:
         cli.main(["--ranks", ranks, "--out", str(tmp_path)])
 
 
+def test_ranks_need_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "num_gpus", lambda: 2)
+    with pytest.raises(SystemExit):
+        cli.main(["--ranks", "2,4", "--out", str(tmp_path / "out")])
+    assert "got 2,4, and this machine has 2 GPUs" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_budget_is_divided_among_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -79,6 +89,7 @@ def test_a_budget_is_divided_among_groups(tmp_path: Path, monkeypatch: pytest.Mo
         return 0
 
     monkeypatch.setattr(cli, "run", run)
+    monkeypatch.setattr(cli, "num_gpus", lambda: 8)
     ranks = ["--ranks", "1,2,8,4,2", "--seconds", "500", "--out", str(tmp_path)]
     assert cli.main(ranks) == 0
     # What a group leaves is for the later ones.
