@@ -161,7 +161,7 @@ def _where(header: dict[str, Any], peers: set[str]) -> str:
     )
 
 
-_LEFT, _UNIT, _BAR, _GAP = 260, 210, 13, 12
+_LEFT, _UNIT, _BAR, _GAP = 300, 210, 13, 12
 _OURS_COLOR, _PEER_COLORS = "#d9541e", ("#1f77b4", "#7aa6cf", "#8a8a8a")
 
 

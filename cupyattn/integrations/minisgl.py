@@ -1,9 +1,11 @@
 """mini-sglang: `register()` adds attention_backend="cupyattn".
 
-import cupyattn.integrations.minisgl
+In a program::
 
-cupyattn.integrations.minisgl.register()
-llm = LLM(path, attention_backend="cupyattn")
+    import cupyattn.integrations.minisgl
+
+    cupyattn.integrations.minisgl.register()
+    llm = LLM(path, attention_backend="cupyattn")
 
 Examples: :doc:`/docs/integrations/minisgl`.
 """

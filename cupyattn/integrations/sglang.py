@@ -1,11 +1,11 @@
 """SGLang: --attention-backend cupyattn.
 
-An installed cupyattn is found by SGLang itself (entry point sglang.srt.plugins). In a program:
+An installed cupyattn is found by SGLang itself (entry point sglang.srt.plugins). In a program::
 
-import cupyattn.integrations.sglang
+    import cupyattn.integrations.sglang
 
-cupyattn.integrations.sglang.register()
-engine = sglang.Engine(model_path=path, attention_backend="cupyattn")
+    cupyattn.integrations.sglang.register()
+    engine = sglang.Engine(model_path=path, attention_backend="cupyattn")
 
 Examples: :doc:`/docs/integrations/sglang`.
 """

@@ -1,9 +1,11 @@
 """transformers: `register()` adds attn_implementation="cupyattn" and its paged forms.
 
-import cupyattn.integrations.transformers
+In a program::
 
-cupyattn.integrations.transformers.register()
-model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupyattn")
+    import cupyattn.integrations.transformers
+
+    cupyattn.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupyattn")
 
 Examples: :doc:`/docs/integrations/transformers`.
 """

@@ -1,11 +1,11 @@
 """vLLM: --attention-backend CUSTOM, or CUPYATTN_MLA for models with latent attention.
 
-An installed cupyattn is found by vLLM itself (entry point vllm.general_plugins). In a program:
+An installed cupyattn is found by vLLM itself (entry point vllm.general_plugins). In a program::
 
-import cupyattn.integrations.vllm
+    import cupyattn.integrations.vllm
 
-cupyattn.integrations.vllm.register()
-llm = LLM(name, attention_config={"backend": "CUSTOM"})
+    cupyattn.integrations.vllm.register()
+    llm = LLM(name, attention_config={"backend": "CUSTOM"})
 
 vLLM reads attention_config before its general plug-ins, so register() is also an entry point of
 vllm.platform_plugins, which come first; it names no platform.
