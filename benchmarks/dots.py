@@ -18,17 +18,27 @@ _TITLES = {
     "flashmla": "FlashMLA's calls",
     "encoders": "encoders",
     "longdecode": "long decodes",
+    "m3 decode": "MiniMax-M3, decode",
+    "m3 verify": "MiniMax-M3, drafts",
+    "m3 prompt": "MiniMax-M3, prompts",
+    "nsa decode": "NSA, decode",
+    "nsa prompt": "NSA, prompts",
+    "qsa decode": "QSA, decode",
+    "qsa verify": "QSA, drafts",
+    "qsa prompt": "QSA, prompts",
+    "dsa decode": "DSA, decode",
+    "dsa verify": "DSA, drafts",
+    "dsa prompt": "DSA, prompts",
+    "v4 decode": "DeepSeek-V4, decode",
+    "v4 verify": "DeepSeek-V4, drafts",
+    "v4 prompt": "DeepSeek-V4, prompts",
+    "blocks": "block-sparse prompts",
 }
 
 
 def picture(results: Path, folder: str) -> str:
     """The sweep of a result folder as SVG, a row for each of its groups."""
-    data: dict[str, Any] = json.loads((results / folder / "sweep.json").read_text("utf-8"))
-    groups: dict[str, list[float]] = {}
-    for shape in data["shapes"]:
-        groups.setdefault(shape["schedule"], []).append(shape["ratio"])
-    header = data["header"]
-    about = f"{header['device']['name']}, {header['date'][:10]}, commit {header['commit'][:8]}"
+    about, groups = _read(results / folder)
     bottom = _TOP + _ROW * len(groups)
     size = f'width="{_LEFT + _WIDTH + 90}" height="{bottom + 58}"'
     parts = [
@@ -59,8 +69,29 @@ def picture(results: Path, folder: str) -> str:
         ends = f'y1="{middle - 10}" y2="{middle + 10}"'
         parts.append(f'<line x1="{x}" x2="{x}" {ends} stroke="#222222" stroke-width="2"/>')
         parts.append(_text(_LEFT + _WIDTH + 12, middle + 4, f"{mean:.2f}×"))
-    parts.append(_text(10, bottom + 44, f"{about}, seed {data['seed']}", 'fill="#555"'))
+    parts.append(_text(10, bottom + 44, about, 'fill="#555"'))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _read(folder: Path) -> tuple[str, dict[str, list[float]]]:
+    """What a sweep ran on, and the ratios of its groups: of sweep.json, or of the rows.json that a
+    sweep of lists of keys keeps."""
+    groups: dict[str, list[float]] = {}
+    rows = folder / "rows.json"
+    if rows.is_file():
+        data: dict[str, Any] = json.loads(rows.read_text("utf-8"))
+        for row in sorted(data["rows"], key=lambda row: list(_TITLES).index(row["kind"])):
+            times = [us for peer, us in row["us"].items() if peer != "ours"]
+            if times:
+                groups.setdefault(row["kind"], []).append(min(times) / row["us"]["ours"])
+        card, day, commit = data["card"], folder.name[:10], data["commit"]
+    else:
+        data = json.loads((folder / "sweep.json").read_text("utf-8"))
+        for shape in data["shapes"]:
+            groups.setdefault(shape["schedule"], []).append(shape["ratio"])
+        header = data["header"]
+        card, day, commit = header["device"]["name"], header["date"][:10], header["commit"]
+    return f"{card}, {day}, commit {commit[:8]}, seed {data['seed']}", groups
 
 
 def _place(ratio: float) -> int:
