@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import translated
 
-from benchmarks import documents, page, readme
+from benchmarks import documents, dots, page, readme
 from benchmarks.cases import select
 from cupyattn.core import env
 
@@ -237,6 +237,23 @@ def test_showing_a_run_changes_the_names_of_its_kind_alone(
     assert document.read_text() == f"{PROMPTS}\n2026-11-01-h100-batches\n"
     with pytest.raises(SystemExit, match="no_such_run"):
         page.main(["--show", "no_such_run"])
+
+
+def test_a_picture_of_lists_has_a_row_for_each_kind(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"kind": "v4 decode", "us": {"ours": 10.0, "fa3": 5.0, "gather": 9.0}},
+        {"kind": "m3 decode", "us": {"ours": 10.0, "triton": 30.0}},
+        {"kind": "m3 decode", "us": {"ours": 10.0}},
+    ]
+    (tmp_path / "2026-11-28-run").mkdir()
+    data = {"card": "A card", "commit": "0123456789", "seed": 3, "rows": rows}
+    (tmp_path / "2026-11-28-run" / "rows.json").write_text(json.dumps(data))
+    drawn = dots.picture(tmp_path, "2026-11-28-run")
+    assert drawn.index("MiniMax-M3, decode") < drawn.index("DeepSeek-V4, decode")
+    assert drawn.count("<circle") == 2 and ">3.00×<" in drawn and ">0.50×<" in drawn
+    assert ">A card, 2026-11-28, commit 01234567, seed 3<" in drawn
 
 
 def test_errors_of_ways_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
