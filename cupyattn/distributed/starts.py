@@ -209,8 +209,11 @@ def _local_device(on_gpu: bool | None) -> int | None:
     if on_gpu is False or not has_gpu():
         return None
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
-    return local % int(cupy_module().cuda.runtime.getDeviceCount())
+    name = next((name for name in names if name in os.environ), None)
+    text = "0" if name is None else os.environ[name]
+    if not text.isdecimal():
+        raise ArgumentError(f"{name}: got {text!r} in the environment; wanted 0 or more")
+    return int(text) % int(cupy_module().cuda.runtime.getDeviceCount())
 
 
 def _has_process_group(module: Any) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from helpers import fake_nccl
 from helpers.fake_nccl import Array, ThreadChannel, installed
 
-from cupyattn import DeviceError, DistributedError, MissingPackageError
+from cupyattn import ArgumentError, DeviceError, DistributedError, MissingPackageError
 from cupyattn.distributed import Group, channels, simulated, starts
 from cupyattn.distributed.ranks import Ranks
 
@@ -192,6 +192,9 @@ def test_a_launcher_of_torchrun_s_kind_needs_no_torch(monkeypatch: pytest.Monkey
         cupy.cuda.Device(0).use()
         group.close()
         assert started == [(1, 0, "here", 29500)]
+        monkeypatch.setenv("LOCAL_RANK", "first")
+        with pytest.raises(ArgumentError, match="LOCAL_RANK: got 'first' in the environment"):
+            Group.from_environment(timeout=10)
         monkeypatch.setattr(starts, "has_gpu", lambda: False)
         with pytest.raises(MissingPackageError, match="neither torch nor a GPU here"):
             Group.from_environment(timeout=10)
