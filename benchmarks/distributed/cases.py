@@ -53,8 +53,8 @@ DECODES = (
     Decode("mla_8x128k_h128", 8, 1 << 17, 128, 1, 512, 64),
 )
 PROMPTS = (
-    Prompt("prompt_1x32k", 1 << 15, 32, 8, 128),
     Prompt("prompt_1x128k", 1 << 17, 32, 8, 128),
+    Prompt("prompt_1x32k", 1 << 15, 32, 8, 128),
 )
 # Rows, heads and head dims of exchanges alone.
 EXCHANGES = ((1, 32, 128), (8, 32, 128), (64, 32, 128), (256, 32, 128), (8, 128, 512))

@@ -14,6 +14,9 @@ from .rank import Rank
 PATHS = {"windows": "exchange", "packed": "exchange_packed"}
 
 
+_SETTLED = 0.02  # seconds: copies do not come near the limit of a GPU's power
+
+
 def make_exchange(rank: Rank, path: str, rows: int, heads: int, head_dim: int) -> StateExchange:
     """An exchange by a path of `PATHS`. On the CPU there are no windows, and both are one."""
     uses_windows = path == "windows" if rank.machine.on_gpu else None
@@ -39,12 +42,12 @@ def run_exchange(rank: Rank, rows: int, heads: int, head_dim: int) -> None:
     layers = 2 * machine.layers
     for path, kind in PATHS.items():
         exchange = make_exchange(rank, path, rows, heads, head_dim)
-        us = rank.time_step(lambda exchange=exchange: exchange.run(o, lse, out), layers)
+        us = rank.time_step(lambda exchange=exchange: exchange.run(o, lse, out), layers, _SETTLED)
         rank.add(kind, name, us, path=path, **facts)
         exchange.close()
     if dist.is_initialized():
         by_torch = TorchExchange(o, lse)
-        us = rank.time_step(by_torch.run, layers)
+        us = rank.time_step(by_torch.run, layers, _SETTLED)
         rank.add("exchange_torch", name, us, path="torch", **facts)
 
 

@@ -65,7 +65,7 @@ class Machine(NamedTuple):
         return [us / layers for us in clock(replay, self.visits)]
 
 
-GPU = Machine("cuda", torch.bfloat16, layers=10, visits=10, settled=0.4)
+GPU = Machine("cuda", torch.bfloat16, layers=10, visits=10, settled=0.3)
 CPU = Machine("cpu", torch.float32, layers=1, visits=1, settled=0.0)
 
 

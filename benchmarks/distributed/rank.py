@@ -52,13 +52,14 @@ class Rank:
         own = float(np.median(self.machine.times(steps, layers)))
         return [round(float(x), 2) for x in self.group.share_bytes(repr(own).encode())]
 
-    def time_step(self, step: Step, layers: int) -> float:
+    def time_step(self, step: Step, layers: int, settled: float | None = None) -> float:
         """µs of a step that all ranks make: the median over visits of the longest time.
 
         Hosts come here at times that differ by more than a step takes, but ranks wait for each
-        other in the replays that are not counted.
+        other in the replays that are not counted: for so many seconds, the machine's by default.
         """
-        times = self.machine.times([step], layers, self.greatest)
+        machine = self.machine if settled is None else self.machine._replace(settled=settled)
+        times = machine.times([step], layers, self.greatest)
         shared = self.group.share_bytes(json.dumps(times).encode())
         return float(np.median(np.max([json.loads(x) for x in shared], axis=0)))
 
