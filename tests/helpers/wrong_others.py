@@ -43,7 +43,7 @@ from .wrong_entries import (
 from .wrong_latent import latent_entries
 from .wrong_rules import HALF, flag_off, floats, indices, keys, lengths, or_default, several
 from .wrong_tables import LENS, op_entries, table_entries
-from .wrong_values import array, dtype, ignored, nothing, one_of, whole
+from .wrong_values import above, array, dtype, ignored, nothing, one_of, whole
 
 MAKE = step("make", float_workspace_buffer=WORKSPACE)
 PREFIX = values(2, 7, HKV, D)
@@ -216,6 +216,8 @@ def row_entries() -> list[Entry]:
     found = [Entry("deepseek", function(call), base, samples, rules=rules)]
     base = step("run", qkv=(Q, k, v), input_layout="SEPARATE_Q_K_V", **table, return_lse=True)
     call = cupyattn.trtllm_fmha_v2_prefill
+    threshold = or_default(above(0.0, is_open=False), 0)
+    rules = rules | {"skip_softmax_threshold_scale_factor": threshold}
     return [*found, Entry("fmha", function(call), base, samples, rules=rules)]
 
 
@@ -272,7 +274,9 @@ def older_entries(planned: list[Entry]) -> list[Entry]:
             if entry.name == "decode":
                 base["run.q"] = values(3, HQ, D)
             old: Any = (make, cls), plan, ("run", cls.forward)  # type: ignore[attr-defined]
-            found.append(Entry(f"{entry.name}, forward", old, base, rules=entry.rules))
+            share = {"plan.cp_world_size": whole(1)}  # a row without a window sees its share's keys
+            rules = {**entry.rules, **(share if entry.name == "decode" else {})}
+            found.append(Entry(f"{entry.name}, forward", old, base, rules=rules))
     decode = planned[0]
     make, (_, plan), run = decode.steps
 
