@@ -17,6 +17,7 @@
 #include "cupyattn/select/score_totals.cuh"
 #include "cupyattn/select/tokens.cuh"
 #include "cupyattn/shared/work.cuh"
+#include "cupyattn/tile/elements.cuh"
 #include "cupyattn/tile/warpgroup_tile.cuh"
 
 namespace cupyattn {
@@ -167,11 +168,12 @@ struct SelectScores {
 
   // --- queries ---
 
-  // The 16 bytes of a column that lane `lane` has, as 16-bit elements.
-  __device__ __forceinline__ Vector16 query_vector(int column, int vector, int thread) const {
-    Vector16 result = {};
+  // What a lane reads of a column: eight elements of a row of queries, zeros beyond the last token.
+  using QueryWords = cupyattn::Words<2 * static_cast<int>(sizeof(Query))>;
+
+  __device__ __forceinline__ QueryWords query_words(int column, int vector, int thread) const {
     const int token = column / Shape::kHeads, head = column % Shape::kHeads;
-    if (token >= tile.count || column >= Shape::kTokens * Shape::kHeads) return result;
+    if (token >= tile.count || column >= Shape::kTokens * Shape::kHeads) return QueryWords{};
     const int64_t row =
         static_cast<int64_t>(params.tokens.first_token + tile.first + token) * params.q_stride_n +
         (head + first_head()) * params.q_stride_h;
@@ -179,15 +181,21 @@ struct SelectScores {
     // 16 elements of keys of 8 bits are two vectors here.
     const int element = is_fp8<Key> ? 64 * (vector / 2) + 16 * thread + 8 * (vector % 2)
                                     : 32 * vector + 8 * thread;
-    if constexpr (is_fp8<Query>) {
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(source) + element / 4;
+    return reinterpret_cast<const QueryWords*>(source)[element / 8];
+  }
+
+  // The same as 16-bit elements.
+  __device__ __forceinline__ Vector16 query_vector(const QueryWords& words) const {
+    Vector16 result;
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        result.word[2 * w] = ptx::fp8_to_pair<T, Query, 0, 1>(words[w]);
-        result.word[2 * w + 1] = ptx::fp8_to_pair<T, Query, 2, 3>(words[w]);
+    for (int w = 0; w < 2; ++w) {
+      if constexpr (is_fp8<Query>) {
+        result.word[2 * w] = ptx::fp8_to_pair<T, Query, 0, 1>(words.word[w]);
+        result.word[2 * w + 1] = ptx::fp8_to_pair<T, Query, 2, 3>(words.word[w]);
+      } else {
+        result.word[2 * w] = words.word[2 * w];
+        result.word[2 * w + 1] = words.word[2 * w + 1];
       }
-    } else {
-      result = source[element / 8];
     }
     // What is left of the scale is positive, so that the largest stays the largest.
     if (scale < 0.0f) {
@@ -215,29 +223,63 @@ struct SelectScores {
     return weight * fabsf(scale);
   }
 
-  __device__ __forceinline__ void load_queries() const {
-    constexpr int kCount = kTiles * kVectors * kWarpSize;
-    Vector16* fragments = &shared.q[0][0][0];
-    for (int i = threadIdx.x; i < kCount; i += Shape::kThreads) {
-      const int at = i % kWarpSize, vector = i / kWarpSize % kVectors;
-      const int column = i / kWarpSize / kVectors * 8 + at / 4;
-      const Vector16 loaded = query_vector(column, vector, at % 4);
-      if constexpr (Shape::kWarpgroup) {
-        // Words of a step's columns lie side by side, thread after thread.
-        unsigned char* tile = reinterpret_cast<unsigned char*>(fragments);
+  // A vector of a column: number n of this thread, of a warp's own if a warp has whole columns.
+  struct QueryPlace {
+    int tile, vector;
+  };
+
+  __device__ __forceinline__ QueryPlace query_place(int n) const {
+    if constexpr (Shape::kWarps % kVectors == 0) {
+      return {n * (Shape::kWarps / kVectors) + warp / kVectors, warp % kVectors};
+    } else {
+      const int index = n * Shape::kWarps + warp;
+      return {index / kVectors, index % kVectors};
+    }
+  }
+
+  __device__ __forceinline__ void store_query(const QueryPlace& place, const QueryWords& words) const {
+    const Vector16 loaded = query_vector(words);
+    if constexpr (Shape::kWarpgroup) {
+      // Words of a step's columns lie side by side, thread after thread.
+      unsigned char* tile = reinterpret_cast<unsigned char*>(&shared.q);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const int place = QueryTile::offset(column, 4 * vector + w) + 4 * (at % 4);
-          *reinterpret_cast<uint32_t*>(tile + place) = loaded.word[w];
-        }
-      } else {
-        fragments[i] = loaded;
+      for (int w = 0; w < 4; ++w) {
+        const int at = QueryTile::offset(8 * place.tile + lane / 4, 4 * place.vector + w);
+        *reinterpret_cast<uint32_t*>(tile + at + 4 * (lane % 4)) = loaded.word[w];
+      }
+    } else {
+      shared.q[place.tile][place.vector][lane] = loaded;
+    }
+  }
+
+  // Some vectors are on their way at a time: a block of few rows has little else to do.
+  __device__ __forceinline__ void load_queries() const {
+    constexpr int kWeights = Shape::kIsSum ? ceil_div(8 * kTiles, Shape::kThreads) : 0;
+    float weights[max_of(kWeights, 1)];
+#pragma unroll
+    for (int n = 0; n < kWeights; ++n) weights[n] = weight_of(n * Shape::kThreads + threadIdx.x);
+    constexpr int kEach = ceil_div(kTiles * kVectors, Shape::kWarps);  // of a thread
+    constexpr int kAtOnce = min_of(kEach, is_fp8<Query> ? 8 : 4);
+#pragma unroll 1
+    for (int first = 0; first < kEach; first += kAtOnce) {
+      QueryWords words[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const QueryPlace place = query_place(first + n);
+        words[n] = query_words(8 * place.tile + lane / 4, place.vector, lane % 4);
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const QueryPlace place = query_place(first + n);
+        if (place.tile < kTiles) store_query(place, words[n]);
       }
     }
     if constexpr (Shape::kWarpgroup) ptx::fence_proxy_async();
     if constexpr (Shape::kIsSum) {
-      for (int i = threadIdx.x; i < 8 * kTiles; i += Shape::kThreads) {
-        shared.weights[i] = weight_of(i);
+#pragma unroll
+      for (int n = 0; n < kWeights; ++n) {
+        const int column = n * Shape::kThreads + threadIdx.x;
+        if (column < 8 * kTiles) shared.weights[column] = weights[n];
       }
     }
   }
