@@ -8,6 +8,7 @@ Lengths and offsets of tokens stay on the device, so that the grid is for all th
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -47,8 +48,10 @@ _MAX_SHARED_BYTES = 40 << 10
 # Scores of so many bytes are chosen from before the next tokens have theirs.
 _MAX_SCORE_BYTES = 256 << 20
 # Blocks that run at a time have equal parts of the rows. Where a tile would have so few of them
-# that some idle there are so many times more blocks, whose ends even out; of many columns too.
-_FEW_PARTS, _WAVES, _WAVES_OF_FEW = 4, 4, 8
+# that some idle there are so many times more blocks, whose ends even out.
+_FEW_PARTS, _WAVES_OF_FEW = 4, 8
+# What the queries of many columns cost a block before its rows, in rows (measured on an H200).
+_ROWS_OF_QUERIES = 512
 # A block of few columns is soon under way: it reads no more than this, if blocks are not too many.
 _PART_BYTES, _MAX_WAVES = 128 << 10, 16
 _FEW_TILES, _TILES_THAT_SHARE = 2, 4
@@ -204,12 +207,11 @@ def _blocks_per_sm(problem: SelectProblem, num_tiles: int, by_four: bool) -> int
         if num_tiles == 1 and not problem.dtype_k.is_fp8:
             return 4
         return 3 if num_tiles <= 2 else 2
-    if num_tiles > _TILES_OF_FOUR:
-        return 2
     # Scores of few heads, and the largest of many rows, have registers of their own.
     share = problem.num_heads // problem.num_groups
     is_small = share >= 8 and problem.block_rows == 1 and not problem.candidate_block
-    return 4 if problem.score == "relu_sum" and problem.dtype_k.is_fp8 and is_small else 3
+    is_small = is_small and problem.score == "relu_sum" and problem.dtype_k.is_fp8
+    return (3 if num_tiles > _TILES_OF_FOUR else 4) - (not is_small)
 
 
 def configs(kinds: Iterable[tuple[DType, DType]], arch: str) -> Iterator[jit.Config]:
@@ -423,10 +425,13 @@ class SelectLauncher:
             row_bytes = self.scored.head_dim * self.scored.dtype_k.itemsize
             by_bytes = -(-max_rows * row_bytes // _PART_BYTES)
             parts = max(parts, min(by_bytes, -(-_MAX_WAVES * slots // num_tiles)))
+        elif tiles.columns > 8 * _TILES_OF_FOUR:
+            # Of what all blocks do before their rows, and what the last one does.
+            best = math.sqrt(max_rows * slots / (num_tiles * _ROWS_OF_QUERIES))
+            waves = max(1, round(num_tiles * best / slots))
+            parts = waves * slots // num_tiles or round(best)
         elif parts < _FEW_PARTS:
             parts = -(-_WAVES_OF_FEW * slots // num_tiles)
-        elif tiles.columns > 8 * _TILES_OF_FOUR:
-            parts = -(-_WAVES * slots // num_tiles)
         return max(1, min(parts, -(-max_rows // tiles.unit)))
 
 
