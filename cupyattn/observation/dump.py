@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from .call import MADE_OF_CALLS, Call
 from .encoding import TABLES, Encoder, TooLargeError
 from .launches import Launched
 from .statistics import is_capturing
-from .words import all_leaves, is_array, leaves, view_of
+from .words import all_leaves, is_array, view_of
 
 SCHEMA = 1
 _LOG = logging.getLogger("cupyattn")
@@ -260,7 +261,8 @@ def save_error(call: Call, saved: Path | None, error: BaseException) -> None:
         saved = _write(call) if _is_wanted(call) else None
         known.plan = known.plan_before  # which stays in force
     if saved is not None:
-        facts = {"error": type(error).__name__, "message": str(error)}
+        device = _device_of(call.arguments())
+        facts = {"error": type(error).__name__, "message": str(error), "device": device}
         _new_file(saved.with_suffix(".result.json"), json.dumps(facts, indent=1))
 
 
@@ -278,10 +280,9 @@ def save_result(call: Call, saved: Path | None, result: Any, launches: list[Laun
             }
     except TooLargeError:
         encoder.arrays.clear()
-    device = next((_device_name(x) for _, x in leaves("result", result) if is_array(x)), None)
     about = {
         **facts,
-        "device": device,
+        "device": _device_of([("result", result)]) or _device_of(call.arguments()),
         "launches": [[str(launch), launch.constants] for launch in launches],
     }
     _new_file(saved.with_suffix(".result.json"), json.dumps(about, indent=1))
@@ -289,10 +290,12 @@ def save_result(call: Call, saved: Path | None, result: Any, launches: list[Laun
     _LOG.info("cupyattn: call %d, %s, is saved as %s", call.number, call.name, saved)
 
 
-def _device_name(x: Any) -> str:
-    view = view_of(x, "result")
-    if view is None or view.device.kind == "cpu" or "cupy" not in sys.modules:
-        return "cpu"
+def _device_of(arguments: Iterable[tuple[str, Any]]) -> str | None:
+    """The name of the GPU that has an array of these, "cpu" without one, None without arrays."""
+    views = [view_of(x, name) for name, x in all_leaves(arguments) if is_array(x)]
+    indices = [x.device.index for x in views if x is not None and x.device.kind != "cpu"]
+    if not indices or "cupy" not in sys.modules:
+        return "cpu" if views else None
     from ..core.device import device_props
 
-    return device_props(view.device.index).name
+    return device_props(indices[0]).name

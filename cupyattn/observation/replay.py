@@ -104,7 +104,8 @@ class SavedCall:
         """What was recorded where the call was saved; None for one that did not return."""
         if not self.result:
             return None
-        run = Run(f"recorded on {self.result.get('device') or 'the CPU'}")
+        device = self.result.get("device") or "cpu"
+        run = Run(f"recorded on {'the CPU' if device == 'cpu' else device}")
         if "error" in self.result:
             run.error = f"{self.result['error']}: {self.result['message']}"
             return run

@@ -9,16 +9,20 @@ built is what the same calls load on a GPU, where arrays are aligned alike.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 if __name__ == "__main__":
@@ -27,30 +31,39 @@ if __name__ == "__main__":
 
 from golden.cards import CARDS, plugged_in
 
-from cupyattn import jit
+from cupyattn import flash_mla, jit, sparse
+from cupyattn.choose.candidates import only_form
 from cupyattn.core import dtypes
 from cupyattn.launch.attention import pad_lse, plan_batch, read_tables
 from cupyattn.launch.instances import Selection
 from cupyattn.launch.instances import instances as selected_instances
 from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
+from cupyattn.launch.tiles.forms import FORMS
 from helpers import (
     batch_calls,
     batch_cases,
     cascade_calls,
+    eight_bit_cases,
     gates,
     gpu_cases,
     item_cases,
+    latent_blocks,
+    listed_latent,
     logits_calls,
     mixed_calls,
+    mla_calls,
     planless_calls,
     prefill_sm90_calls,
+    select_cases,
     shared_calls,
     single_calls,
+    sparse_cases,
     verify_cases,
 )
 
 Instance = tuple[str, jit.Config]
 Run = Callable[[], object]
+_ALL_OF_8_BITS = replace(eight_bit_cases.EVERYTHING, page_sizes=(16,))
 # One card of each architecture.
 _CARD_OF = {facts.get("arch", "sm_90a"): name for name, facts in reversed(CARDS.items())}
 
@@ -115,6 +128,37 @@ def _gated(seed: int) -> None:
     gates.random_call(seed, np, _workspace()).start()
 
 
+def _latent(seed: int) -> None:
+    mla_calls.Call(mla_calls.random_case(seed), np, _workspace()).start()
+
+
+def _eight_bits(seed: int, served: eight_bit_cases.Served) -> None:
+    single(eight_bit_cases.single(seed, served))
+    batch(eight_bit_cases.batch(seed, served))
+
+
+def _in_forms(seed: int) -> None:
+    for form in FORMS:
+        with only_form(form):
+            _eight_bits(seed, _ALL_OF_8_BITS)
+
+
+def _listed(seed: int) -> None:
+    case = sparse_cases.draw(seed)
+    if case.arguments["q"].dtype != np.float32:  # which the CPU alone serves
+        sparse.attend(**case.arguments)
+
+
+def _selected(seed: int) -> None:
+    sparse.select(**select_cases.draw(seed, on_gpu=True).arguments)
+
+
+def _listed_latent(seed: int) -> None:
+    arguments = listed_latent.draw(seed, ml_dtypes.bfloat16).arguments
+    flash_mla.flash_mla_with_kvcache(**arguments)
+    sparse.attend(**latent_blocks.Case(seed).arguments)
+
+
 def suite() -> Iterator[Run]:
     """Every random call of the suite, and those that prefill_sm90 runs many times."""
     yield from (partial(single, *call) for call in gpu_cases.all_cases())
@@ -128,8 +172,17 @@ def suite() -> Iterator[Run]:
         (_shared, shared_calls.NUM_CASES),
         (_planless, planless_calls.NUM_CASES),
         (_gated, gates.NUM_CASES),
+        (_latent, mla_calls.NUM_CASES),
+        (_listed, 128),
+        (_selected, 192),
+        (_listed_latent, 96),
+        (_in_forms, 25),
     ):
         yield from (partial(run, seed) for seed in range(count))
+    # Of these the ordinary suite has one block of four.
+    for served, count in ((eight_bit_cases.PREFILL_SM90, 800), (_ALL_OF_8_BITS, 200)):
+        seeds = (seed for seed in range(count) if seed // 25 % 4 == 0)
+        yield from (partial(_eight_bits, seed, served) for seed in seeds)
 
 
 # --- kernels of any call ---
@@ -149,6 +202,10 @@ def planners() -> list[Instance]:
     return [*fixed, ("packbits", PACKBITS_CONFIG), *(("plan_batch", x) for x in plan_batch.CONFIGS)]
 
 
+def _begin(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+
+
 def _build(job: tuple[str, jit.Config, str]) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # spills are the compile gates' business
@@ -161,15 +218,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    found = dict.fromkeys((*instances(suite(), args.arch), *planners(), *page_instances()))
-    jobs = [(*instance, args.arch) for instance in found]
-    print(f"{len(jobs)} kernels, found in {time.perf_counter() - start:.0f} s", flush=True)
     # NVRTC compiles one program at a time in a process; fork after CuPy is loaded is unsafe.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        cached = sum(pool.map(_build, jobs, chunksize=4))
+    # Workers begin while the stand-in card is in, which hides what the environment asks for.
+    asks = {name: value for name, value in os.environ.items() if name.startswith("CUPYATTN_")}
+    with ProcessPoolExecutor(args.jobs, context, _begin, (asks,)) as pool:
+        asked: dict[Instance, Future[bool]] = {}
+        fixed = [[*planners(), *page_instances()]]
+        for found in itertools.chain(fixed, recorded(suite(), args.arch)):
+            for instance in found:
+                if instance not in asked:
+                    asked[instance] = pool.submit(_build, (*instance, args.arch))
+        print(f"{len(asked)} kernels, found in {time.perf_counter() - start:.0f} s", flush=True)
+        cached = sum(future.result() for future in asked.values())
     seconds = time.perf_counter() - start
-    print(f"{len(jobs) - cached} compiled, {cached} were there; {seconds:.0f} s")
+    print(f"{len(asked) - cached} compiled, {cached} were there; {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import html
+from helpers import site_pages
 
 import cupyattn
 from cupyattn import errors
@@ -142,8 +142,12 @@ def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
     second.write_text(
         '<a href="c.html">3</a><a href="a.html#z">4</a><a href="https://x.org/">5</a>'
     )
-    site = {x: html.Page(x.read_text("utf-8")) for x in (first, second)}
-    assert html.broken_links(site) == ["a.html: b.html#y", "b.html: c.html", "b.html: a.html#z"]
+    site = {x: site_pages.Page(x.read_text("utf-8")) for x in (first, second)}
+    assert site_pages.broken_links(site) == [
+        "a.html: b.html#y",
+        "b.html: c.html",
+        "b.html: a.html#z",
+    ]
     assert site[first].title == "A" and not site[first].is_for_phones
 
 
@@ -183,8 +187,8 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
         assert "system-message" not in text, page
         # A wide table scrolls in a box of its own, so that no page is wider than a phone.
         assert text.count("<table") == text.count('<div class="table-wrapper'), page
-    site = {x: html.Page(x.read_text("utf-8")) for x in (tmp_path / "site").rglob("*.html")}
-    assert html.broken_links(site) == []
+    site = {x: site_pages.Page(x.read_text("utf-8")) for x in (tmp_path / "site").rglob("*.html")}
+    assert site_pages.broken_links(site) == []
     for path, seen in site.items():
         assert seen.title and all(x.get("alt") for x in seen.images), path
         assert seen.is_for_phones, path

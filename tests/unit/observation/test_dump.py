@@ -300,8 +300,15 @@ def test_calls_on_a_gpu(folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch)
     (path,) = saved(folder)
     (step,) = json.loads(path.read_text())["steps"]
     assert dict(step["positional"])["q"]["device"] == "cuda:0"
-    ((launch, _),) = json.loads(path.with_suffix(".result.json").read_text())["launches"]
+    result = json.loads(path.with_suffix(".result.json").read_text())
+    ((launch, _),) = result["launches"]
     assert launch.startswith("decode_sm80, ")
+    with pytest.raises(ArgumentError):
+        decode(make(8, 64), make(400, 3, 64), make(400, 3, 64))
+    (refused,) = (x for x in saved(folder) if x != path)
+    device = json.loads(refused.with_suffix(".result.json").read_text())["device"]
+    assert device == result["device"] != "cpu"
+    refused.unlink()
     gpu.is_capturing = True  # nothing can be read then
     decode(make(8, 64), make(400, 2, 64), make(400, 2, 64))
     assert saved(folder) == [path]
@@ -379,7 +386,7 @@ def test_replay_prints_what_it_compares(folder: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "call       cupyattn.single_prefill_with_kv_cache" in out
     assert "  q: numpy float16 [4, 8, 64] on cpu, strides [512, 64, 1]" in out
-    assert "recorded on cpu" in out and " at [2, 5, 7] (" in out
+    assert "recorded on the CPU" in out and " at [2, 5, 7] (" in out
     assert cli.main(["replay", "--device", "cpu", "--json", str(path)]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     (difference,) = run["differences"]
