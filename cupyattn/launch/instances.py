@@ -352,9 +352,9 @@ def _listed(chosen: Selection, arch: str) -> Iterator[Instance]:
             name = key_lists.row_class_of(group, problem, SHARED_BYTES[arch])
             yield from _of_rows(problem, name, True, arch, 1)
         target = Target(arch, SHARED_BYTES[arch], min(key_unions.GRANULARITIES))
-        tiles = key_unions.tiles_of(problem, target)
-        if tiles is not None:
-            yield from ((tiles.name, x.config) for x in key_unions.all_tiles(problem))
+        tiles = key_unions.all_tiles(problem, target)
+        if tiles:
+            yield from ((x.name, x.config) for x in tiles)
             yield from (("union_lists", config) for config in key_unions.CONFIGS)
             if problem.dtype_kv.is_fp8:
                 yield "widen_pages", widen_pages.config(problem.dtype_kv, problem.dtype_q)

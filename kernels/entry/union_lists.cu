@@ -3,7 +3,7 @@
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
-  static constexpr int kThreads = 128, kEntries = 512;
+  static constexpr int kThreads = 128, kEntries = 512, kUnits = 0, kSharedBytes = 10320;
   static constexpr bool kCuts = false;
 };
 #endif
@@ -12,6 +12,6 @@ struct Config {
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     cupyattn_union_lists(const __grid_constant__ cupyattn::UnionListsParams params) {
   using Kernel = cupyattn::UnionLists<Config>;
-  __shared__ typename Kernel::SharedMemory shared;
-  Kernel{params, shared}.run();
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  Kernel{params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)}.run();
 }

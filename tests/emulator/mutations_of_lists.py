@@ -77,4 +77,19 @@ LISTS = (
         "unions, bad values",
     ),
     Mutation("unions-of-the-first-head", "groups > 1 ? kv_head : 0", "0", "unions"),
+    Mutation("listed-keys-awaited-too-late", "kStages - 2", "kStages - 1", "lists of wide heads"),
+    Mutation("listed-values-awaited-too-late", "kStages - 2", "kStages - 1", "lists of wide heads"),
+    Mutation("values-overwrite-listed-keys", "ptx::warp_sync();", "", "lists of wide heads"),
+    Mutation("small-unions-of-another-unit", ">> unit)", ">> 0)", "unions of small blocks"),
+    Mutation(
+        "small-unions-not-cut", "(position[h] >> 5) - first", "2", "unions of small blocks, cut"
+    ),
+    Mutation("marked-tokens-shifted", "1u << (entry", "2u << (entry", "unions of small blocks"),
+    Mutation("lists-alone-left-out", "= are_alone", "= 0", "unions, some alone"),
+    Mutation(
+        "alone-as-the-first-head",
+        "lists.alone_groups > 1 ? kv_head : 0",
+        "0",
+        "unions, some alone",
+    ),
 )

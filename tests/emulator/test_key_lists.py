@@ -91,6 +91,10 @@ def test_keys_in_pages_and_rows(page_size: int) -> None:
         {"index_step": 2},
         {"index_step": 3, "qo_lens": (1, 3), "page_size": 0},
         {"gates": "heads"},
+        {"head_dim": 256, "granularity": 4, "length": 60, "num_qo_heads": 24},
+        {"head_dim": 256, "fill": 0.1, "length": 60, "window": 20},
+        {"head_dim": 256, "dtype": "bfloat16", "dtype_kv": "float8_e4m3fn", "scales": "heads"},
+        {"head_dim": 192, "head_dim_vo": 256},
     ],
 )
 def test_options(changes: dict[str, Any]) -> None:
@@ -127,6 +131,20 @@ def test_clusters_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ListCase((900,), (1,), length=200, granularity=4, num_qo_heads=4)
     emulated = run(case, num_sms=32, has_clusters=True)
     assert emulated.launches[0].cluster > 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 64, "window": 30},
+        {"head_dim": 128, "fill": 0.05, "length": 100, "dtype": "bfloat16"},
+        {"head_dim": 256, "scales": "requests", "groups": "query"},
+    ],
+)
+def test_few_lists_of_many_tiles(changes: dict[str, Any]) -> None:
+    """Blocks that have an SM of their own, whose warps have several tiles."""
+    case = ListCase((3000, 900), (1, 1), length=400, granularity=4, num_qo_heads=4)
+    run(replace(case, **changes), num_sms=4, has_clusters=True)
 
 
 @pytest.mark.parametrize(

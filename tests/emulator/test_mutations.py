@@ -772,7 +772,13 @@ CATCHERS: dict[str, Callable[..., None]] = {
         length=6, kept=0.3, bad_values=0.002, num_qo_heads=10, qo_lens=(30, 28)
     ),
     "unions, skipped tiles": _unions(kv_lens=(4000, 300), length=3, kept=0.0),
+    "unions of small blocks": lambda **facts: test_key_unions.check_small(),
+    "unions of small blocks, cut": lambda **facts: test_key_unions.check_small(
+        kv_lens=(103, 61), length=20, fill=1.0
+    ),
+    "unions, some alone": lambda **facts: test_key_unions.check_who_is_alone(),
     "lists, window": _lists(window=20),
+    "lists of wide heads": _lists(head_dim=256, granularity=4, length=60),
     "lists, scales": _lists(scales="requests"),
     "lists of nobody": lambda **facts: test_key_lists.check_tokens_of_nobody(),
     "scores of blocks": lambda **facts: test_select.check_model("max", False, 1),

@@ -465,3 +465,24 @@ def draw_unions(seed: int) -> ListCase:
         index_step=int(rng.choice([1, 1, 2, 3])),
         dtype_kv="float8_e4m3fn" if size and not is_dense and rng.random() < 0.4 else "",
     )
+
+
+def draw_small_unions(seed: int) -> ListCase:
+    """A small case of many tokens whose lists name small blocks in pages."""
+    rng = np.random.default_rng(seed)
+    case = draw_unions(seed)
+    granularity = int(rng.choice([4, 4, 4, 8, 16, 32]))
+    heads = case.num_kv_heads
+    dim, dim_vo = ((64, 0), (128, 0), (256, 0), (256, 0), (96, 64))[rng.integers(5)]
+    return replace(
+        case,
+        granularity=granularity,
+        length=int(rng.integers(1, 1200 // granularity)),
+        num_qo_heads=heads * int(rng.choice([4, 8, 12, 16, 20])),
+        head_dim=dim,
+        head_dim_vo=dim_vo,
+        page_size=int(rng.choice([4, 16, 64])),
+        is_dense=False,
+        window=0,
+        dtype_kv="",
+    )

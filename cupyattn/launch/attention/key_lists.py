@@ -273,13 +273,40 @@ class ListLauncher:
         packed; a page's stride is a row's, or a request's, where there are no pages."""
         if self.unions is not None and not at.value_scales:
             groups = self.spec.num_kv_heads if lists.stride_group else 1
-            unions = self.unions.plan(lists, groups, strides, num_tokens)
+            costs = self.unions.costs(lists)
+            if costs is not None and self.plan(num_tokens, lists.num_keys).partial_bytes:
+                costs = None  # states of lists that are left out would wait for their merge
+            unions = self.unions.plan(lists, groups, strides, num_tokens, costs)
             if unions is not None:
-                self.unions.launch(unions, at, optional, stream, allocate)
+
+                def read_alone(alone: int) -> None:
+                    self._read(
+                        at, lists, optional, strides, num_tokens, stream, allocate, (alone, groups)
+                    )
+
+                self.unions.launch(unions, at, optional, stream, allocate, read_alone)
                 if self._log is not None:
                     both = unions.union, unions.attention
                     self._log.lists(lists, num_tokens, "unions of neighbours' lists", both)
                 return
+        plan = self._read(at, lists, optional, strides, num_tokens, stream, allocate)
+        if self._log is not None:
+            launches = [launch for launch, _ in plan.parts]
+            self._log.lists(lists, num_tokens, _words_of(plan), launches)
+
+    def _read(
+        self,
+        at: ListAddresses,
+        lists: Lists,
+        optional: bytes,
+        strides: bytes,
+        num_tokens: int,
+        stream: int,
+        allocate: Allocate,
+        alone: tuple[int, int] = (0, 0),
+    ) -> _Plan:
+        """Enqueue what reads each list by itself. alone: the address of the words that say which,
+        and groups of these; 0: all."""
         num_keys = lists.num_keys
         plan = self.plan(num_tokens, num_keys)
         partial_o = partial_lse = counters = 0
@@ -318,15 +345,20 @@ class ListLauncher:
                 constants,
             )
             begin = arguments.offset + params.ATTENTION.size
-            self._pack_lists(arguments.buffer, begin, at, lists)
+            self._pack_lists(arguments.buffer, begin, at, lists, alone)
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
             enqueue(plan.merge, arguments, self.device_index, stream)
-        if self._log is not None:
-            launches = [launch for launch, _ in plan.parts]
-            self._log.lists(lists, num_tokens, _words_of(plan), launches)
+        return plan
 
-    def _pack_lists(self, buffer: bytearray, begin: int, at: ListAddresses, lists: Lists) -> None:
+    def _pack_lists(
+        self,
+        buffer: bytearray,
+        begin: int,
+        at: ListAddresses,
+        lists: Lists,
+        alone: tuple[int, int],
+    ) -> None:
         params.KEY_LISTS.pack_into(
             buffer,
             begin,
@@ -352,6 +384,8 @@ class ListLauncher:
             lists.v_scale_step,
             lists.v_scale_request_step,
             at.value_scales,
+            *alone,
+            0,
         )
 
 

@@ -68,8 +68,8 @@ LATENT = struct.Struct(
 # kv_offsets; strides of a token and a group; length, block_shift, window, num_requests,
 # request_tokens, kv_step, max_kv_len, is_causal, heads_a_key; heads_magic, heads_shift;
 # kv_lens_are_steps; words from one to the next of kv_lens, qo_offsets, kv_offsets; k_scale_step,
-# v_scale_step, v_scale_request_step; value_scales.
-KEY_LISTS = struct.Struct("<4Q 2q 9i I 2i 6i Q")
+# v_scale_step, v_scale_request_step; value_scales, alone; alone_groups, and 0.
+KEY_LISTS = struct.Struct("<4Q 2q 9i I 2i 6i 2Q 2i")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps;
@@ -89,8 +89,8 @@ NO_LENGTHS = b""
 # kernels/cupyattn/params/key_unions.cuh: entries, table, items, chunks, tiles; the rest;
 # DEVICE_LENGTHS, FINDER. And what prefill_sm90 is told of unions, in the place of found items:
 # tiles, groups and window.
-UNION_LISTS_REST = struct.Struct("<2q 14i 2I")
-UNION_LISTS = struct.Struct(f"<5Q {UNION_LISTS_REST.size}s {DEVICE_LENGTHS.size}s {FINDER.size}s")
+UNION_LISTS_REST = struct.Struct("<2q 14i 2I 2i")
+UNION_LISTS = struct.Struct(f"<5Q {UNION_LISTS_REST.size}s Q {DEVICE_LENGTHS.size}s {FINDER.size}s")
 KEY_UNIONS = struct.Struct("<Q 2i")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.

@@ -163,6 +163,12 @@ def struct_of(*fields: Field) -> Field:
     return Field(round_up(offset, align), align)
 
 
+def union_of(*fields: Field) -> Field:
+    """A C++ union of these members."""
+    align = max(field.align for field in fields)
+    return Field(round_up(max(field.size for field in fields), align), align)
+
+
 def min_blocks(config: jit.Config) -> int:
     """How many blocks an SM has registers for, by what the kernel is compiled with."""
     blocks = config["kMinBlocks"]

@@ -12,11 +12,19 @@ from .common import (
     tile_field,
     widened_keys,
 )
-from .config import Field, Target, TileConfig, round_up, struct_of
+from .config import Field, Target, TileConfig, round_up, struct_of, union_of
 from .row_classes import DECODE, ONE_AN_SM, VERIFY
 
 # Tiles of 32 wider rows do not fit the registers of blocks that have an SM of their own.
 _MAX_DIM_OF_VERIFY = 128
+_Shape = tuple[int, int, int, int]
+# Of lists, by head dims up to so many: warps, keys of a warp, stages of keys or values, and blocks
+# of an SM; then of blocks that have an SM of their own, if these are sooner than whole stages.
+_OF_LISTS: tuple[tuple[int, tuple[_Shape, _Shape | None]], ...] = (
+    (64, ((4, 32, 3, 3), None)),
+    (128, ((4, 32, 3, 2), (8, 32, 3, 1))),
+    (256, ((4, 16, 3, 2), (8, 16, 3, 1))),
+)
 
 
 def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
@@ -41,6 +49,8 @@ def _refusal_of_rows(problem: AttentionProblem, row_class: str) -> str | None:
 def tiles(problem: AttentionProblem, row_class: str, target: Target) -> TileConfig:
     """The tiles for requests of a row class that it does not refuse."""
     maximum = target.max_shared_bytes
+    if (of_lists := _of_lists(problem, row_class, maximum)) is not None:
+        return of_lists
     if row_class in ONE_AN_SM.values():
         return _of_few(problem, maximum, 2 if row_class == ONE_AN_SM[VERIFY] else 1)
     result = of_verify(problem, maximum) if row_class == VERIFY else of_decode(problem, maximum)
@@ -97,6 +107,38 @@ def of_decode(
     raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
 
 
+def _of_lists(
+    problem: AttentionProblem, row_class: str, max_shared_bytes: int
+) -> TileConfig | None:
+    """Tiles of lists of 16-bit keys, which take turns with their values; None for others.
+
+    Lists are read out of L2, where a byte comes as late from any place: what counts is that many
+    are asked for by many warps. Whole stages would leave room for half of either.
+    """
+    is_alone = row_class == ONE_AN_SM[DECODE]
+    if not problem.sparse or problem.dtype_kv.itemsize != 2 or not problem.aligned:
+        return None
+    if not is_alone and row_class != DECODE:
+        return None
+    dim = max(problem.head_dim_qk, problem.head_dim_vo)
+    of_dim = next(shapes for maximum, shapes in _OF_LISTS if dim <= maximum)
+    if (shape := of_dim[is_alone]) is None:
+        return None
+    warps, keys, stages, blocks = shape
+    q_in_registers = problem.head_dim_qk <= 192
+    tiles = decode_tiles(
+        problem,
+        warps,
+        keys,
+        stages,
+        blocks,
+        q_in_registers,
+        takes_turns=True,
+        runs_once=is_alone,
+    )
+    return tiles if tiles.shared_bytes <= (max_shared_bytes + 1024) // blocks - 1024 else None
+
+
 def _of_few(problem: AttentionProblem, max_shared_bytes: int, mma_q: int) -> TileConfig:
     """Twice the warps of other blocks, and the shared memory of a whole SM for their stages."""
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
@@ -118,14 +160,22 @@ def decode_tiles(
     min_blocks: int,
     q_in_registers: bool,
     mma_q: int = 1,
+    takes_turns: bool = False,
+    runs_once: bool = False,
 ) -> TileConfig:
-    """A decode instance: 16 * mma_q query rows; each warp streams keys_per_warp keys a stage."""
+    """A decode instance: 16 * mma_q query rows; each warp streams keys_per_warp keys a stage.
+
+    takes_turns: a stage has keys or their values, which take turns, and stages are odd in number.
+    runs_once: warps have few tiles, for which code is short.
+    """
     tile_q = 16 * mma_q
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     itemsize = problem.dtype_kv.itemsize
-    stage = struct_of(
-        tile_field(keys_per_warp, dim_qk, itemsize), tile_field(keys_per_warp, dim_vo, itemsize)
+    halves = (
+        tile_field(keys_per_warp, dim_qk, itemsize),
+        tile_field(keys_per_warp, dim_vo, itemsize),
     )
+    stage = union_of(*halves) if takes_turns else struct_of(*halves)
     states = warps * tile_q * (dim_vo + 8 + 2) * 4
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     shared = struct_of(
@@ -147,6 +197,8 @@ def decode_tiles(
         "kQInRegisters": q_in_registers,
         "kSharedBytes": shared,
         **({"kSparse": True} if problem.sparse else {}),
+        **({"kTakesTurns": True} if takes_turns else {}),
+        **({"kRunsOnce": True} if runs_once else {}),
     }
     tile_kv = warps * keys_per_warp
     return TileConfig("decode_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)

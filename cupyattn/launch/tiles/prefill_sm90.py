@@ -21,6 +21,8 @@ from .config import (
 )
 from .row_classes import LARGE, LARGE_TILES, PERSISTENT
 
+# kernels/cupyattn/params/key_unions.cuh: SmallUnionTile.
+_SMALL_UNION_BYTES = 256
 _ITEM_BYTES = 112
 # With what fills it up to a multiple of 8.
 _MASK_MAP_BYTES = 8 + 2 * 2048 // 8
@@ -69,16 +71,20 @@ class _Shape(NamedTuple):
     skips: bool = False
     follows: bool = False
     cuts: bool = False
+    small_unions: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
 _TWO = _Shape(2, 128)
 # Keys are what such blocks wait for.
 _OF_UNIONS = _TWO._replace(stages=3, query_slots=1)
+# Rows of small blocks are gathered by the warps that copy.
+_OF_SMALL_UNIONS = _OF_UNIONS._replace(tile_kv=96, gatherers=3, small_unions=True)
 # Three panels of K and V, four of K and two of V, and four of each.
 _TALL = _Shape(2, 96, query_slots=1)
 _DEEP = _Shape(2, 96, query_slots=1)
 _WIDE = _Shape(2, 80, query_slots=1)
+_WIDE_OF_SMALL_UNIONS = _Shape(2, 64, query_slots=1, gatherers=3, small_unions=True)
 _GATHERED = _Shape(2, 128, registers=(40, 216), overlaps=False, gatherers=4)
 _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, converters=4)
 # Gathered rows take longer to land: more of them are under way, in a slot of Q if need be.
@@ -306,6 +312,18 @@ def tiles_of_unions(problem: AttentionProblem, has_cuts: bool) -> TileConfig:
     return make(problem, _OF_UNIONS._replace(cuts=has_cuts))
 
 
+def tiles_of_small_unions(problem: AttentionProblem, target: Target) -> TileConfig | None:
+    """The tile of unions of lists of small blocks that serves a problem; None if none does."""
+    if refusal_of_hopper(target) is not None or _refusal_of_unions(problem) is not None:
+        return None
+    dims = tile_dims(problem)
+    if max(dims) > 128 and dims != (256, 256):
+        return None
+    shape = _WIDE_OF_SMALL_UNIONS if max(dims) > 128 else _OF_SMALL_UNIONS
+    tile = make(problem, shape)
+    return tile if refusal_by_room(tile, target) is None else None
+
+
 def find(problem: AttentionProblem, page_size: int, name: str = PERSISTENT) -> Tile | str:
     """The tile of this name for a problem, or a sentence that says why there is none."""
     if not problem.aligned:
@@ -349,16 +367,24 @@ def _find_of_unions(problem: AttentionProblem, page_size: int, name: str) -> Til
     """The tile of unions of lists, whose keys are pages of halves of it or less."""
     if name not in (LARGE, PERSISTENT):
         return "unions of lists have one tile"
-    if not _is_plain(problem) or problem.soft_cap or problem.key_share:
-        return "unions of lists are attended to by plain logits of 16-bit keys"
+    if (reason := _refusal_of_unions(problem)) is not None:
+        return reason
     dims = tile_dims(problem)
     if max(dims) > 128:
         return "tiles of unions have 128 keys, for which such head dims leave no room"
-    if not problem.dtype_o.is_float16 or not problem.paged:
-        return "unions of lists are of pages, and have outputs of 16 bits"
     if not tensor_map.box_rows(page_size, _OF_UNIONS.tile_kv):
         return "no box of a tensor map fits the pages"
     return Tile(PERSISTENT, "paged", dims, _OF_UNIONS)
+
+
+def _refusal_of_unions(problem: AttentionProblem) -> str | None:
+    if not problem.aligned or problem.dtype_rows is not None:
+        return "rows of unions are copied as they are multiplied"
+    if not _is_plain(problem) or problem.soft_cap or problem.key_share:
+        return "unions of lists are attended to by plain logits of 16-bit keys"
+    if not problem.dtype_o.is_float16 or not problem.paged:
+        return "unions of lists are of pages, and have outputs of 16 bits"
+    return None
 
 
 def _find_other(problem: AttentionProblem, page_size: int, name: str) -> Tile | str:
@@ -625,6 +651,7 @@ def _flags(problem: AttentionProblem, shape: _Shape) -> dict[str, bool]:
         "kSkipsTiles": shape.skips,
         "kUnions": problem.sparse,
         "kUnionCuts": shape.cuts,
+        "kSmallUnions": shape.small_unions,
         "kFollows": shape.follows,
     }
     return {name: True for name, is_set in flags.items() if is_set}
@@ -646,7 +673,8 @@ def _fp8_tiles(problem: AttentionProblem, shape: _Shape, dims: tuple[int, int]) 
     """The sums of O of queries of 8 bits, landed keys and values of fp8, or what is known of a
     union's tiles and of rows that are made again."""
     if problem.sparse:
-        return [Field((32 if shape.cuts else 16) * shape.stages + 4 * 64 * shape.consumers, 16)]
+        of_tile = _SMALL_UNION_BYTES if shape.small_unions else 32 if shape.cuts else 16
+        return [Field(of_tile * shape.stages + 4 * 64 * shape.consumers, 16)]
     if problem.is_8bit:
         return [Field(4 * 64 * shape.consumers * dims[1], 16)]
     return [

@@ -39,6 +39,10 @@ struct KeyLists {
   // to the next one's. AttentionParams has those of keys, but none of values: merges take no lists.
   int32_t k_scale_step, v_scale_step, v_scale_request_step;
   const float* value_scales;  // [num_requests, key heads], in these steps; nullptr: 1
+  // Lists that unions serve are not read: [tokens, alone_groups], 0 for these. nullptr: all are read.
+  const int32_t* alone;
+  int32_t alone_groups;
+  int32_t unused;
 };
 
 struct ListedAttentionParams {
@@ -46,7 +50,7 @@ struct ListedAttentionParams {
   KeyLists lists;
 };
 
-static_assert(sizeof(KeyLists) == 128 &&
+static_assert(sizeof(KeyLists) == 144 &&
                   sizeof(ListedAttentionParams) == sizeof(AttentionParams) + sizeof(KeyLists),
               "KeyLists and its mirror in launch/driver/params.py must agree");
 

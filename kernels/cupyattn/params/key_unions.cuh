@@ -24,13 +24,20 @@ struct alignas(16) CutUnionTile : UnionTile {
   int32_t unused[2];
 };
 
+// A tile of a union of small blocks, in units of kUnitKeys keys, each of which has one block.
+enum : int { kUnitKeys = 4, kMaxUnits = 32 };
+struct alignas(16) SmallUnionTile {
+  uint32_t units[32];            // of each token of the item: a bit for each unit that its list names
+  int32_t first_key[kMaxUnits];  // the unit's first key in the request
+};
+
 struct UnionListsParams {
   const int32_t* entries;  // [tokens, groups, length]
   const int32_t* table;    // [num_requests, kv_step] pages; nullptr: a request's keys are rows, one
                            // behind the other
   WorkItem* items;         // [items, groups], see `item_of` in plan/union_lists.cuh
   int32_t* chunks;         // [items, groups, group_tokens * length * chunks_a_block]
-  void* tiles;             // [items, groups, tiles], UnionTile or CutUnionTile
+  void* tiles;             // [items, groups, tiles], UnionTile, CutUnionTile or SmallUnionTile
   int64_t stride_n, stride_group;  // from a token's list to the next one's, and from a group's
   int32_t length, block_shift;     // a block has 1 << block_shift keys
   int32_t group_tokens;            // of an item
@@ -45,10 +52,14 @@ struct UnionListsParams {
   // 0: chunks are those of pages.
   int32_t num_rows;
   uint32_t tokens_of[2];  // tokens that have rows in each half of a tile's rows
+  // What a block of a union takes, and an entry of a list that is read by itself, if that may be less.
+  int32_t block_cost, entry_cost;
+  int32_t* alone;  // [tokens, groups] 1: lists that are read by themselves, since their tokens' union
+                   // would take longer; nullptr: there are none
   DeviceLengths lengths;  // tokens are its rows
 };
 
-static_assert(sizeof(UnionListsParams) == 120 + 80,
+static_assert(sizeof(UnionListsParams) == 136 + 80,
               "UnionListsParams and its mirror in launch/driver/params.py must agree");
 
 // What prefill_sm90 is told of unions.

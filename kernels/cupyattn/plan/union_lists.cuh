@@ -33,11 +33,14 @@ template <typename Config>
 struct UnionLists {
   static constexpr int kThreads = Config::kThreads, kEntries = Config::kEntries;
   static constexpr bool kCuts = Config::kCuts;
-  using Tile = conditional<kCuts, CutUnionTile, UnionTile>;
+  // Units of a tile of small blocks; 0: tiles have two halves.
+  static constexpr int kUnits = Config::kUnits;
+  using Tile = conditional<kUnits != 0, SmallUnionTile, conditional<kCuts, CutUnionTile, UnionTile>>;
   static constexpr int kWarps = kThreads / kWarpSize;
   // An entry is the number of its block, whether it is a window's, and the token of the item.
   static constexpr int kTokenBits = 5, kKindBits = kCuts ? 1 : 0;
   static constexpr uint32_t kNone = ~0u;
+  static constexpr bool kMarks = kUnits != 0;  // of small blocks there are many
 
   struct SharedMemory {
     uint32_t entries[kEntries];
@@ -48,7 +51,12 @@ struct UnionLists {
     int warp_sum[kWarps];
     WorkItem found;
     uint32_t num_whole;  // blocks that all tokens see to their end
+    uint32_t num_listed;  // entries that name a block
+    uint32_t repeats;     // whether a list names a block twice
   };
+
+  static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
+                "the host's shared-memory arithmetic (launch/attention/key_unions.py) must agree");
 
   const UnionListsParams& params;
   SharedMemory& shared;
@@ -59,7 +67,10 @@ struct UnionLists {
       const SteppedLengths lengths(params.lengths, params.steps);
       const ItemFinder<false, SteppedLengths> finder{lengths, 1, params.group_tokens, thread};
       const WorkItem found = finder.find(blockIdx.x);
-      if (thread == 0) shared.found = found, shared.num_whole = 0;
+      if (thread == 0) {
+        shared.found = found;
+        shared.num_whole = shared.num_listed = shared.repeats = 0;
+      }
     }
     ptx::block_sync();
     const WorkItem& found = shared.found;
@@ -70,8 +81,15 @@ struct UnionLists {
       return;
     }
     const int count = load_entries(found, num_tokens);
-    sort(count);
-    const int num_blocks = find_blocks(count);
+    int num_blocks = kMarks && has_marks(found) ? mark_blocks(found, count) : -1;
+    if (num_blocks < 0) {
+      sort(count);
+      num_blocks = find_blocks(count);
+    }
+    if (params.alone != nullptr && stand_alone(found, num_tokens, num_blocks)) {
+      if (thread == 0) params.items[place] = WorkItem{};
+      return;
+    }
     count_whole(found, num_blocks);
     order_blocks(num_blocks);
     write(found, place, num_blocks);
@@ -92,6 +110,23 @@ struct UnionLists {
   }
   __device__ __forceinline__ int places_a_token() const {
     return params.length + (kCuts ? params.window_blocks : 0);
+  }
+
+  // Says of the tokens' lists whether each is read by itself, because that takes less than the union.
+  __device__ __forceinline__ bool stand_alone(const WorkItem& found, int num_tokens,
+                                              int num_blocks) const {
+    const int of_union = num_blocks * params.block_cost;
+    // A list takes a block as long as a union takes others, and comes behind them: it is not worth it
+    // for the last few tokens of a request.
+    const bool are_many = 2 * num_tokens >= params.group_tokens;
+    const bool are_alone =
+        are_many && of_union > static_cast<int>(shared.num_listed) * params.entry_cost;
+    if (thread < num_tokens) {
+      const int64_t token = found.q_start + found.first_row + thread;
+      // mutate: lists-alone-left-out
+      params.alone[token * gridDim.y + blockIdx.y] = are_alone;
+    }
+    return are_alone;
   }
 
   // An item of prefill_sm90: its tokens, and its union for keys. What it needs no field for:
@@ -121,6 +156,7 @@ struct UnionLists {
     const int places = places_a_token(), total = num_tokens * places;
     int count = 2;
     while (count < total) count *= 2;
+    uint32_t num_listed = 0;
     for (int index = thread; index < count; index += kThreads) {
       uint32_t entry = kNone;
       if (index < total) {
@@ -129,7 +165,9 @@ struct UnionLists {
       }
       shared.entries[index] = entry;
       shared.tokens[index] = 0;
+      if (entry != kNone) ++num_listed;
     }
+    if (num_listed > 0) ptx::atomic_add_shared(&shared.num_listed, num_listed);
     return count;
   }
 
@@ -149,6 +187,58 @@ struct UnionLists {
     // mutate: unions-of-blocks-beyond
     if (static_cast<uint32_t>(block) >= num_blocks) return kNone;
     return static_cast<uint32_t>(block) << (kTokenBits + kKindBits) | token;
+  }
+
+  // Whether each block of a request may have a bit in shared memory.
+  __device__ __forceinline__ int words_of_marks(const WorkItem& found) const {
+    const int num_blocks = (found.kv_len + (1 << params.block_shift) - 1) >> params.block_shift;
+    return ceil_div(num_blocks, 32);
+  }
+  __device__ __forceinline__ bool has_marks(const WorkItem& found) const {
+    return words_of_marks(found) <= kEntries;
+  }
+
+  // Writes the union to shared memory by a bit for each block of the request, which is sooner than to
+  // sort; returns how many blocks it has, -1 if some list names a block twice.
+  __device__ __forceinline__ int mark_blocks(const WorkItem& found, int count) const {
+    uint32_t *marks = shared.before, *ahead = shared.more_tokens;
+    const int num_words = words_of_marks(found);
+    for (int word = thread; word < num_words; word += kThreads) marks[word] = 0;
+    ptx::block_sync();
+    for (int index = thread; index < count; index += kThreads) {
+      const uint32_t entry = shared.entries[index], block = entry >> kTokenBits;
+      if (entry != kNone) ptx::atomic_or_shared(&marks[block / 32], 1u << (block % 32));
+    }
+    ptx::block_sync();
+    int total = 0;
+#pragma unroll 1
+    for (int first = 0; first < num_words; first += kThreads) {
+      const int word = first + thread;
+      const uint32_t own = word < num_words ? marks[word] : 0;
+      int sum = 0;
+      int at = total + block_scan(shared.warp_sum, thread / kWarpSize, thread % kWarpSize,
+                                  __popc(own), sum);
+      if (word < num_words) ahead[word] = at;
+      for (uint32_t rest = own; rest != 0; rest &= rest - 1) {
+        shared.blocks[at++] = 32 * word + __popc((rest & (0u - rest)) - 1);
+      }
+      total += sum;
+      ptx::block_sync();
+    }
+    for (int index = thread; index < count; index += kThreads) {
+      const uint32_t entry = shared.entries[index], block = entry >> kTokenBits;
+      if (entry == kNone) continue;
+      const uint32_t lower = marks[block / 32] & ((1u << (block % 32)) - 1);
+      // mutate: marked-tokens-shifted
+      const uint32_t token = 1u << (entry & ((1 << kTokenBits) - 1));
+      const uint32_t others =
+          ptx::atomic_or_shared(&shared.tokens[ahead[block / 32] + __popc(lower)], token);
+      if ((others & token) != 0) ptx::atomic_or_shared(&shared.repeats, 1u);
+    }
+    ptx::block_sync();
+    if (shared.repeats == 0) return total;
+    for (int index = thread; index < count; index += kThreads) shared.tokens[index] = 0;
+    return -1;
   }
 
   // Bitonic, in ascending order.
@@ -243,7 +333,8 @@ struct UnionLists {
   // tiles that it does not want, while the other multiplies. Only whole blocks move: the others are
   // cut, which the last tiles are swept for.
   __device__ __forceinline__ void order_blocks(int num_blocks) const {
-    const int a_tile = 2 >> (params.block_shift - 6);  // blocks
+    const int a_tile = kUnits != 0 ? max_of(kUnits * kUnitKeys >> params.block_shift, 1)
+                                   : 2 >> (params.block_shift - 6);  // blocks
     const int num_whole = static_cast<int>(shared.num_whole);
     int totals[3] = {};
 #pragma unroll 1
@@ -270,7 +361,7 @@ struct UnionLists {
       int to = at;
       if (at < num_whole) {
         const int own = static_cast<int>(shared.before[at]) & 3, rank = static_cast<int>(shared.before[at]) >> 2;
-        const int ahead = rank & -a_tile;  // in tiles before its own
+        const int ahead = rank - rank % a_tile;  // in tiles before its own
         to = own == 0   ? rank + min_of(totals[1], ahead)
              // mutate: union-pairs-of-others
              : own == 1 ? rank + min_of(totals[0], ahead + a_tile)
@@ -329,14 +420,45 @@ struct UnionLists {
     }
   }
 
-  __device__ __forceinline__ void write(const WorkItem& found, int place, int num_blocks) const {
+  __device__ __forceinline__ void write_halves(const WorkItem& found, Tile* tiles,
+                                               int num_blocks) const {
     const int halves_shift = params.block_shift - 6;  // of a block
     const int num_halves = num_blocks << halves_shift;
-    Tile* tiles = static_cast<Tile*>(params.tiles) + static_cast<int64_t>(place) * params.num_tiles;
 #pragma unroll 1
     for (int half = thread; half < round_up(num_halves, 2); half += kThreads) {
       const int part = (half & ((1 << halves_shift) - 1)) * kUnionKeys;
       write_half(found, tiles[half / 2], half % 2, half >> halves_shift, part, half < num_halves);
+    }
+  }
+
+  // A warp writes a tile: a lane has a unit, whose bits of tokens become tokens' bits of units.
+  __device__ __forceinline__ void write_units(Tile* tiles, int num_blocks) const {
+    const int units_shift = params.block_shift - 2;  // of a block
+    const int num_units = num_blocks << units_shift, lane = thread % kWarpSize;
+#pragma unroll 1
+    for (int tile = thread / kWarpSize; tile * kUnits < num_units; tile += kWarps) {
+      const int unit = tile * kUnits + lane, at = unit >> units_shift;
+      const bool exists = lane < kUnits && unit < num_units;
+      const uint32_t tokens = exists ? shared.tokens[at] : 0;
+      uint32_t own = 0;
+#pragma unroll 1
+      for (int token = 0; token < params.group_tokens; ++token) {
+        const uint32_t units = ptx::warp_ballot((tokens >> token) & 1);
+        if (lane == token) own = units;
+      }
+      tiles[tile].units[lane] = own;
+      const int part = (unit & ((1 << units_shift) - 1)) * kUnitKeys;
+      const int first = exists ? static_cast<int>(shared.blocks[at]) << params.block_shift : 0;
+      tiles[tile].first_key[lane] = first + part;
+    }
+  }
+
+  __device__ __forceinline__ void write(const WorkItem& found, int place, int num_blocks) const {
+    Tile* tiles = static_cast<Tile*>(params.tiles) + static_cast<int64_t>(place) * params.num_tiles;
+    if constexpr (kUnits != 0) {
+      write_units(tiles, num_blocks);
+    } else {
+      write_halves(found, tiles, num_blocks);
     }
     int32_t* chunks = params.chunks + static_cast<int64_t>(place) * chunks_an_item();
     const int more_shift = params.block_shift - params.chunk_shift;

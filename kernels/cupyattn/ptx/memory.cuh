@@ -41,8 +41,8 @@ __device__ __forceinline__ void atomic_max(float* place, float value) {
 __device__ __forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
   return atomicAdd(word, addend);
 }
-__device__ __forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
-  atomicOr(word, bits);
+__device__ __forceinline__ uint32_t atomic_or_shared(uint32_t* word, uint32_t bits) {
+  return atomicOr(word, bits);
 }
 // Writes a number that the host may read, behind all that this block wrote before its last barrier.
 __device__ __forceinline__ void store_release_system(int64_t* pointer, int64_t value) {

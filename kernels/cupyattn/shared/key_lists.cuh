@@ -64,6 +64,15 @@ __device__ __forceinline__ BlockWork listed_work(const ListedAttentionParams& al
   const int place = params.first_q_tile + static_cast<int>(blockIdx.y);
   BlockWork work =
       BlockWork::of_equal(params, place, kv_head, static_cast<int>(blockIdx.z), tile_rows, 0);
+  // Ahead of all else, since most blocks of such a launch end here.
+  if (lists.alone != nullptr) {
+    const int group = lists.alone_groups > 1 ? kv_head : 0;  // mutate: alone-as-the-first-head
+    const int64_t own = static_cast<int64_t>(work.request.q_start) * lists.alone_groups + group;
+    if (lists.alone[own] == 0) {
+      work.tile.num_rows = 0;
+      return work;
+    }
+  }
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const TokenPlace at = TokenPlace::of(lists, work.request.q_start, lane, lists.steps.qo_offsets);
   if (at.rest == 0) work.tile.num_rows = 0;

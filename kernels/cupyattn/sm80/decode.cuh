@@ -10,6 +10,26 @@
 
 namespace cupyattn {
 
+// Whether the keys and the values of a tile take turns in one ring. Few kernels say so.
+template <typename Config, typename = void>
+struct TakesTurns {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct TakesTurns<Config, typename AnyValue<Config::kTakesTurns>::type> {
+  enum : bool { kValue = Config::kTakesTurns };
+};
+
+// Whether a warp has so few tiles that its code is short rather than fast.
+template <typename Config, typename = void>
+struct RunsOnce {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct RunsOnce<Config, typename AnyValue<Config::kRunsOnce>::type> {
+  enum : bool { kValue = Config::kRunsOnce };
+};
+
 template <typename Config>
 using DecodeParams =
     conditional<HasKeyLists<Config>::kValue, ListedAttentionParams, FoundAttentionParams>;
@@ -37,11 +57,19 @@ struct DecodeSm80 {
   static constexpr bool kLists = HasKeyLists<Config>::kValue;
   using Keys = conditional<kLists, ListedKeys<DecodeSm80>, RangeKeys<DecodeSm80>>;
   static constexpr uint32_t kAllKeys = ~0u >> (kWarpSize - min_of(kKeys, kWarpSize));
+  // Enumerators, as of HasKeyShare. kAhead: how many tiles ahead keys are loaded.
+  enum : bool { kTakesTurns = TakesTurns<Config>::kValue, kRunsOnce = RunsOnce<Config>::kValue };
+  enum : int { kAhead = kTakesTurns ? (kStages - 1) / 2 : kStages - 1 };
 
-  struct Stage {
+  struct WholeStage {
     alignas(KSourceTile::kAlign) unsigned char k[KSourceTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[VTile::kBytes];
   };
+  union HalfStage {
+    alignas(KSourceTile::kAlign) unsigned char k[KSourceTile::kBytes];
+    alignas(VTile::kAlign) unsigned char v[VTile::kBytes];
+  };
+  using Stage = conditional<kTakesTurns, HalfStage, WholeStage>;
   struct WarpStates {
     // Rows are padded so that neighbouring rows start in different banks.
     float o[kWarps][kTileQ][kHeadDimVO + 8];
@@ -84,6 +112,8 @@ struct DecodeSm80 {
   static_assert(!kLists || kPaged, "listed keys are found one by one, as those in pages");
   static_assert(!kLists || !(Config::kRope || Config::kCustomMask || Config::kAlibi),
                 "keys of a list do not follow one another");
+  static_assert(!kTakesTurns || (kLists && kStages % 2 == 1 && !Traits::kWidenRows),
+                "listed keys take turns with their values, which are loaded behind them");
   static_assert(kKeys % 16 == 0 && kKeys <= 64, "a warp takes 16, 32, 48 or 64 keys at a time");
 
   const AttentionParams& params;
@@ -216,6 +246,17 @@ struct DecodeSm80 {
     }
   }
 
+  // The fragment of 16 rows of Q at a step: kept, or loaded anew for each tile.
+  __device__ __forceinline__ static void take_q(uint32_t (&a)[4], int m, int step,
+                                                const QRegisters& q_registers, uint32_t q_lane) {
+    if constexpr (Config::kQInRegisters) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = q_registers[step][m][i];
+    } else {
+      load_q_fragment<QTile>(a, q_lane, 16 * m, step);
+    }
+  }
+
   // Turns products into logits and hides what the range and the mask exclude, or which keys of a
   // list there are not. `hides_keys` says whether this may have hidden any key of the tile that has
   // values: absent ones are zeros.
@@ -276,6 +317,10 @@ struct DecodeSm80 {
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, share_of_block());
     Stage* ring = shared.ring[warp];
     Keys keys(*this, range, tiles);
+    if constexpr (kTakesTurns) {
+      run_in_turns(tiles, keys);
+      return;
+    }
     typename Keys::Place next = fill_pipeline(tiles, keys);
     ptx::cp_async_wait_group<kStages - 1>();  // mutate: q-awaited-too-late
     ptx::block_sync();
@@ -332,6 +377,77 @@ struct DecodeSm80 {
         uint32_t p[kMmaQ][4];
         softmax.template exponentiate<DTypeP>(p, s, step, form, scale);
         multiply_pv<DTypeP, VTile, Traits::kColumnGroups, kMmaQ>(o, p, v, 16 * step);
+      }
+      stage = next_stage(stage);
+    }
+    finish(softmax, o);
+  }
+
+  // Multiplies the tiles of a list whose keys and values take turns: a stage that has been read is
+  // filled at once with the half that comes kStages - 1 halves later, so few bytes of shared memory
+  // have many on their way. Tiles before the first are loaded for alone: few lists run all of this
+  // code once, so there is one copy of it.
+  __device__ __forceinline__ void run_in_turns(const TileSpan& tiles, Keys& keys) {
+    Stage* const ring = shared.ring[warp];
+    typename Keys::Place found[1];
+    keys.find_all(tiles.begin, found);
+    load_q();
+    ptx::cp_async_commit();
+    const uint32_t q_lane = lane_address<QTile>(ptx::shared_address(shared.q), lane);
+    QRegisters q_registers = {};
+    const auto q = [&](uint32_t (&a)[4], int m, int step) { take_q(a, m, step, q_registers, q_lane); };
+
+    typename Traits::Accumulators o = {};
+    OnlineSoftmax<kMmaQ> softmax;
+    const float scale = LogitsVariant::softmax_scale(params);
+    int stage = 1;  // of the tile's keys; those of the first tile have stage 0
+    [[maybe_unused]] bool has_output = false;
+#pragma unroll 1
+    for (int tile = tiles.begin - kAhead; tile < tiles.end; ++tile) {
+      const bool loads = tile + kAhead < tiles.end;
+      ptx::cp_async_wait_group<kStages - 2>();  // mutate: listed-keys-awaited-too-late
+      ptx::warp_sync();
+      if (loads) keys.load_keys(stage == 0 ? kStages - 1 : stage - 1, found[0]);
+      ptx::cp_async_commit();
+      found[0] = keys.find(tile + kAhead + 1);
+      if (tile == tiles.begin) {
+        ptx::block_sync();  // Q has landed with the first keys
+        Traits::prepare_q(shared, work.num_rows, thread, warp, lane);
+        if constexpr (Config::kQInRegisters) load_q_registers(q_registers, q_lane);
+      }
+      const uint32_t present = tile < tiles.begin ? 0 : keys.present(stage);
+      uint32_t p[kKeys / 16][kMmaQ][4];
+      if (present != 0) {
+        const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], 0), lane);
+        float s[kMmaQ][kKeys / 8][4];
+        multiply_qk<typename Traits::DTypeS, KTile, Traits::kStepsQK, kMmaQ, kKeys>(s, q, k);
+        bool hides_keys = false;
+        const auto form = transform_and_mask(s, softmax, KeyRange{}, 0, present, hides_keys);
+        if (kRunsOnce && !has_output) {
+          float nothing[kMmaQ][1][4] = {};
+          if (!form.keeps_max()) softmax.raise_max(s, nothing, form, scale, 0.0f);
+          has_output = true;
+        } else if (!form.keeps_max()) {
+          softmax.raise_max(s, o, form, scale, 0.0f);
+        }
+#pragma unroll
+        for (int step = 0; step < kKeys / 16; ++step) {
+          softmax.template exponentiate<typename Traits::DTypeP>(p[step], s, step, form, scale);
+        }
+      }
+      // The values have come, and others take the place of the keys.
+      ptx::cp_async_wait_group<kStages - 2>();  // mutate: listed-values-awaited-too-late
+      ptx::warp_sync();                         // mutate: values-overwrite-listed-keys
+      if (loads) keys.load_values(stage);
+      ptx::cp_async_commit();
+      stage = next_stage(stage);
+      if (present != 0) {
+        const uint32_t v = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
+#pragma unroll
+        for (int step = 0; step < kKeys / 16; ++step) {
+          multiply_pv<typename Traits::DTypeP, VTile, Traits::kColumnGroups, kMmaQ>(o, p[step], v,
+                                                                                   16 * step);
+        }
       }
       stage = next_stage(stage);
     }

@@ -100,6 +100,7 @@ struct ListedKeys {
   const TokenList list;
   const int first;  // the lane's key of tile 0
   int entry;        // of the tile after the last that was asked for
+  uint32_t loading = 0;  // which keys there are of the tile that was loaded last
   typename Kernel::Traits::KCopier k_copier;
   typename Kernel::Traits::VCopier v_copier;
 
@@ -139,17 +140,26 @@ struct ListedKeys {
   }
 
   __device__ __forceinline__ void load(int stage, int, ListedKey found) {
+    load_keys(stage, found);
+    load_values(stage);
+  }
+  // The keys of a tile, and behind them its values, which may have another stage.
+  __device__ __forceinline__ void load_keys(int stage, ListedKey found) {
     Rows& rows = kernel.shared.pages[kernel.warp];
-    const uint32_t present = ptx::warp_ballot(found.key >= 0);
-    if (kernel.lane == 0) rows.present[stage] = present;
+    loading = ptx::warp_ballot(found.key >= 0);
+    if (kernel.lane == 0) rows.present[stage] = loading;
     if (kernel.lane < kKeys) {
       rows.set(kernel.params, kernel.request, kernel.lane, max_of(found.key, 0), list.end,
                found.page);
     }
     ptx::warp_sync();  // mutate: listed-offsets-read-early
-    if (present == 0) return;
-    k_copier.copy_present(present, stage * sizeof(typename Kernel::Stage), rows.k);
-    v_copier.copy_present(present, stage * sizeof(typename Kernel::Stage), rows.v);
+    if (loading == 0) return;
+    copy(k_copier, stage, rows.k);
+  }
+  __device__ __forceinline__ void load_values(int stage) {
+    if (loading == 0) return;
+    const Rows& rows = kernel.shared.pages[kernel.warp];
+    copy(v_copier, stage, rows.v);
   }
 
   // A bit for each key of a stage that there is.
@@ -158,6 +168,15 @@ struct ListedKeys {
   }
 
  private:
+  template <typename Copier>
+  __device__ __forceinline__ void copy(Copier& copier, int stage, const int64_t* rows) {
+    const uint32_t to = stage * sizeof(typename Kernel::Stage);
+    if constexpr (Kernel::kRunsOnce) {
+      copier.copy_present_in_loop(loading, to, rows);
+    } else {
+      copier.copy_present(loading, to, rows);
+    }
+  }
   __device__ __forceinline__ int index(int tile) const { return first + tile * Kernel::kTileKV; }
   __device__ __forceinline__ int find_entry(int tile) const {
     return kernel.lane < kKeys ? list.entry(index(tile)) : -1;

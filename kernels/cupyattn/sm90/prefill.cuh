@@ -138,7 +138,7 @@ struct PrefillSm90 {
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       if constexpr (kMasked) init_barrier(shared.row_bits.full[stage], kLandsValues ? kConverters : 2);
       init_barrier(shared.full_k[stage],
-           kConverts ? kConverters : kArrivals + (kMasked && Traits::kGathers ? 1 : 0));
+           kConverts ? kConverters : kArrivals + ((kMasked || Traits::kOfUnions) && Traits::kGathers ? 1 : 0));
       init_barrier(shared.empty_k[stage], kConsumerWarps);
     }
     for (int stage = 0; stage < Traits::kValueStages; ++stage) {

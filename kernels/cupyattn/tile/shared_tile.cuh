@@ -120,6 +120,29 @@ struct RowCopier {
     copy_if(tile_offset, offsets, [=](int row) { return ((present >> row) & 1) != 0; });
   }
 
+  // As copy_present, by a loop of a few rows: short, for code that is run once comes from memory.
+  __device__ __forceinline__ void copy_present_in_loop(uint32_t present, uint32_t tile_offset,
+                                                       const int64_t* offsets) {
+    if constexpr (!kWalks || !kGathered || !kAligned) {
+      return copy_present(present, tile_offset, offsets);
+    } else {
+      constexpr int kBatch = Tile::kRows / kStep < 4 ? Tile::kRows / kStep : 4;
+      const int chunk = thread % Tile::kChunks, row = thread / Tile::kChunks;
+#pragma unroll 1
+      for (int first = 0; first < Tile::kRows; first += kBatch * kStep) {
+        const T* gathered[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) gathered[i] = source + offsets[row + first + i * kStep];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int step = first + i * kStep;
+          copy_chunk<Tile, kHeadDim, kAligned>(Tile::descend(destination + tile_offset, step), chunk,
+                                               gathered[i], ((present >> (row + step)) & 1) != 0);
+        }
+      }
+    }
+  }
+
  private:
   template <typename Exists>
   __device__ __forceinline__ void copy_if(uint32_t tile_offset, const int64_t* offsets,

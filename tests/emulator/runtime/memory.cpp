@@ -327,11 +327,13 @@ void store_shared_16(uint32_t destination, Words4 value) {
   memcpy(shared_window.begin + destination, value.word, 16);
 }
 
-void atomic_or_shared(uint32_t* word, uint32_t bits) {
+uint32_t atomic_or_shared(uint32_t* word, uint32_t bits) {
   const uint32_t offset = shared_address(word);
   check_shared(offset, 4, 4, EMULATOR_CALLER);
   write_shared(offset, 4, true, EMULATOR_CALLER);
+  const uint32_t old = *word;
   *word |= bits;
+  return old;
 }
 
 uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {

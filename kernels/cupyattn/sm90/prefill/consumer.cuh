@@ -439,14 +439,22 @@ struct PrefillSm90Consumer {
 #pragma unroll 1
       for (; count < Traits::kStages && at.tile - 1 - count > last_tile; ++count) {
         await_phase(shared.full_k[k.stage], k.parity);
-        const auto& tile = shared.unions.of[k.stage];
         // mutate: named-tiles-skipped
-        if (((tile.tokens[0] | tile.tokens[1]) & own_tokens()) != 0) break;
+        if ((tokens_of(shared.unions.of[k.stage]) & own_tokens()) != 0) break;
         ptx::warp_sync();
         release_keys(false);
       }
     }
     return count;
+  }
+  // A bit for each token whose list names a block of a tile.
+  template <typename TileOfUnion>
+  __device__ __forceinline__ uint32_t tokens_of(const TileOfUnion& tile) const {
+    if constexpr (Traits::kSmallUnions) {
+      return ptx::warp_ballot(tile.units[lane] != 0);
+    } else {
+      return tile.tokens[0] | tile.tokens[1];
+    }
   }
   // A bit for each token that has rows in the warpgroup. A union has no bits of tokens past the last.
   __device__ __forceinline__ uint32_t own_tokens() const {
@@ -687,6 +695,8 @@ struct PrefillSm90Consumer {
       if (unlikely(is_mended)) {
         ptx::warp_sync();
         UnionRows<Traits>{block, softmax.rows}.write_again(output);
+        // O has been written, and registers are short: the next product finds zeros.
+        clear_output();
       }
       return softmax.rows.release(output);
     }

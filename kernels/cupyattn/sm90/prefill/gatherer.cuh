@@ -54,14 +54,18 @@ struct PrefillSm90Gatherer {
       // between the two would make all consumers wait for V.
       Pages next = look_up(item, item.tiles.end - 1), present = next, behind = next;
       int present_tile = -1;
+      Facts next_facts{};
+      if constexpr (Traits::kOfUnions) next_facts = facts_of(item, item.tiles.end - 1);
       item.for_tiles(
           [&](const KeyTile& tile, int next_tile) {
             behind = present;
             present = next;
             present_tile = tile.tile;
+            if constexpr (Traits::kOfUnions) write_facts(k, next_facts);
             gather<typename Traits::KLoadTile>(keys, all_params.k_units, producer.key_slot(k), item,
                                                tile, present);
             next = look_up(item, next_tile);
+            if constexpr (Traits::kOfUnions) next_facts = facts_of(item, next_tile);
             if (gatherer == 0) block.announce_end(item, present_tile, next_tile, lane);
             k.advance();
           },
@@ -79,6 +83,30 @@ struct PrefillSm90Gatherer {
           });
       block.release_item(place, lane);
     }
+  }
+
+  // Of unions: a lane's words of what is known of a tile, which the first warp hands on.
+  struct alignas(8) TwoWords {
+    uint32_t word[2];
+  };
+  using Facts = conditional<Traits::kOfUnions, TwoWords, typename Traits::Nothing>;
+  __device__ __forceinline__ Facts facts_of(const Item& item, int tile) const {
+    if (gatherer > 0 || tile < item.tiles.begin) return Facts{};
+    using TileOfUnion = typename Traits::TileOfUnion;
+    static_assert(sizeof(TileOfUnion) == 2 * 4 * kWarpSize, "a lane has two words");
+    const auto* tiles =
+        static_cast<const TileOfUnion*>(all_params.unions().tiles) + item.work.request.mask_start;
+    return reinterpret_cast<const Facts*>(tiles + tile)[lane];
+  }
+  template <typename KeyStage>
+  __device__ __forceinline__ void write_facts(const KeyStage& k, const Facts& facts) const {
+    if (gatherer > 0) return;
+    // Consumers have read what the stage had before they let it go.
+    await_phase(block.shared.empty_k[k.stage], k.parity ^ 1);
+    reinterpret_cast<Facts*>(&block.shared.unions.of[k.stage])[lane] = facts;
+    ptx::warp_sync();
+    // An arrival of its own, because those of copies do not order this write.
+    if (lane == 0) arrive(block.shared.full_k[k.stage]);
   }
 
   static __device__ __forceinline__ Pages select(bool is_first, const Pages& first,

@@ -85,6 +85,21 @@ struct UnionRows {
     *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(out) + in_chunk) = pair;
   }
 
+  // Whether a row of a token that sees so many keys of its request sees key `key` of a tile.
+  template <typename Tile>
+  static __device__ __forceinline__ bool sees(const Tile& tile, int key, int token, int seen,
+                                              int window) {
+    if constexpr (Traits::kSmallUnions) {
+      const int unit = key / kUnitKeys;
+      return ((tile.units[token] >> unit) & 1) && tile.first_key[unit] + key % kUnitKeys < seen;
+    } else {
+      const int half = key / kUnionKeys;
+      const SeenOfHalf part = SeenOfHalf::of(tile, half, seen, window);
+      const int position = tile.first_key[half] + key % kUnionKeys;
+      return ((tile.tokens[half] >> token) & 1) && position >= part.begin && position < part.end;
+    }
+  }
+
   // Adds the values of all keys that a row sees to its columns from n-tile `first` on.
   __device__ __forceinline__ void add_keys(float (&o)[kTogether][2], const Item& item, int h,
                                            int first) const {
@@ -101,12 +116,8 @@ struct UnionRows {
                      (kv_head * params.group_size + row.group_head) * params.q_stride_h;
 #pragma unroll 1
     for (int key = 0; key < request.kv_len; ++key) {
-      const int half = key / kUnionKeys % 2;
-      const Tile& tile = tiles[key / (2 * kUnionKeys)];
-      const SeenOfHalf part = SeenOfHalf::of(tile, half, seen, unions.window);
-      const int position = tile.first_key[half] + key % kUnionKeys;
-      const bool sees = ((tile.tokens[half] >> row.token) & 1) && position >= part.begin &&
-                        position < part.end;
+      const bool sees = this->sees(tiles[key / Traits::kTileKV], key % Traits::kTileKV, row.token,
+                                   seen, unions.window);
       if (!ptx::warp_any(sees)) continue;
       const T* keys = keys_of<T>(params, kv_head) + key_row<true>(params, request, key);
       float sum = 0.0f;

@@ -276,7 +276,7 @@ __device__ __forceinline__ int own_keys_before(int offset) {
 // Hides the keys of row h of a thread that `seen` has no bit for.
 template <typename Form, int kTilesS>
 __device__ __forceinline__ void mask_by_seen(float (&s)[kTilesS][4], int h, uint32_t seen) {
-  static_assert(kTilesS == 16, "a thread's keys of a row are bits of a word");
+  static_assert(kTilesS <= 16, "a thread's keys of a row are bits of a word");
 #pragma unroll
   for (int i = 0; i < 2 * kTilesS; ++i) {
     if (!((seen >> i) & 1)) s[i / 2][2 * h + i % 2] = Form::hidden();

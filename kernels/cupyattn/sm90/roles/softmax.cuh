@@ -234,6 +234,36 @@ struct PrefillSm90Softmax : conditional<Traits::kSkipsTiles, SkippedTiles, NoSki
     if (!ptx::warp_any((to.seen[0] | to.seen[1]) != 0)) to.needs_mask = KeyTile::kMask;
   }
 
+  // The same of small blocks: a row's bits of units become those of a thread's pairs of keys, which
+  // lie in every other unit. Tiles that an end of keys may cut are looked at key by key.
+  __device__ __forceinline__ void find_seen(UnionKeyTile& to, const SmallUnionTile& tile, int) const {
+    constexpr uint32_t kEveryPair = 0x55555555u >> (32 - 2 * (kTileKV / 8));
+    constexpr uint32_t kAll = 3 * kEveryPair;
+    const int unit = (rows.lane & 3) >> 1;
+    bool is_whole = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // mutate: small-unions-of-another-unit
+      to.seen[h] = 3 * ((tile.units[position[h] & 31] >> unit) & kEveryPair);
+    }
+    if (unlikely(needs_mask(to.tile))) {
+#pragma unroll 1
+      for (int n = 0; n < kTileKV / 8; ++n) {
+        const int first = tile.first_key[2 * n + unit] + 2 * (rows.lane & 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          // mutate: small-unions-not-cut
+          const uint32_t hidden = 3u & ~low_bits((position[h] >> 5) - first);
+          to.seen[h] &= ~(hidden << (2 * n));
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) is_whole = is_whole && to.seen[h] == kAll;
+    to.needs_mask = ptx::warp_any(!is_whole) ? KeyTile::kLimits : KeyTile::kNothing;
+    if (!ptx::warp_any((to.seen[0] | to.seen[1]) != 0)) to.needs_mask = KeyTile::kMask;
+  }
+
   // How many of a thread's keys of half a tile lie before this one.
   __device__ __forceinline__ int own_half_before(int count) const {
     return own_keys_before(min_of(count, static_cast<int>(kUnionKeys)) - 2 * (rows.lane & 3));

@@ -43,6 +43,16 @@ struct HasUnionCuts<Config, typename AnyFlag<Config::kUnionCuts>::type> {
   enum : bool { kValue = Config::kUnionCuts };
 };
 
+// Whether tiles of unions are SmallUnionTile.
+template <typename Config, typename = void>
+struct HasSmallUnions {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct HasSmallUnions<Config, typename AnyFlag<Config::kSmallUnions>::type> {
+  enum : bool { kValue = Config::kSmallUnions };
+};
+
 template <typename Config>
 struct PrefillSm90Traits : Config {
   using Config::kConsumers, Config::kGatherers, Config::kHeadDimQK, Config::kHeadDimVO,
@@ -68,7 +78,9 @@ struct PrefillSm90Traits : Config {
   // of the next item early.
   static constexpr bool kKeepsQueries = kMultipliesBytes && kConsumers < 3;
   enum : bool { kOfUnions = HasUnions<Config>::kValue, kUnionCuts = HasUnionCuts<Config>::kValue };
-  using TileOfUnion = conditional<kUnionCuts, CutUnionTile, UnionTile>;
+  enum : bool { kSmallUnions = HasSmallUnions<Config>::kValue };
+  using TileOfUnion =
+      conditional<kSmallUnions, SmallUnionTile, conditional<kUnionCuts, CutUnionTile, UnionTile>>;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
   static constexpr bool kTakesMaxima = false, kLatent = false;
@@ -265,9 +277,12 @@ struct PrefillSm90Traits : Config {
                 "boxes fill a tile of keys, and the rows of a warpgroup");
   static_assert(kTileKV <= 128 || kMultipliesBytes, "bits of a tile's keys are read at once");
   static_assert(!kMasked || kValueStages == kStages, "bits of a mask are of a stage of both");
-  static_assert(!kOfUnions || (kPaged && kPersistent && kOverlap && kTileKV == 2 * kUnionKeys &&
-                               !kMasked && !kGathers && !kLandsValues && kRowsAreAlone),
+  static_assert(!kOfUnions || (kPaged && kPersistent && kOverlap && !kMasked && !kLandsValues &&
+                               kRowsAreAlone && kGathers == kSmallUnions),
                 "unions are of pages, and of plain logits");
+  static_assert(!kOfUnions || (kSmallUnions ? kTileKV <= kUnitKeys * kMaxUnits
+                                            : kTileKV == 2 * kUnionKeys),
+                "a tile has two halves, or units of small blocks");
   static_assert(!kGathers || kPaged, "rows that are gathered are found by pages");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),

@@ -21,7 +21,7 @@ struct Floats4 {
 // --- shared memory; addresses count from its start, as the device's do ---
 uint32_t shared_address(const void* pointer);
 void store_shared_16(uint32_t destination, Words4 value);
-void atomic_or_shared(uint32_t* word, uint32_t bits);
+uint32_t atomic_or_shared(uint32_t* word, uint32_t bits);
 uint32_t atomic_add_shared(uint32_t* word, uint32_t addend);
 Words4 ldmatrix_x4(uint32_t address, bool is_transposed, Where where);
 void stmatrix_x4(uint32_t address, Words4 fragment, bool transposed, Where where);

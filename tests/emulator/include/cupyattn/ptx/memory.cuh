@@ -30,8 +30,8 @@ EMULATOR_INLINE uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
   return emulator::atomic_add_shared(word, addend);
 }
 
-EMULATOR_INLINE void atomic_or_shared(uint32_t* word, uint32_t bits) {
-  emulator::atomic_or_shared(word, bits);
+EMULATOR_INLINE uint32_t atomic_or_shared(uint32_t* word, uint32_t bits) {
+  return emulator::atomic_or_shared(word, bits);
 }
 
 EMULATOR_INLINE void store_release_system(int64_t* pointer, int64_t value) { *pointer = value; }
