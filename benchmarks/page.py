@@ -2,10 +2,11 @@
 
     python -m benchmarks.page prompts --out benchmarks/results/DATE-CARD-prompts
     python -m benchmarks.page batches --out benchmarks/results/DATE-CARD-batches
+    python -m benchmarks.page flashinfer --out benchmarks/results/DATE-CARD-flashinfer
     python -m benchmarks.page --show DATE-CARD-prompts
 
-The first two take a minute and a half each on a GPU, and the options of `python -m benchmarks`. The
-last puts the folder's name in the place of the one of its kind that documents show, and writes
+The first three take a minute and a half each on a GPU, and the options of `python -m benchmarks`.
+The last puts the folder's name in the place of the one of its kind that documents show, and writes
 their tables and charts.
 """
 
@@ -60,6 +61,23 @@ RUNS = {
         plan_decode_256_numpy plan_decode_1024_numpy plan_paged_256_numpy
         plan_prompts_32_numpy plan_decode_128_device host_merge_pair_torch_alloc
         host_decode_torch_out host_prefill_torch_out
+        """),
+    ),
+    "flashinfer": Run(
+        _words("batch_decode append verify cascade mixed ragged mla merge host_batch host_merge"),
+        _words("ours ours_apart flashinfer_fa2 flashinfer_fa3"),
+        _words("""
+        cascade_64x8k_256 cascade_256x32k_256 cascade_16x2k_512 cascade_8x4k_128_h8_1
+        verify_32x8k_q1 verify_32x8k_q4 verify_32x8k_q8 verify_32x8k_q4_tree
+        verify_32x8k_q8_tree decode_64x8k decode_256x2k decode_64x8k_p1 decode_64x8k_p64
+        decode_8x8k decode_64x1k decode_1x128k decode_skew decode_64x8k_fp8 decode_64x4k_mha
+        append_8x512_8k append_1x2k_32k append_64x8_4k append_8x512_8k_p64 append_8x512_8k_p1
+        mixed_1x2k_8k_63x1_4k ragged_4x4k ragged_16x1k ragged_32x512 ragged_zipf_16k
+        mla_128x4k_h128 mla_32x8k_h16 mla_1x32k_h128 mla_64x8k_h8 mla_8x8k_h16 mla_skew_h16
+        mla_64x8k_h16 mla_64x8k_h16_p1 mla_sparse_8_h16 mla_sparse_256_h128 merge_n4096_pair
+        merge_n512_pair merge_n4096_states2 merge_n512_states16 run_decode_torch_out
+        run_decode_torch_alloc run_paged_torch_out run_ragged_torch_out
+        host_merge_pair_torch_alloc
         """),
     ),
 }

@@ -124,11 +124,11 @@ lab.show()
 # %%
 names = {"64 share 8k": "cascade_64x8k_256", "256 share 32k": "cascade_256x32k_256"}
 names |= {"16 share 2k, 512 own": "cascade_16x2k_512"}
-print(lab.peers("flashinfer_batches")["on"])
+print(lab.peers("flashinfer")["on"])
 fig, axis = plt.subplots(figsize=(7.2, 3.0))
 groups = {}
 for name, case in names.items():
-    row = lab.beside("flashinfer_batches", case)
+    row = lab.beside("flashinfer", case)
     groups[name] = {"cupyattn": row["cupyattn"]["us"], "FlashInfer": row["FlashInfer"]["us"]}
     groups[name]["one launch each"] = row["cupyattn, apart"]["us"]
 lab.bars(axis, groups)

@@ -145,10 +145,10 @@ if data:
 
 # %%
 names = {"1": "q1", "4": "q4", "8": "q8", "4, tree": "q4_tree", "8, tree": "q8_tree"}
-print(lab.peers("flashinfer_batches")["on"])
+print(lab.peers("flashinfer")["on"])
 groups = {}
 for name, case in names.items():
-    row = lab.beside("flashinfer_batches", f"verify_32x8k_{case}")
+    row = lab.beside("flashinfer", f"verify_32x8k_{case}")
     who = ("cupyattn", "FlashInfer")
     groups[name] = {w: row[w]["us"] for w in who if w in row}
 fig, axis = plt.subplots(figsize=(7.2, 3.0))
