@@ -28,8 +28,8 @@ from .engine.gathered_keys import (
     Gathered,
     ListedCache,
     ListedCaches,
-    gather_again,
     has_pages_of_584,
+    serve_again,
 )
 from .engine.index_arrays import fresh_progression, full
 from .engine.kept_list import KeptList
@@ -462,11 +462,14 @@ def _attend_listed(
     arrays: Arrays, second: tuple[Any, Any, Any], arguments: _CacheOptions
 ) -> tuple[Any, Any]:
     """(out, lse) of lists over two caches, or one that attention cannot read as it is."""
-    inputs = arrays.q, arrays.k, arrays.block_tables, arrays.kv_lens, *second, arrays.out
+    first = arrays.k, arrays.block_tables, arrays.kv_lens
+    inputs = arrays.q, *first, *second, arrays.sinks, arrays.out
     is_plain = are_numbers(arguments.softmax_scale)
-    gathered = gather_again(inputs, arguments) if is_plain else None
-    if gathered is not None:
-        return _attend_gathered(arrays, gathered, arguments)
+    served = serve_again(inputs, arguments) if is_plain else None
+    if type(served) is Gathered:
+        return _attend_gathered(arrays, served, arguments)
+    if served is not None:
+        return served
     extra_k, extra_indices, extra_lens = second
     if not arguments.is_list:
         name = "extra_k_cache" if extra_k is not None else "k_cache"
@@ -478,7 +481,7 @@ def _attend_listed(
             f"window_left: got {arguments.window_left} with indices that name all keys of a token; "
             "pass -1, and lists of the keys in its window"
         )
-    parse.finite(arguments.softmax_scale, "softmax_scale", 1.0)
+    given_scale = parse.finite(arguments.softmax_scale, "softmax_scale", 0.0)
     if (extra_k is None) != (extra_indices is None) or (extra_k is None and extra_lens is not None):
         raise ArgumentError(
             "extra_k_cache, extra_indices_in_kvcache, extra_topk_length: got some of them; pass "
@@ -498,7 +501,15 @@ def _attend_listed(
     caches = ListedCaches(arrays.q, listed, has_scales, latent)
     if arrays.out is not None:
         vout, shape = array.view(arrays.out, "out"), (count, tokens, heads, latent)
-        match_output(vout, shape, vq.dtype, "out", **caches.inputs)
+        match_output(vout, shape, vq.dtype, "out", q=vq, **caches.inputs)
+    sm_scale = given_scale if arguments.softmax_scale is not None else columns**-0.5
+    lse_form = _LSE_FORM if arguments.key_share is None else params.LSE_WITHOUT_SINKS
+    attended = caches.attend_rows(arrays.sinks, arrays.out, sm_scale, lse_form)
+    if attended is not None:
+        result, rows = attended
+        if is_plain:
+            caches.keep(inputs, arguments, rows)
+        return result
     num_parts = -(-count * tokens * caches.num_bytes // MAX_BYTES)
     if num_parts <= 1 or vq.device.kind == "cpu":
         result = _attend_gathered(arrays, caches.gather(arrays.q), arguments)

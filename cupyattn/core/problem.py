@@ -23,9 +23,10 @@ MAX_HEAD_DIM = 256
 WIDE_HEAD_DIMS = tuple(
     (qk, vo) for vo in (512, 256) for qk in range(64, 577, 64) if max(qk, vo) > MAX_HEAD_DIM
 )
-# Scales of latent keys of fp8: one for all, one for each token, or four in rows of 656 bytes, whose
-# rope columns are bfloat16 (reference/latent_rows.py); as in sm90/wide/traits.cuh.
-KEY_SCALES = ("", "tokens", "rows")
+# Scales of latent keys of fp8: one for all, one for each token, four in rows of 656 bytes, whose
+# rope columns are bfloat16, or seven behind the rows of a page of 584 bytes a token
+# (reference/latent_rows.py); as in sm90/wide/traits.cuh.
+KEY_SCALES = ("", "tokens", "rows", "pages")
 LATENT_HEAD_DIMS = (512, 64), (512, 0), (256, 64), (256, 0)
 # Lengths are 32-bit in the kernels, which read indices up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64

@@ -22,7 +22,10 @@ from ..errors import ArgumentError, UnsupportedError
 from ..launch.driver.enqueue import cuda
 from ..launch.ops import gather_keys
 from ..reference import latent_rows
+from . import listed_rows
 from .call_cache import Argument, CallCache, CallOptions
+from .listed_rows import ListedRows
+from .views import view_sinks
 
 # Columns of q, and what a form of fp8 rows is called.
 _SCALED = {
@@ -116,26 +119,30 @@ class _Gather:
         return Gathered(q, q_rope, keys, entries, columns + self.zeros, self.dtype)
 
 
-# Arrays of a call: q; keys, entries and lens of both caches; the output.
-_NAMES = "q", "keys", "entries", "lens", "more keys", "more entries", "more lens", "out"
-_GATHERS: CallCache[_Gather] = CallCache(
+# Arrays of a call: q; keys, entries and lens of both caches; sinks; the output.
+_NAMES = "q", "keys", "entries", "lens", "more keys", "more entries", "more lens", "sinks", "out"
+_CALLS: CallCache[_Gather | ListedRows] = CallCache(
     *(Argument(name, is_output=name == "out") for name in _NAMES)
 )
-_KEYS, _OUT = _NAMES.index("keys"), _NAMES.index("out")
+_KEYS, _SINKS, _OUT = map(_NAMES.index, ("keys", "sinks", "out"))
 
 
-def gather_again(arrays: Sequence[Any], options: CallOptions) -> Gathered | None:
-    """What attention reads of a call like one that `ListedCaches.keep` was told of; None if there
-    was none. arrays: q; keys, entries and lens of both caches; out."""
-    known = _GATHERS.lookup(arrays, options)
+def serve_again(arrays: Sequence[Any], options: CallOptions) -> Gathered | tuple[Any, Any] | None:
+    """What attention reads of a call like one that `ListedCaches.keep` was told of, or its (out,
+    lse); None if there was none. arrays: q; keys, entries and lens of both caches; sinks; out."""
+    known = _CALLS.lookup(arrays, options)
     if known is None:
         return None
     cached, addresses = known
     call = cached.call
     if call.outputs and not cached.is_apart(addresses, _KEYS):
         return None
-    keys, entries = call.checked.launch(addresses[_KEYS:_OUT], call.address, call.current_stream())
-    return call.checked.gathered(arrays[0], keys, entries)
+    checked, stream = call.checked, call.current_stream()
+    if type(checked) is ListedRows:
+        return checked.attend(addresses, arrays[_OUT], call.address, stream)
+    assert type(checked) is _Gather
+    keys, entries = checked.launch(addresses[_KEYS:_SINKS], call.address, stream)
+    return checked.gathered(arrays[0], keys, entries)
 
 
 class ListedCaches:
@@ -150,7 +157,7 @@ class ListedCaches:
     ) -> None:
         """Raises ArgumentError and UnsupportedError. has_scales: rows may be of fp8 with scales;
         latent: columns that are the value."""
-        self.q = array.view(q, "q")
+        self.q, self.latent = array.view(q, "q"), latent
         count, tokens, _, columns = self.q.shape
         self._own = [_check(x, (count, tokens)) for x in caches]
         self._names = [x.names[0] for x in caches]
@@ -218,6 +225,14 @@ class ListedCaches:
         """What attention reads; on a GPU it is launched on the caller's stream."""
         return self._join(q) if self.q.device.kind == "cpu" else self._gather_on_gpu(q)
 
+    def _addresses(self) -> list[int]:
+        """Of keys, entries and lens of each cache in turn."""
+        return [
+            0 if x is None else x.ptr
+            for own in self._own
+            for x in (own.keys, own.entries, own.lens)
+        ]
+
     def _prepare(self) -> _Gather:
         count, tokens, _, columns = self.q.shape
         rows, width, size = (
@@ -244,22 +259,42 @@ class ListedCaches:
         gather = self._prepare()
         used = [x for x in self.inputs.values() if x is not None]
         array.acquire(self.q, *used)
-        addresses = [
-            0 if x is None else x.ptr
-            for own in self._own
-            for x in (own.keys, own.entries, own.lens)
-        ]
-        stream = array.current_stream(self.q)
+        stream, addresses = array.current_stream(self.q), self._addresses()
         keys, entries = gather.launch(addresses, lambda x: array.view(x, "keys").ptr, stream)
         array.release(self.q, *used)
         return gather.gathered(q, keys, entries)
 
-    def keep(self, arrays: Sequence[Any], options: CallOptions) -> None:
+    def keep(
+        self, arrays: Sequence[Any], options: CallOptions, rows: ListedRows | None = None
+    ) -> None:
         """Let later calls of these options and like arrays skip the checks, which this call has
-        passed; see gather_again."""
+        passed; see serve_again. rows: what `attend_rows` launched, if it did."""
         if self.q.device.kind == "cuda" and not cuda().is_debugging:
-            gather, dtype = self._prepare(), self.q.dtype
-            _GATHERS.insert(arrays, options, gather, self.q, dtype, None, None)
+            checked, dtype = self._prepare() if rows is None else rows, self.q.dtype
+            _CALLS.insert(arrays, options, checked, self.q, dtype, None, None)
+
+    def attend_rows(
+        self, sinks: Any, out: Any, sm_scale: float, lse_form: int
+    ) -> tuple[tuple[Any, Any], ListedRows] | None:
+        """((out, lse), what was launched) where a kernel reads these rows as they lie, else None.
+        Raises ArgumentError for sinks."""
+        vout = None if out is None else array.view(out, "out")
+        if self.form != gather_keys.SCALED_PAGES or self.latent != _LATENT:
+            return None
+        if not listed_rows.reads_rows(self.q, vout, sm_scale):
+            return None
+        vsinks = None if sinks is None else view_sinks(sinks, self.q.shape[2])
+        lists = [self._listed(own) for own in self._own]
+        rows = listed_rows.prepare(self.q, vout, lists, sm_scale, lse_form)
+        used = [x for x in (*self.inputs.values(), vsinks, vout) if x is not None]
+        array.same_device(q=self.q, sinks=vsinks)
+        array.acquire(self.q, *used)
+        addresses = [self.q.ptr, *self._addresses(), *([0, 0, 0] * (2 - len(self._own)))]
+        addresses.append(0 if vsinks is None else vsinks.ptr)
+        stream = array.current_stream(self.q)
+        found, lse = rows.attend(addresses, out, lambda x: array.view(x, "out").ptr, stream)
+        array.release(self.q, *used)
+        return (array.deliver(found, self.q), array.deliver(lse, self.q)), rows
 
     def _listed(self, own: _Checked) -> gather_keys.ListedKeys:
         """As a launch is told of a cache and its lists."""

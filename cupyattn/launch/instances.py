@@ -338,7 +338,11 @@ def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
             continue
         for key_scales in KEY_SCALES[1:] if q is dtypes.bfloat16 else ("tokens",):
             for rows in (DECODE, VERIFY):
+                if key_scales == "pages" and not sparse:
+                    continue  # only lists name such rows
                 of_keys = replace(problem, key_scales=key_scales)
+                if key_scales == "pages":
+                    of_keys = replace(of_keys, head_dim_qk=of_keys.head_dim_vo)
                 yield from _of_rows(of_keys, rows, True, arch, 1)
 
 

@@ -29,7 +29,7 @@ from cupyattn.engine import prepared as planless
 from cupyattn.engine import run_single as run
 from cupyattn.launch.attention import load_kernels
 from cupyattn.launch.driver import enqueue, params, scratch
-from cupyattn.launch.tiles import decode_sm80, prefill_sm80, wide_sm80
+from cupyattn.launch.tiles import decode_sm80, prefill_sm80, wide_sm80, wide_sm90
 from cupyattn.launch.tiles.config import HOPPER, Target, TileConfig
 from cupyattn.launch.tiles.mixed_sm80 import mixed_config
 from cupyattn.launch.tiles.row_classes import LARGE, PERSISTENT
@@ -151,7 +151,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         # The portable tile for many rows stands for the one of prefill_sm90.
         row_class = LARGE if rows == PERSISTENT else rows
         asked = problem, row_class, Target(HOPPER, MAX_SHARED, is_batch=is_batch)
-        portable = decode_sm80, prefill_sm80, wide_sm80
+        # Scales of keys are Hopper's alone.
+        portable = (wide_sm90,) if problem.key_scales else (decode_sm80, prefill_sm80, wide_sm80)
         tiles = next(x for x in portable if x.refusal(*asked) is None).tiles(*asked)
         tiles = tiles.finding(finds)
         return SimpleNamespace(

@@ -16,7 +16,7 @@ _WARPS = _THREADS // 32
 # KeyForm of kernels/cupyattn/params/gather_keys.cuh.
 PLAIN, SCALED_ROWS, SCALED_PAGES = range(3)
 CONFIGS = tuple(jit.Config({"kForm": form, "kThreads": _THREADS}) for form in range(3))
-# kernels/cupyattn/params/gather_keys.cuh
+# kernels/cupyattn/params/listed_keys.cuh, gather_keys.cuh
 _LIST = struct.Struct("<3Q 4q 4i")
 _PARAMS = struct.Struct(f"<{2 * _LIST.size}s 2Q 4i")
 VECTOR = 16  # bytes that a thread copies
@@ -42,11 +42,15 @@ class ListedKeys(NamedTuple):
     page_size: int
 
     def pack(self) -> bytes:
-        """As the kernel has it."""
+        """As kernels have it."""
+        return self.pack_at(self.keys, self.entries, self.lens)
+
+    def pack_at(self, keys: int, entries: int, lens: int) -> bytes:
+        """The same of arrays at other addresses."""
         return _LIST.pack(
-            self.keys,
-            self.entries,
-            self.lens,
+            keys,
+            entries,
+            lens,
             self.page_bytes,
             self.row_bytes,
             self.request_step,
@@ -58,7 +62,7 @@ class ListedKeys(NamedTuple):
         )
 
 
-_NONE = ListedKeys(0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
+NO_KEYS = ListedKeys(0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
 
 
 class Target(NamedTuple):
@@ -84,7 +88,7 @@ def launch(
     if not length or not target.num_tokens:
         return
     kernel = jit.load("gather_keys", CONFIGS[form], device, device_props(device).arch)
-    packed = b"".join(x.pack() for x in (*lists, _NONE)[:2])
+    packed = b"".join(x.pack() for x in (*lists, NO_KEYS)[:2])
     arguments = params.this_thread.launch_buffer
     _PARAMS.pack_into(
         arguments.buffer,

@@ -21,6 +21,9 @@ def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | 
     """Why it does not serve requests of a row class; None if it does."""
     if not problem.latent or row_class not in _ROWS:
         return "it serves up to 32 rows of latent attention"
+    if problem.key_scales == "pages" or (problem.key_scales == "rows" and row_class == VERIFY):
+        # One consumer that converts 64 keys for 32 rows takes longer than products of 64 rows.
+        return "tiles of 64 rows serve such scales of keys sooner"
     result = wide_sm90.refusal_of_problem(problem, target)
     return result or refusal_by_room(tiles(problem, row_class, target), target)
 

@@ -24,6 +24,7 @@ from .row_classes import DECODE, VERIFY
 # values are the first columns of keys. Others have values of their own, and as many stages of keys
 # as shared memory has room for.
 LATENT = (576, 512)
+LISTED_PAGES = (512, 512)  # of rows whose scales lie behind all rows of a page
 ORDINARY = {(512, 512): 2, (256, 512): 3}
 TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind; those of a
@@ -72,7 +73,7 @@ def _unserved(problem: AttentionProblem) -> str:
     """What of a problem of wide heads these kernels do not serve; "" if they serve all."""
     head_dims = problem.head_dim_qk, problem.head_dim_vo
     if problem.latent:
-        if head_dims != LATENT:
+        if head_dims != (LISTED_PAGES if problem.key_scales == "pages" else LATENT):
             return f"latent heads of {head_dims[1]} and {head_dims[0] - head_dims[1]} columns"
         if not problem.paged:
             return "latent keys without pages"
@@ -128,7 +129,7 @@ def config(
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
-    is_latent = head_dims == LATENT
+    is_latent = head_dims == LATENT or key_scales == "pages"
     threads, registers = _THREADS, _REGISTERS
     if dtype_kv.is_fp8 and tma:
         registers = _REGISTERS_CONVERTED

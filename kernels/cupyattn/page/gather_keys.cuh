@@ -3,6 +3,7 @@
 
 #include "cupyattn/params/gather_keys.cuh"
 #include "cupyattn/ptx/fp8.cuh"
+#include "cupyattn/shared/listed_slots.cuh"
 #include "cupyattn/tile/elements.cuh"
 
 namespace cupyattn {
@@ -17,12 +18,6 @@ struct ScaledKey {
   static constexpr int kRope = kOfPages ? kLatent : kLatent + 16;
   static constexpr int kScaleBytes = 8;
 };
-
-// A power of two as its exponent's byte.
-__device__ __forceinline__ float scale_of_exponent(uint32_t exponent) {
-  if (exponent == 255u) return __uint_as_float(0x7fc00000u);
-  return __uint_as_float(exponent == 0u ? 0x00400000u : exponent << 23);
-}
 
 // Eight values in fp8 times a scale.
 __device__ __forceinline__ Vector16 scaled_values(const Words<2>& bytes, float scale) {
@@ -62,15 +57,6 @@ __device__ __forceinline__ Vector16 load_key(const ListedKeys& list, const uint8
     }
     return scaled_values(*reinterpret_cast<const Words<2>*>(row + kValues * vector), scale);
   }
-}
-
-// The slot that a list names at an entry; -1 for none.
-__device__ __forceinline__ int32_t listed_slot(const ListedKeys& list, int64_t request,
-                                               int64_t token, int32_t entry) {
-  // mutate: entries-beyond-the-count
-  if (list.lens != nullptr && entry >= list.lens[request]) return -1;
-  const int32_t slot = list.entries[request * list.request_step + token * list.token_step + entry];
-  return slot >= 0 && slot < list.num_slots ? slot : -1;
 }
 
 template <typename Config>

@@ -12,6 +12,8 @@
 // land.
 #pragma once
 
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/shared/listed_slots.cuh"
 #include "cupyattn/sm90/wide/tma_producer.cuh"
 
 namespace cupyattn {
@@ -28,16 +30,22 @@ struct WideSm90Converter {
   static constexpr int kRows = Traits::kTileKV / 4;  // of a warp
   static constexpr bool kTokenScales = Traits::kKeyScales == KeyScales::kTokenScales;
   static constexpr bool kRowScales = Traits::kKeyScales == KeyScales::kScalesInRows;
+  static constexpr bool kPageScales = Traits::kKeyScales == KeyScales::kScalesInPages;
+  static constexpr bool kHasScales = kTokenScales || kRowScales || kPageScales;
   // A pair of panels has 128 columns, as many as a line of 8 bits.
   static constexpr int kPairs = Traits::kLatentPanels / 2, kPairsOfPiece = kPairs / 2;
-  static constexpr int kRope = Traits::kLatentPanels;  // its panel
+  // The panel of rope columns. Where these are values too, it is the last pair's second one.
+  static constexpr int kRope = Traits::kLatentPanels - (kPageScales ? 1 : 0);
+  static constexpr int kRowBytes = kPageScales ? 576 : 656;  // of rows that have scales
+  static constexpr int kScaledColumns = 448;  // ahead of rope columns that are values too
   static_assert(kRows == 16, "a lane knows where one row is, and another lane too");
 
+  // Scales of 128 latent columns each, or exponents of those of 64.
+  using Scales = conditional<kPageScales, Words<2>, float4>;
   // Where this lane's row is: its latent and its rope columns; nullptr for a row that does not exist.
-  // And its scales, of 128 latent columns each.
   struct Row {
     const unsigned char *latent, *rope;
-    float4 scales;
+    Scales scales;
   };
 
   const Block& block;
@@ -68,6 +76,7 @@ struct WideSm90Converter {
       // Looked up ahead, because the page table is far away.
       page = page_of(item, tile - kProducers);  // mutate: wide-converter-page-of-the-same-tile
       copy_tile(stage, row);
+      if constexpr (Traits::kSparse) fetch_ahead(item, tile - kProducers, page);
       convert_tile(stage, row.scales);
 #pragma unroll
       for (int i = 0; i < kProducers; ++i) stage.advance();
@@ -82,13 +91,63 @@ struct WideSm90Converter {
   __device__ __forceinline__ int page_of(const Item& item, int tile) const {
     const int key = own_key(item, tile);
     if (tile < item.tiles.begin || key >= item.range.end) return -1;
+    if constexpr (kPageScales) return listed(item, key);
     const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
     const int found = params.kv_indices[item.work.request.kv_start + entry];
     return Traits::kSparse ? latent.slot(found) : found;
   }
+  // The list that has a key of a token's two lists.
+  __device__ __forceinline__ const ListedKeys& list_of(int key) const {
+    const ListedKeys(&lists)[2] = block.all_params.lists;
+    return lists[key >= lists[0].length ? 1 : 0];
+  }
+  __device__ __forceinline__ int listed(const Item& item, int key) const {
+    const ListedKeys& list = list_of(key);
+    const int row = item.work.request.q_start, request = row / latent.request_tokens;
+    const int of_first = block.all_params.lists[0].length, before = key >= of_first ? of_first : 0;
+    // mutate: wide-converter-entry-of-the-first-list
+    return listed_slot(list, request, row - request * latent.request_tokens, key - before);
+  }
+  // The first byte of the row that a slot of a list has, and its scales.
+  __device__ __forceinline__ const unsigned char* listed_row(int key, int slot,
+                                                             const unsigned char** scales) const {
+    const ListedKeys& list = list_of(key);  // mutate: wide-converter-row-of-the-first-cache
+    const int number = slot / list.page_size, offset = slot - number * list.page_size;
+    const unsigned char* page =
+        static_cast<const unsigned char*>(list.keys) + number * list.page_bytes;
+    // mutate: wide-converter-scales-of-the-first-slot
+    *scales = page + list.page_size * list.row_bytes + 8 * offset;
+    return page + offset * list.row_bytes;
+  }
+  // Brings rows to L2 whose copies begin only when those before them are used: rows of a list lie
+  // anywhere, and what two stages hold on its way is less than memory needs to have under way.
+  __device__ __forceinline__ void fetch_ahead(const Item& item, int tile, int page) const {
+    if (page < 0 || lane >= kRows) return;
+    if constexpr (kPageScales) {
+      const unsigned char* scales;
+      ptx::prefetch_l2_bulk<kRowBytes>(listed_row(own_key(item, tile), page, &scales));
+    } else if constexpr (kRowScales) {
+      const PageSlot at = PageSlot::of(params, page);
+      ptx::prefetch_l2_bulk<kRowBytes>(keys_of<DTypeKV>(params, 0) +
+                                       paged_row(at.page, at.slot, params.k_stride_page,
+                                                 params.k_stride_n));
+    }
+  }
   __device__ __forceinline__ Row find(const Item& item, int tile, int page) const {
-    Row row{nullptr, nullptr, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+    Row row{};
     if (page < 0) return row;
+    if constexpr (kPageScales) {
+      const unsigned char* scales;
+      row.latent = listed_row(own_key(item, tile), page, &scales);
+      row.rope = row.latent + kScaledColumns;
+      row.scales = *reinterpret_cast<const Words<2>*>(scales);
+      return row;
+    } else {
+      return find_in_pages(item, tile, page);
+    }
+  }
+  __device__ __forceinline__ Row find_in_pages(const Item& item, int tile, int page) const {
+    Row row{};
     const PageSlot at = Traits::kSparse
                             ? PageSlot::of(params, page)
                             : PageSlot{page, PageSlot::of(params, own_key(item, tile)).slot};
@@ -131,6 +190,8 @@ struct WideSm90Converter {
                           KTile::offset(kRows * warp + r, lane % 8);
 #pragma unroll
       for (int pair = kFirst; pair < kEnd; ++pair) {
+        // Half a line of 8 bits is ahead of rope columns that are values.
+        if (kPageScales && pair == kPairs - 1 && lane % 8 >= 4) continue;
         const bool exists = from != nullptr;  // mutate: wide-converter-absent-key-read
         ptx::cp_async_16(to + 2 * pair * KTile::kPanelBytes, from + 128 * pair + 16 * (lane % 8),
                          exists);
@@ -139,7 +200,7 @@ struct WideSm90Converter {
   }
   // As many lanes as a row has chunks.
   __device__ __forceinline__ void copy_rope(const Stage& stage, const Row& row) const {
-    constexpr int kLanes = kRowScales ? 8 : 4, kRowsAtOnce = kWarpSize / kLanes;
+    constexpr int kLanes = kRowScales || kPageScales ? 8 : 4, kRowsAtOnce = kWarpSize / kLanes;
 #pragma unroll 1
     for (int i = 0; i < kRows; i += kRowsAtOnce) {
       const int r = i + lane / kLanes, chunk = lane % kLanes;
@@ -171,13 +232,13 @@ struct WideSm90Converter {
   __device__ __forceinline__ int own_row() const { return lane / 8 ^ (lane / 4 % 2 ? 5 : 0); }
 
   // Converts what this warp has copied, and passes the pieces on.
-  __device__ __forceinline__ void convert_tile(const Stage& stage, const float4& scales) const {
-    float4 own_scales[2];
+  __device__ __forceinline__ void convert_tile(const Stage& stage, const Scales& scales) const {
+    Scales own_scales[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) own_scales[i] = scales_of(scales, 8 * i + own_row());
     ptx::cp_async_wait_group<1>();  // mutate: wide-converter-copies-not-awaited
     ptx::warp_sync();
-    if constexpr (!kRowScales) convert_rope(rows_of(stage));
+    if constexpr (!kRowScales && !kPageScales) convert_rope(rows_of(stage));
     convert_pairs<kPairsOfPiece, kPairs>(stage, own_scales);
     pass_on(shared.full[stage.stage][Traits::kOfFollower]);
     ptx::cp_async_wait_group<0>();
@@ -189,6 +250,15 @@ struct WideSm90Converter {
     ptx::fence_proxy_async();
     ptx::warp_sync();
     ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&full));
+  }
+  static __device__ __forceinline__ Words<2> scales_of(const Words<2>& own, int row) {
+    Words<2> scales;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scales.word[i] =
+          static_cast<uint32_t>(ptx::shuffle(static_cast<int>(own.word[i]), row));
+    }
+    return scales;
   }
   static __device__ __forceinline__ float4 scales_of(const float4& own, int row) {
     float4 scales = own;
@@ -210,29 +280,38 @@ struct WideSm90Converter {
   // the present ones are converted, because one warp has nothing else to do until they are there.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void convert_pairs(const Stage& stage,
-                                                const float4 (&scales)[2]) const {
+                                                const Scales (&scales)[2]) const {
     constexpr int kCount = 2 * (kEnd - kFirst);
     unsigned char* const rows = rows_of(stage);
     const auto group_of = [&](int i) {
       return rows + 2 * (kFirst + i / 2) * KTile::kPanelBytes + i % 2 * KTile::kGroupBytes;
     };
-    Bytes next = load(group_of(0));
+    // The last pair's second panel has rope columns where these are values.
+    const auto are_all = [](int i) { return !kPageScales || kFirst + i / 2 < kPairs - 1; };
+    Bytes next = load(group_of(0), are_all(0));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const Bytes bytes = next;
-      if (i + 1 < kCount) next = load(group_of(i + 1));
+      if (i + 1 < kCount) next = load(group_of(i + 1), are_all(i + 1));
       ptx::warp_sync();  // mutate: wide-converter-overwritten
-      const float4& own = scales[i % 2];
-      const float scale = kTokenScales ? own.x : of_pair(own, kFirst + i / 2);
-      write_both<kTokenScales || kRowScales>(group_of(i), bytes, scale);
+      const Scales& own = scales[i % 2];
+      if constexpr (kPageScales) {
+        write_halves(group_of(i), bytes, own, kFirst + i / 2);
+      } else {
+        const float scale = kTokenScales ? own.x : of_pair(own, kFirst + i / 2);
+        write_both<kHasScales>(group_of(i), bytes, scale);
+      }
     }
   }
   // This lane's bytes of eight rows of a pair of panels: of the columns of each.
   struct Bytes {
     Vector16 of_half[2];
   };
-  __device__ __forceinline__ Bytes load(unsigned char* rows) const {
-    return Bytes{{*chunk_at(rows, lane % 4), *chunk_at(rows, 4 + lane % 4)}};
+  __device__ __forceinline__ Bytes load(unsigned char* rows, bool are_both = true) const {
+    Bytes bytes;
+    bytes.of_half[0] = *chunk_at(rows, lane % 4);
+    if (are_both) bytes.of_half[1] = *chunk_at(rows, 4 + lane % 4);
+    return bytes;
   }
   template <bool kScaled>
   __device__ __forceinline__ void write_both(unsigned char* rows, const Bytes& bytes,
@@ -240,6 +319,19 @@ struct WideSm90Converter {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       write<kScaled>(rows + half * KTile::kPanelBytes, own_row(), bytes.of_half[half], scale);
+    }
+  }
+  // Each panel by a scale of its own; the last one has rope columns.
+  __device__ __forceinline__ void write_halves(unsigned char* rows, const Bytes& bytes,
+                                               const Words<2>& exponents, int pair) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int panel = 2 * pair + half;
+      if (panel == kRope) continue;
+      // mutate: wide-converter-scale-of-another-panel
+      const uint32_t exponent = exponents.word[panel / 4] >> 8 * (panel % 4) & 255u;
+      write<true>(rows + half * KTile::kPanelBytes, own_row(), bytes.of_half[half],
+                  scale_of_exponent(exponent));
     }
   }
   __device__ __forceinline__ void convert_rope(unsigned char* rows) const {

@@ -2,6 +2,7 @@
 // has the same tiles of keys and producers (WideSm90Tiles).
 #pragma once
 
+#include "cupyattn/params/listed_latent.cuh"
 #include "cupyattn/params/wide_sm90.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/shared/hidden_values.cuh"
@@ -10,10 +11,11 @@
 
 namespace cupyattn {
 
-// Which factors keys of 8 bits have: none, one for each token in an array of its own, or four in
-// rows of 656 bytes, for 128 latent columns each, whose rope columns are bfloat16
+// Which factors keys of 8 bits have: none, one for each token in an array of its own, four in rows
+// of 656 bytes, for 128 latent columns each, whose rope columns are bfloat16, or seven behind all
+// rows of a page, for 64 columns each of 448, which are 512 with 64 of bfloat16
 // (cupyattn/reference/latent_rows.py).
-enum KeyScales { kNoScales, kTokenScales, kScalesInRows };
+enum KeyScales { kNoScales, kTokenScales, kScalesInRows, kScalesInPages };
 
 // Latent keys of 8 bits: panels of 128 latent columns, and one of 64 rope columns, whose rows of 64
 // bytes follow each other if they have 8 bits. Scales in rows follow.
@@ -55,7 +57,9 @@ struct WideSm90Tiles : Config {
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
   using Params =
-      conditional<kTma, WideSm90Params, conditional<kLatent, LatentParams, AttentionParams>>;
+      conditional<kTma, WideSm90Params,
+                  conditional<kKeyScales == kScalesInPages, ListedLatentParams,
+                              conditional<kLatent, LatentParams, AttentionParams>>>;
   static constexpr int kWarpgroup = 4 * kWarpSize;
   // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
   // causality and windows only, and stores O from registers.
@@ -156,6 +160,8 @@ struct WideSm90Tiles : Config {
                 "boxes are of pages of latent keys");
   static_assert(!kKeyScales || is_fp8<DTypeKV>, "scales are of fp8 keys");
   static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
+  static_assert(kKeyScales != kScalesInPages || (kSparse && kConverts && kHeadDimRope == 0),
+                "rows whose scales lie behind them are listed, and values as a whole");
   static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
                 "a warpgroup has whole panels, and one product has its columns");
   static_assert(kFp8 || (kHeadDimQK % 64 == 0 && kHeadDimRope % 64 == 0),
@@ -230,10 +236,16 @@ __device__ __forceinline__ const AttentionParams& attention_of(const LatentParam
 __device__ __forceinline__ const AttentionParams& attention_of(const WideSm90Params& params) {
   return params.latent.attention;
 }
+__device__ __forceinline__ const AttentionParams& attention_of(const ListedLatentParams& params) {
+  return params.latent.attention;
+}
 __device__ __forceinline__ const LatentParams& latent_of(const LatentParams& params) {
   return params;
 }
 __device__ __forceinline__ const LatentParams& latent_of(const WideSm90Params& params) {
+  return params.latent;
+}
+__device__ __forceinline__ const LatentParams& latent_of(const ListedLatentParams& params) {
   return params.latent;
 }
 
