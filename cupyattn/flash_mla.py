@@ -466,7 +466,7 @@ def _attend_listed(
     inputs = arrays.q, *first, *second, arrays.sinks, arrays.out
     is_plain = are_numbers(arguments.softmax_scale)
     served = serve_again(inputs, arguments) if is_plain else None
-    if type(served) is Gathered:
+    if isinstance(served, Gathered):
         return _attend_gathered(arrays, served, arguments)
     if served is not None:
         return served

@@ -281,11 +281,13 @@ class ListedCaches:
         vout = None if out is None else array.view(out, "out")
         if self.form != gather_keys.SCALED_PAGES or self.latent != _LATENT:
             return None
-        if not listed_rows.reads_rows(self.q, vout, sm_scale):
+        if not listed_rows.may_read_rows(self.q, vout, sm_scale):
             return None
         vsinks = None if sinks is None else view_sinks(sinks, self.q.shape[2])
         lists = [self._listed(own) for own in self._own]
         rows = listed_rows.prepare(self.q, vout, lists, sm_scale, lse_form)
+        if rows is None:
+            return None
         used = [x for x in (*self.inputs.values(), vsinks, vout) if x is not None]
         array.same_device(q=self.q, sinks=vsinks)
         array.acquire(self.q, *used)

@@ -13,6 +13,7 @@ from ..array import ArrayView
 from ..array.match import are_rows_aligned
 from ..core import dtypes
 from ..core.device import device_props
+from ..errors import UnsupportedError
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
 from ..launch.attention.layout import BatchSchedule
@@ -102,8 +103,8 @@ class ListedRows:
         return bound
 
 
-def reads_rows(q: ArrayView, out: ArrayView | None, sm_scale: float) -> bool:
-    """Whether a kernel reads rows of 584 bytes beside these queries, on this device."""
+def may_read_rows(q: ArrayView, out: ArrayView | None, sm_scale: float) -> bool:
+    """Whether Hopper's kernel takes such queries and output."""
     if q.device.kind == "cpu" or device_props(q.device.index).arch != "sm_90a":
         return False
     if q.shape[3] != _COLUMNS or sm_scale <= 0.0 or 0 in q.shape:
@@ -125,8 +126,9 @@ def prepare(
     lists: Sequence[ListedKeys],
     sm_scale: float,
     lse_form: int,
-) -> ListedRows:
-    """The launches of calls like one with these arrays, of which `reads_rows` is true."""
+) -> ListedRows | None:
+    """The launches of calls like one with these arrays, for which `may_read_rows` is true; None
+    where the device has no such kernel."""
     count, tokens, heads, _ = q.shape
     rows, gap = merge_spread(q, "q", 2)
     raw = RawOptions(
@@ -141,7 +143,10 @@ def prepare(
     )
     launcher = find_geometry(options).launcher(Variant(True, False, key_scales="pages"))
     length = sum(x.length for x in lists)
-    schedule = launcher.schedule_lists(count * tokens, length)
+    try:
+        schedule = launcher.schedule_lists(count * tokens, length)
+    except UnsupportedError:
+        return None
     assert schedule is not None
     out_token, out_head = heads * _COLUMNS, _COLUMNS
     if out is not None:

@@ -237,4 +237,8 @@ WIDE_SM90 = (
         "[0]",
         "hopper wide fp8 token scales",
     ),
+    Mutation("wide-converter-entry-of-the-first-list", "key - before", "key", "listed rows"),
+    Mutation("wide-converter-row-of-the-first-cache", "list_of(key)", "list_of(0)", "listed rows"),
+    Mutation("wide-converter-scales-of-the-first-slot", "8 * offset", "0", "listed rows"),
+    Mutation("wide-converter-scale-of-another-panel", "panel / 4", "panel / 8", "listed rows"),
 )

@@ -28,12 +28,17 @@ def check(seed: int, form: str = "", **facts: object) -> set[str]:
 
 @pytest.mark.parametrize("seed", one_of(3, range(12)))
 def test_random_calls(seed: int) -> None:
-    names = check(seed, arch=(900, 800)[seed % 4 == 3])
-    assert ("gather_keys" in names and "plan_batch" not in names) or seed % 4 == 3
+    is_hopper = seed % 4 != 3
+    names = check(seed, arch=900 if is_hopper else 800, is_portable=not is_hopper)
+    # Hopper's kernel reads rows of 584 bytes as they lie.
+    assert ("gather_keys" in names) == (
+        listed_latent.FORMS[seed % 3] != "584 bytes" or not is_hopper
+    )
+    assert "plan_batch" not in names or not is_hopper
 
 
 def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token at a time, in arrays of all."""
     monkeypatch.setattr(flash_mla, "MAX_BYTES", 1)
     check(4)
-    check(8)
+    check(8, arch=800, is_portable=True)

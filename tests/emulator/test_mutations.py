@@ -419,6 +419,11 @@ def _listed_keys(**facts: object) -> None:
         test_listed_latent.check(seed, "656 bytes", **facts)
 
 
+def _listed_rows(**facts: object) -> None:
+    for seed in (2, 8):
+        test_listed_latent.check(seed, "584 bytes", **facts | {"is_portable": False})
+
+
 def _expression(name: str, qo_len: int, kv_len: int) -> Callable:
     return lambda **facts: test_logits.check_single(Single(name, qo_len, kv_len), **facts)
 
@@ -540,6 +545,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "stray rows of eight bits": _stray_eight_bits,
     "shares": _shares,
     "listed keys": _listed_keys,
+    "listed rows": _listed_rows,
     "latent blocks": _latent_blocks,
     "descales": lambda **facts: test_flash_attn.run_of_requests(3, **facts),
     "copied rows": lambda **facts: test_flash_attn.check_copies(**facts),

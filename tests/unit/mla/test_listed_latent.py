@@ -14,6 +14,7 @@ from helpers import fake_gpu, listed_latent
 from cupyattn import flash_mla
 from cupyattn.engine import latent_rows
 from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.launch.driver import params
 from cupyattn.reference.latent_rows import pack_pages, unpack_pages
 
 ATOL = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -108,15 +109,58 @@ def make(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 
 def test_launches(gpu: fake_gpu.Gpu, make: Callable[..., Any]) -> None:
     """A gather, then attention over 576 columns; cached calls do the same."""
-    pages, lists = make(2, 4, 1, 584, dtype="uint8"), make(2, 3, 5, dtype="int32")
-    named: dict[str, Any] = {"head_dim_v": 512, "is_fp8_kvcache": True, "indices": lists}
+    pages, lists = make(2, 4, 1, 512), make(2, 3, 5, dtype="int32")
+    named: dict[str, Any] = {"head_dim_v": 512, "indices": lists}
+    named |= {"extra_k_cache": make(3, 2, 1, 512), "extra_indices_in_kvcache": lists}
     for _ in range(3):
         gpu.launches.clear()
         out, lse = flash_mla.flash_mla_with_kvcache(make(2, 3, 16, 512), pages, None, None, **named)
         assert tuple(out.shape) == (2, 3, 16, 512) and tuple(lse.shape) == (2, 16, 3)
-        assert gpu.launches[0].kernel == "gather_keys" and gpu.launches[0].grid == (1, 6, 1)
+        assert gpu.launches[0].kernel == "gather_keys" and gpu.launches[0].grid == (2, 6, 1)
         # Tokens, those of a request, and vectors of 16 bytes: 512 columns become 576 on Hopper.
         assert struct.unpack("<4i", gpu.launches[0].params[160:176]) == (6, 3, 64, 72)
+
+
+_LISTED = struct.Struct("<3Q 4q 4i")  # kernels/cupyattn/params/listed_keys.cuh
+
+
+@pytest.mark.parametrize("has_second", [False, True])
+def test_rows_of_584_bytes_are_read_as_they_lie(
+    gpu: fake_gpu.Gpu, make: Callable[..., Any], has_second: bool
+) -> None:
+    """One launch, which is told of both caches; cached calls do the same."""
+    pages, more = make(5, 4, 1, 584, dtype="uint8"), make(3, 2, 1, 584, dtype="uint8")
+    lists, others, lens = (make(*shape, dtype="int32") for shape in ((2, 3, 70), (2, 3, 5), (2,)))
+    named: dict[str, Any] = {"head_dim_v": 512, "is_fp8_kvcache": True, "indices": lists}
+    if has_second:
+        named |= {"extra_k_cache": more, "extra_indices_in_kvcache": others}
+        named |= {"extra_topk_length": lens}
+    for _ in range(3):
+        gpu.launches.clear()
+        out, lse = flash_mla.flash_mla_with_kvcache(make(2, 3, 40, 512), pages, None, None, **named)
+        assert tuple(out.shape) == (2, 3, 40, 512) and tuple(lse.shape) == (2, 40, 3)
+        first, *merges = gpu.launches
+        assert first.kernel.name == "wide_sm90" and first.grid[:2] == (1, 6)
+        assert [x.kernel for x in merges] == ["merge_splits"] * (first.grid[2] > 1)
+        behind = first.behind
+        told = [_LISTED.unpack_from(behind, params.LATENT.size + n * _LISTED.size) for n in (0, 1)]
+        pointer = fake_gpu.pointer
+        want = (pointer(pages), pointer(lists), 0, 4 * 584, 576, 210, 70, 70, 20, 4, 0)
+        assert told[0] == want
+        assert told[1][7] == (5 if has_second else 0)
+        if has_second:
+            want = (pointer(more), pointer(others), pointer(lens), 1168, 576, 15, 5, 5, 6, 2, 0)
+            assert told[1] == want
+
+
+def test_rows_that_the_kernel_does_not_read(gpu: fake_gpu.Gpu, make: Callable[..., Any]) -> None:
+    """Queries off 16-byte boundaries and a scale of 0 are served by a gather."""
+    pages, lists = make(2, 4, 1, 584, dtype="uint8"), make(2, 3, 5, dtype="int32")
+    named: dict[str, Any] = {"head_dim_v": 512, "is_fp8_kvcache": True, "indices": lists}
+    call = flash_mla.flash_mla_with_kvcache
+    call(make(2, 3, 16, 513)[..., 1:], pages, None, None, **named)
+    call(make(2, 3, 16, 512), pages, None, None, **named, softmax_scale=0.0)
+    assert [x.kernel for x in gpu.launches].count("gather_keys") == 2
 
 
 def test_a_repeated_call_is_not_looked_at(
@@ -151,9 +195,10 @@ def test_parts(
     gpu: fake_gpu.Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls whose keys side by side take more than a limit: two tokens at a time here."""
-    monkeypatch.setattr(flash_mla, "MAX_BYTES", 2 * 5 * 576 * 2)
-    pages, lists = make(2, 4, 1, 584, dtype="uint8"), make(2, 3, 5, dtype="int32")
-    named: dict[str, Any] = {"head_dim_v": 512, "is_fp8_kvcache": True, "indices": lists}
+    monkeypatch.setattr(flash_mla, "MAX_BYTES", 2 * 10 * 576 * 2)
+    pages, lists = make(2, 4, 1, 512), make(2, 3, 5, dtype="int32")
+    named: dict[str, Any] = {"head_dim_v": 512, "indices": lists}
+    named |= {"extra_k_cache": pages, "extra_indices_in_kvcache": lists}
     out, lse = flash_mla.flash_mla_with_kvcache(make(2, 3, 16, 512), pages, None, None, **named)
     assert tuple(out.shape) == (2, 3, 16, 512) and tuple(lse.shape) == (2, 16, 3)
     gathers = [x.grid[1] for x in gpu.launches if x.kernel == "gather_keys"]
