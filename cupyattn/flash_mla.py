@@ -180,8 +180,9 @@ def flash_mla_with_kvcache(
         -inf: none; +inf: the output is 0.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length
         A second cache, of the same rows and any page size, and its lists [b, seqlen_q, extra_topk]
-        and counts: each token sees the keys of both its lists, in one softmax. On a GPU a launch
-        first puts the listed keys side by side, in 16 bits, as it does those of 584 bytes.
+        and counts: each token sees the keys of both its lists, in one softmax. On sm_90 rows of 584
+        bytes are read as they lie; else a launch first puts the listed keys side by side, in 16
+        bits.
     out
         Array to write instead of a new one.
     cp_world_size, cp_rank, cp_kv_cache_interleave_size

@@ -166,17 +166,18 @@ def test_who_merges_splits(count: int, tokens: int, heads: int, kv_len: int, mer
     assert (schedule.workspace_bytes > 0) == (merges != "nobody")
 
 
-@pytest.mark.parametrize("key_scales", ["tokens", "rows"])
+@pytest.mark.parametrize("key_scales", ["tokens", "rows", "pages"])
 def test_scales_of_keys_that_no_kernel_reads(key_scales: str) -> None:
     problem = AttentionProblem(
         bfloat16, float8_e4m3fn, bfloat16, 576, 512, paged=True, latent=True, key_scales=key_scales
     )
+    few, large = ("wide_decode_sm90", 16), ("wide_sm90", 64)
+    verify = large if key_scales == "rows" else ("wide_decode_sm90", 32)
+    if key_scales == "pages":  # whole rows are values, and only lists name them
+        problem = replace(problem, head_dim_qk=512, sparse=True)
+        few = verify = large
     most = 232_448
-    for rows, name, tile_q in (
-        ("decode", "wide_decode_sm90", 16),
-        ("verify", "wide_decode_sm90", 32),
-        ("large", "wide_sm90", 64),
-    ):
+    for rows, (name, tile_q) in (("decode", few), ("verify", verify), ("large", large)):
         tiles = tile_config(problem, rows, most)
         assert (tiles.name, tiles.tile_q) == (name, tile_q)
     for change in ({"aligned": False}, {"prescale_logits": True}):
