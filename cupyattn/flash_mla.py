@@ -40,6 +40,7 @@ from .engine.run_planless import run, run_cached
 from .engine.views import LATENT_NAMES, are_numbers
 from .errors import ArgumentError, UnsupportedError
 from .launch.driver import params
+from .launch.ops.gather_keys import PLAIN
 from .reference.latent_rows import NUM_BYTES, unpack_rows
 
 __all__ = [
@@ -471,6 +472,35 @@ def _attend_listed(
         return _attend_gathered(arrays, served, arguments)
     if served is not None:
         return served
+    listed = _check_listed(arrays, second, arguments)
+    vq, has_scales = (
+        array.view(arrays.q, "q"),
+        parse.flag(arguments.is_fp8_kvcache, "is_fp8_kvcache"),
+    )
+    count, tokens, heads, columns = vq.shape
+    latent = _dims(columns, arguments.head_dim_v, "head_dim_v").latent
+    caches = ListedCaches(arrays.q, listed, has_scales, latent)
+    if arrays.out is not None:
+        vout, shape = array.view(arrays.out, "out"), (count, tokens, heads, latent)
+        match_output(vout, shape, vq.dtype, "out", q=vq, **caches.inputs)
+    sm_scale = parse.finite(arguments.softmax_scale, "softmax_scale", max(1, columns) ** -0.5)
+    lse_form = _LSE_FORM if arguments.key_share is None else params.LSE_WITHOUT_SINKS
+    attended = caches.attend_rows(arrays.sinks, arrays.out, sm_scale, lse_form)
+    num_parts = -(-count * tokens * caches.num_bytes // MAX_BYTES)
+    if attended is None and num_parts > 1 and vq.device.kind != "cpu":
+        return _attend_in_parts(arrays, listed, caches, arguments)
+    if attended is None:
+        attended = _attend_gathered(arrays, caches.gather(arrays.q), arguments), None
+    result, rows = attended
+    if is_plain:
+        caches.keep(inputs, arguments, rows)
+    return result
+
+
+def _check_listed(
+    arrays: Arrays, second: tuple[Any, Any, Any], arguments: _CacheOptions
+) -> list[ListedCache]:
+    """The caches of a call, whose options are those of lists."""
     extra_k, extra_indices, extra_lens = second
     if not arguments.is_list:
         name = "extra_k_cache" if extra_k is not None else "k_cache"
@@ -482,7 +512,7 @@ def _attend_listed(
             f"window_left: got {arguments.window_left} with indices that name all keys of a token; "
             "pass -1, and lists of the keys in its window"
         )
-    given_scale = parse.finite(arguments.softmax_scale, "softmax_scale", 0.0)
+    parse.finite(arguments.softmax_scale, "softmax_scale", 1.0)
     if (extra_k is None) != (extra_indices is None) or (extra_k is None and extra_lens is not None):
         raise ArgumentError(
             "extra_k_cache, extra_indices_in_kvcache, extra_topk_length: got some of them; pass "
@@ -496,28 +526,16 @@ def _attend_listed(
     listed = [ListedCache(arrays.k, arrays.block_tables, arrays.kv_lens, _FIRST_NAMES)]
     if extra_k is not None:
         listed.append(ListedCache(extra_k, extra_indices, extra_lens, _SECOND_NAMES))
-    has_scales = parse.flag(arguments.is_fp8_kvcache, "is_fp8_kvcache")
-    count, tokens, heads, columns = vq.shape
-    latent = _dims(columns, arguments.head_dim_v, "head_dim_v").latent
-    caches = ListedCaches(arrays.q, listed, has_scales, latent)
-    if arrays.out is not None:
-        vout, shape = array.view(arrays.out, "out"), (count, tokens, heads, latent)
-        match_output(vout, shape, vq.dtype, "out", q=vq, **caches.inputs)
-    sm_scale = given_scale if arguments.softmax_scale is not None else columns**-0.5
-    lse_form = _LSE_FORM if arguments.key_share is None else params.LSE_WITHOUT_SINKS
-    attended = caches.attend_rows(arrays.sinks, arrays.out, sm_scale, lse_form)
-    if attended is not None:
-        result, rows = attended
-        if is_plain:
-            caches.keep(inputs, arguments, rows)
-        return result
-    num_parts = -(-count * tokens * caches.num_bytes // MAX_BYTES)
-    if num_parts <= 1 or vq.device.kind == "cpu":
-        result = _attend_gathered(arrays, caches.gather(arrays.q), arguments)
-        if is_plain:
-            caches.keep(inputs, arguments)
-        return result
-    out = arrays.out
+    return listed
+
+
+def _attend_in_parts(
+    arrays: Arrays, listed: list[ListedCache], caches: ListedCaches, arguments: _CacheOptions
+) -> tuple[Any, Any]:
+    """(out, lse) of a call whose keys side by side take more than MAX_BYTES."""
+    vq = caches.q
+    count, tokens, heads, _ = vq.shape
+    latent, out = caches.latent, arrays.out
     if out is None:
         out = array.empty((count, tokens, heads, latent), vq.dtype, vq)
     lse = array.empty((count, tokens, heads), dtypes.float32, vq)
@@ -530,8 +548,8 @@ def _attend_listed(
             for x in listed
         ]
         of_part = arrays._replace(q=arrays.q[part], out=out[part], lse=lse[part])
-        caches = ListedCaches(of_part.q, own, has_scales, latent)
-        _attend_gathered(of_part, caches.gather(of_part.q), arguments)
+        of_caches = ListedCaches(of_part.q, own, caches.form != PLAIN, latent)
+        _attend_gathered(of_part, of_caches.gather(of_part.q), arguments)
     return array.deliver(out, vq), array.deliver(lse, vq)
 
 

@@ -291,12 +291,13 @@ class ListedCaches:
         used = [x for x in (*self.inputs.values(), vsinks, vout) if x is not None]
         array.same_device(q=self.q, sinks=vsinks)
         array.acquire(self.q, *used)
-        addresses = [self.q.ptr, *self._addresses(), *([0, 0, 0] * (2 - len(self._own)))]
-        addresses.append(0 if vsinks is None else vsinks.ptr)
+        no_keys = [0, 0, 0] * (2 - len(self._own))
+        at_sinks = 0 if vsinks is None else vsinks.ptr
+        addresses = [self.q.ptr, *self._addresses(), *no_keys, at_sinks]
         stream = array.current_stream(self.q)
-        found, lse = rows.attend(addresses, out, lambda x: array.view(x, "out").ptr, stream)
+        output, lse = rows.attend(addresses, out, lambda x: array.view(x, "out").ptr, stream)
         array.release(self.q, *used)
-        return (array.deliver(found, self.q), array.deliver(lse, self.q)), rows
+        return (array.deliver(output, self.q), array.deliver(lse, self.q)), rows
 
     def _listed(self, own: _Checked) -> gather_keys.ListedKeys:
         """As a launch is told of a cache and its lists."""

@@ -76,10 +76,11 @@ class ListedRows:
             )
         bound = self.bound.get(workspace) or self._bind(workspace)
         optional = params.OPTIONAL.pack(lse, 0, sinks, 0, 0, 0, 0, params.NO_STEPS, b"")
-        behind = self.latent + b"".join(
-            x.pack_at(*addresses[3 * index + 1 : 3 * index + 4])
-            for index, x in enumerate(self.lists)
-        )
+        told = [self.latent]
+        for index, x in enumerate(self.lists):
+            of_keys, of_entries, of_lens = addresses[3 * index + 1 : 3 * index + 4]
+            told.append(x.pack_at(of_keys, of_entries, of_lens))
+        behind = b"".join(told)
         bound.launch(q, keys, keys, out, optional, stream, behind)
         del owner
 
@@ -131,6 +132,7 @@ def prepare(
     where the device has no such kernel."""
     count, tokens, heads, _ = q.shape
     rows, gap = merge_spread(q, "q", 2)
+    q_token, q_head, _ = rows.strides
     raw = RawOptions(
         causal=False,
         sm_scale=sm_scale,
@@ -151,9 +153,11 @@ def prepare(
     out_token, out_head = heads * _COLUMNS, _COLUMNS
     if out is not None:
         out_token, out_head, _ = merge_leading(out, "out", 2).strides
-    latent = params.LATENT.pack(
-        *(0, 0, 0, 0, 0, 0, 1.0, 0, gap, 0),
-        *(0, 0, 0, tokens, 0, lists[0].num_slots),
+    latent = (
+        params.LATENT_PLACES.pack(0, 0)
+        + params.LATENT_REST.pack(0, 0, 0, 0, 1.0, 0, gap, 0)
+        + params.LATENT_OF_LISTS.pack(0, 0)
+        + params.LATENT_COUNTS.pack(0, tokens, 0, lists[0].num_slots)
     )
     return ListedRows(
         launcher=launcher,
@@ -161,7 +165,7 @@ def prepare(
         lists=tuple((*lists, NO_KEYS)[:2]),
         latent=latent,
         strides=params.STRIDES.pack(
-            *rows.strides[:2], 0, 0, 0, 0, out_token, out_head, heads, 1, 0, 0
+            q_token, q_head, 0, 0, 0, 0, out_token, out_head, heads, 1, 0, 0
         ),
         sm_scale=sm_scale,
         lse_form=lse_form,
