@@ -490,8 +490,9 @@ def _attend_listed(
     if attended is None and num_parts > 1 and vq.device.kind != "cpu":
         return _attend_in_parts(arrays, listed, caches, arguments)
     if attended is None:
-        attended = _attend_gathered(arrays, caches.gather(arrays.q), arguments), None
-    result, rows = attended
+        result, rows = _attend_gathered(arrays, caches.gather(arrays.q), arguments), None
+    else:
+        result, rows = attended
     if is_plain:
         caches.keep(inputs, arguments, rows)
     return result
