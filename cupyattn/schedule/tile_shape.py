@@ -85,6 +85,7 @@ class TileShape:
     part_cost       what a part adds to a merge that one block does at the end, for as many rows as
                     it merges at a time, in the time that a key tile takes where few blocks run;
                     0: a launch merges
+    part_of_launch  the same of a merge that a launch does
     rows_at_a_time  rows that such a merge takes at a time
     min_share     of the time of a key tile with all slots busy, that of one where half are
     times           where the kernel has been timed, what a plan goes by instead of these costs
@@ -103,6 +104,7 @@ class TileShape:
     num_slots: int
     state_cost: float = 0.0
     part_cost: float = 0.0
+    part_of_launch: float = 0.0
     rows_at_a_time: int = 1
     min_share: float = 1.0
     times: TileTimes | None = None
@@ -135,6 +137,11 @@ class TileShape:
         part_cost = times.part / (times.min_share * times.key_tile)
         return replace(self, part_cost=part_cost, min_share=times.min_share, decode=times)
 
+    def of_scaled_lists(self) -> TileShape:
+        """The shape of tiles of 64 rows over lists of keys with scales, fitted to an H200: 3 us a
+        key tile, 5 us for as many states as blocks run (docs/ladder.md)."""
+        return replace(self, state_cost=1.8, part_of_launch=0.2)
+
     def merged_apart(self) -> TileShape:
         """The shape of blocks whose parts are merged by a launch."""
         return replace(self, part_cost=0.0, is_fused=False)
@@ -146,7 +153,8 @@ class TileShape:
     def min_part(self, key_tiles: int, rows: int) -> int:
         """The fewest of these key tiles that are worth a part: n / size + cost * size, the
         time of a part and of the merge, is least at parts of sqrt(n * cost)."""
-        return math.ceil(math.sqrt(key_tiles * self.cost_of_part(rows))) or 1
+        cost = self.cost_of_part(rows) or self.part_of_launch
+        return math.ceil(math.sqrt(key_tiles * cost)) or 1
 
     @lru_cache(maxsize=1024)  # noqa: B019 (shapes live as long as launchers)
     def costs(self, rows: int) -> Costs:
@@ -157,7 +165,8 @@ class TileShape:
             return _MERGED_APART._replace(min_share=self.min_share)
         if not self.part_cost:
             block = float(CUT_OVERHEAD) if self.takes_cuts else BLOCK_OVERHEAD
-            return Costs(block, state=self.state_cost, min_share=self.min_share)
+            part = self.part_of_launch
+            return Costs(block, state=self.state_cost, part=part, min_share=self.min_share)
         # In units of 2.1 us, which a key tile takes by memory's rate with all slots busy. The
         # first pass of a merge costs what was fitted to times of an H200, each further one two
         # round trips to L2, 0.4 us. A key tile is 0.6 us where few blocks run (docs/ladder.md).

@@ -599,6 +599,8 @@ class BatchLauncher(Binder):
         num_tiles = count * -(-self.group_size // shape.tile_q)
         if not tiles.reads_uniform:
             return None
+        if self.problem.key_scales and shape.tile_q > MAX_ROWS[VERIFY]:
+            shape = shape.of_scaled_lists()
         work = Work.of_equal(num_tiles, -(-kv_len // shape.tile_kv))
         splits = alike_splits(work, self.num_kv_heads, self.group_size, shape, splitting)
         is_split = splits > 1

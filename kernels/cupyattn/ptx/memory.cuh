@@ -23,12 +23,6 @@ __device__ __forceinline__ uint32_t atomic_inc_wrap_acq_rel(uint32_t* counter, u
 __device__ __forceinline__ void prefetch_l2(const void* pointer) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(pointer));
 }
-// Brings so many bytes to L2: whole sixteens, as the address is.
-template <int kBytes>
-__device__ __forceinline__ void prefetch_l2_bulk(const void* pointer) {
-  static_assert(kBytes % 16 == 0, "the copy engine takes whole sixteens");
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(pointer), "n"(kBytes));
-}
 __device__ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
   atomicAdd(counter, addend);
 }

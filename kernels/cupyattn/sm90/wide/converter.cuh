@@ -12,7 +12,6 @@
 // land.
 #pragma once
 
-#include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/shared/listed_slots.cuh"
 #include "cupyattn/sm90/wide/tma_producer.cuh"
 
@@ -36,7 +35,6 @@ struct WideSm90Converter {
   static constexpr int kPairs = Traits::kLatentPanels / 2, kPairsOfPiece = kPairs / 2;
   // The panel of rope columns. Where these are values too, it is the last pair's second one.
   static constexpr int kRope = Traits::kLatentPanels - (kPageScales ? 1 : 0);
-  static constexpr int kRowBytes = kPageScales ? 576 : 656;  // of rows that have scales
   static constexpr int kScaledColumns = 448;  // ahead of rope columns that are values too
   static_assert(kRows == 16, "a lane knows where one row is, and another lane too");
 
@@ -76,7 +74,6 @@ struct WideSm90Converter {
       // Looked up ahead, because the page table is far away.
       page = page_of(item, tile - kProducers);  // mutate: wide-converter-page-of-the-same-tile
       copy_tile(stage, row);
-      if constexpr (Traits::kSparse) fetch_ahead(item, tile - kProducers, page);
       convert_tile(stage, row.scales);
 #pragma unroll
       for (int i = 0; i < kProducers; ++i) stage.advance();
@@ -118,20 +115,6 @@ struct WideSm90Converter {
     // mutate: wide-converter-scales-of-the-first-slot
     *scales = page + list.page_size * list.row_bytes + 8 * offset;
     return page + offset * list.row_bytes;
-  }
-  // Brings rows to L2 whose copies begin only when those before them are used: rows of a list lie
-  // anywhere, and what two stages hold on its way is less than memory needs to have under way.
-  __device__ __forceinline__ void fetch_ahead(const Item& item, int tile, int page) const {
-    if (page < 0 || lane >= kRows) return;
-    if constexpr (kPageScales) {
-      const unsigned char* scales;
-      ptx::prefetch_l2_bulk<kRowBytes>(listed_row(own_key(item, tile), page, &scales));
-    } else if constexpr (kRowScales) {
-      const PageSlot at = PageSlot::of(params, page);
-      ptx::prefetch_l2_bulk<kRowBytes>(keys_of<DTypeKV>(params, 0) +
-                                       paged_row(at.page, at.slot, params.k_stride_page,
-                                                 params.k_stride_n));
-    }
   }
   __device__ __forceinline__ Row find(const Item& item, int tile, int page) const {
     Row row{};

@@ -17,9 +17,6 @@ EMULATOR_INLINE uint32_t atomic_inc_wrap_acq_rel(uint32_t* counter, uint32_t las
 
 inline void prefetch_l2(const void*) {}
 
-template <int kBytes>
-inline void prefetch_l2_bulk(const void*) {}
-
 EMULATOR_INLINE void atomic_add(uint32_t* counter, uint32_t addend) {
   emulator::atomic_add(counter, addend);
 }
