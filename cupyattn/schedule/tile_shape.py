@@ -85,7 +85,6 @@ class TileShape:
     part_cost       what a part adds to a merge that one block does at the end, for as many rows as
                     it merges at a time, in the time that a key tile takes where few blocks run;
                     0: a launch merges
-    part_of_launch  the same of a merge that a launch does
     rows_at_a_time  rows that such a merge takes at a time
     min_share     of the time of a key tile with all slots busy, that of one where half are
     times           where the kernel has been timed, what a plan goes by instead of these costs
@@ -96,6 +95,7 @@ class TileShape:
     takes_cuts      its items may say which key tiles they have (schedule/cuts.py)
     max_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
     decode          of blocks of decode that were timed for few requests, what plans go by
+    part_of_launch  what a part adds to a merge that a launch does, as part_cost
     slots           num_slots and num_sms
     """
 
@@ -104,7 +104,6 @@ class TileShape:
     num_slots: int
     state_cost: float = 0.0
     part_cost: float = 0.0
-    part_of_launch: float = 0.0
     rows_at_a_time: int = 1
     min_share: float = 1.0
     times: TileTimes | None = None
@@ -115,6 +114,7 @@ class TileShape:
     takes_cuts: bool = False
     max_keys: int = 0
     decode: DecodeTimes | None = None
+    part_of_launch: float = 0.0
     slots: Slots = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
