@@ -70,10 +70,6 @@ class FlashMLASchedMeta:
     Calls of other shapes, whose lengths lie elsewhere, or on another stream make a schedule anew,
     and so does each call in a graph that is captured.
 
-    Examples -------- >>> from cupyattn import flash_mla >>> metadata, num_splits =
-    flash_mla.get_mla_metadata() >>> isinstance(metadata, flash_mla.FlashMLASchedMeta), num_splits
-    (True, None)
-
     Examples
     --------
     >>> from cupyattn import flash_mla
