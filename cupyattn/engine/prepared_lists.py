@@ -65,6 +65,7 @@ class PreparedLists(Launches):
             table=addresses[_TABLE],
             qo_offsets=addresses[_QO_OFFSETS],
             kv_offsets=kv_offsets,
+            key_scales=addresses[_SCALE_K],
             value_scales=addresses[_SCALE_V],
         )
         read = params.NO_LOGITS_ARRAYS
@@ -113,6 +114,7 @@ def prepare_lists(call: Call) -> PreparedLists:
             steps=_length_steps(call.indices),
             k_scale_step=_head_step(scales.views[1]),
             v_scale_step=_head_step(scales.views[2]),
+            k_scale_request_step=scales.steps[1],
             v_scale_request_step=scales.steps[2],
         ),
         strides=pack_strides(call.q, keys, call.out, lse_strides),

@@ -44,6 +44,12 @@ LISTS = (
         "(page + 1) * params.page_size > kv_len",
         "unions, 8 bits",
     ),
+    Mutation(
+        "widened-scales-of-the-first-head",
+        " + head * params.scale_step[array]",
+        "",
+        "unions, scales of heads",
+    ),
     Mutation("union-windows-twice", "max_of(seen - params.window, 0)", "seen", "unions, window"),
     Mutation("union-rows-past-the-last", "params.num_rows", "(1 << 30)", "unions of rows"),
     Mutation(

@@ -75,6 +75,9 @@ def test_blocks_and_pages(granularity: int, page_size: int) -> None:
         {"gates": "elements", "bad_values": 0.002, "window": 64},
         {"index_step": 3},
         {"dtype_kv": "float8_e4m3fn", "length": 8},
+        {"dtype": "bfloat16", "dtype_kv": "float8_e4m3fn", "length": 8, "scales": "one"},
+        {"dtype": "bfloat16", "dtype_kv": "float8_e4m3fn", "length": 8, "scales": "heads"},
+        {"dtype": "bfloat16", "dtype_kv": "float8_e4m3fn", "length": 8, "scales": "requests"},
         {
             "dtype": "bfloat16",
             "dtype_kv": "float8_e4m3fn",

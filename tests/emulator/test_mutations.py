@@ -772,6 +772,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "unions": _unions(length=8, kept=0.3),
     "unions, window": _unions(window=70),
     "unions, 8 bits": _unions(dtype_kv="float8_e4m3fn", length=8),
+    "unions, scales of heads": _unions(
+        dtype="bfloat16", dtype_kv="float8_e4m3fn", length=8, scales="heads"
+    ),
     "unions of rows": _unions(page_size=0, spare_rows=0, kv_lens=(300, 709)),
     "unions, repeated": _unions(length=6, repeated=0.5),
     "unions, bad values": _unions(

@@ -360,6 +360,7 @@ def launch(
         steps=(case.index_step,) * 3,
         k_scale_step=by_head,
         v_scale_step=by_head,
+        k_scale_request_step=by_request,
         v_scale_request_step=by_request,
     )
     at = ListAddresses(
@@ -372,6 +373,7 @@ def launch(
         table=address_of(arrays.table) if size else 0,
         qo_offsets=0 if is_uniform else address_of(arrays.wide["qo_offsets"]),
         kv_offsets=0 if size else address_of(arrays.wide["kv_offsets"]),
+        key_scales=address_of(arrays.scales_k) if case.scales else 0,
         value_scales=address_of(arrays.scales_v) if case.scales else 0,
     )
     run.launch(at, lists, optional, strides, num_tokens or sum(case.qo_lens), stream, allocate)

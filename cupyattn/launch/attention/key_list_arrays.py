@@ -21,7 +21,7 @@ class Lists(NamedTuple):
     steps           words of 32 bits from one to the next of kv_lens, qo_offsets and kv_offsets,
                     whose low words are read where they have 64 bits
     k_scale_step, v_scale_step  from a KV head's scale to the next one's; 0: all share one
-    v_scale_request_step  from a request's scales of values to the next one's
+    k_scale_request_step, v_scale_request_step  from a request's scales to the next one's
     """
 
     length: int
@@ -39,6 +39,7 @@ class Lists(NamedTuple):
     steps: tuple[int, int, int] = (1, 1, 1)
     k_scale_step: int = 1
     v_scale_step: int = 1
+    k_scale_request_step: int = 0
     v_scale_request_step: int = 0
 
     @property
@@ -55,7 +56,7 @@ class ListAddresses(NamedTuple):
     kv_lens     int32 [num_requests], or offsets [num_requests + 1]
     qo_offsets  int32 [num_requests + 1]
     kv_offsets  int32 [num_requests], in place of steps
-    value_scales  float32, see Lists; those of keys are among params.OPTIONAL
+    key_scales, value_scales  float32, see Lists; those of keys are among params.OPTIONAL too
     """
 
     q: int
@@ -67,4 +68,5 @@ class ListAddresses(NamedTuple):
     table: int = 0
     qo_offsets: int = 0
     kv_offsets: int = 0
+    key_scales: int = 0
     value_scales: int = 0

@@ -271,7 +271,7 @@ class ListLauncher:
     ) -> None:
         """Enqueue one call. `optional` and `strides` are params.OPTIONAL and params.STRIDES,
         packed; a page's stride is a row's, or a request's, where there are no pages."""
-        if self.unions is not None and not at.value_scales:
+        if self.unions is not None and (self.unions.takes_scales or not at.value_scales):
             groups = self.spec.num_kv_heads if lists.stride_group else 1
             costs = self.unions.costs(lists)
             if costs is not None and self.plan(num_tokens, lists.num_keys).partial_bytes:

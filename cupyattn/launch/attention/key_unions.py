@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from ... import jit
+from ...core import dtypes
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
@@ -105,7 +106,7 @@ class UnionLauncher:
         small: TileConfig | None,
         device_index: int,
     ) -> None:
-        # Keys of 8 bits are widened ahead.
+        # Keys of 8 bits are widened ahead, and multiplied by their scales.
         self._narrow = spec.dtype_kv if spec.dtype_kv.is_fp8 else None
         self.spec, self.problem = _in_16_bits(spec), _in_16_bits(problem)
         self.device_index = device_index
@@ -117,11 +118,18 @@ class UnionLauncher:
         self._loaded: dict[str, LoadedKernel[TileConfig]] = {}
         self._plans: dict[tuple[object, ...], _Plan | None] = {}
 
+    @property
+    def takes_scales(self) -> bool:
+        """Whether keys and values may have scales on the device."""
+        return self._narrow is not None and self.problem.dtype_q is dtypes.bfloat16
+
     @classmethod
     def of(
         cls, spec: AttentionSpec, problem: AttentionProblem, device_index: int
     ) -> UnionLauncher | None:
         """What serves a problem; None if nothing does."""
+        if spec.dtype_kv.is_fp8 and spec.sm_scale <= 0.0:
+            return None
         props = device_props(device_index)
         target = Target(props.arch, props.max_smem_per_block, min(GRANULARITIES))
         large = tiles_of(problem, target)
@@ -444,8 +452,13 @@ class UnionLauncher:
 
 
 def _in_16_bits(x: _OfKeys) -> _OfKeys:
-    """With keys of queries' dtype, where they have 8 bits."""
-    return replace(x, dtype_kv=x.dtype_q) if x.dtype_kv.is_fp8 else x
+    """With keys of queries' dtype, where they have 8 bits; what is widened to bfloat16, which holds
+    any product, is multiplied by its scales."""
+    if not x.dtype_kv.is_fp8:
+        return x
+    if isinstance(x, AttentionProblem) and x.dtype_q is dtypes.bfloat16:
+        return replace(x, dtype_kv=x.dtype_q, prescale_logits=False)
+    return replace(x, dtype_kv=x.dtype_q)
 
 
 def tiles_of(problem: AttentionProblem, target: Target) -> TileConfig | None:

@@ -17,7 +17,8 @@ _THREADS = 256
 _VECTOR = 8
 # kernels/cupyattn/params/widen_pages.cuh, behind the addresses
 _REST = struct.Struct("<6q 10i")
-_PARAMS = struct.Struct(f"<6Q {_REST.size}s")
+_SCALES = struct.Struct("<2Q 4i")
+_PARAMS = struct.Struct(f"<6Q {_REST.size}s {_SCALES.size}s")
 MAX_BYTES = 1 << 30  # of wide keys and values
 _MAX_PAGE_SIZE = 512  # a block widens a page
 
@@ -27,6 +28,7 @@ class WidePages(NamedTuple):
 
     strides    params.STRIDES of the wide pages, of which a request has `pages`
     sizes      bytes of keys, and of values
+    steps      from a head's scale to the next one's, and from a request's, of keys and values
     """
 
     launch: Launch
@@ -34,6 +36,7 @@ class WidePages(NamedTuple):
     strides: bytes
     pages: int
     sizes: tuple[int, int]
+    steps: tuple[int, int, int, int]
 
     def enqueue(
         self, at: ListAddresses, to: int, device_index: int, stream: int
@@ -51,6 +54,7 @@ class WidePages(NamedTuple):
             at.table,
             at.kv_lens,
             self.packed,
+            _SCALES.pack(at.key_scales, at.value_scales, *self.steps),
         )
         enqueue(self.launch, arguments, device_index, stream)
         return k, v
@@ -114,4 +118,8 @@ def prepare(
         params.STRIDES.pack(*unpacked),
         pages,
         (2 * rows * dims[0], 2 * rows * dims[1]),
+        (
+            *(lists.k_scale_step, lists.v_scale_step),
+            *(lists.k_scale_request_step, lists.v_scale_request_step),
+        ),
     )

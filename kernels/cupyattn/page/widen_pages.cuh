@@ -7,6 +7,19 @@
 
 namespace cupyattn {
 
+// Each element by a factor, rounded once.
+template <typename T>
+__device__ __forceinline__ Vector16 scaled(const Vector16& vector, float factor) {
+  Vector16 result;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    float low, high;
+    ptx::unpack_pair<T>(vector.word[w], low, high);
+    result.word[w] = ptx::pack_pair<T>(low * factor, high * factor);
+  }
+  return result;
+}
+
 template <typename Config>
 __device__ __forceinline__ void widen_page(const WidenPagesParams& params) {
   using From = typename Config::DType;
@@ -30,8 +43,13 @@ __device__ __forceinline__ void widen_page(const WidenPagesParams& params) {
     const int row = row_and_head / params.heads, head = row_and_head - row * params.heads;
     const From* from = source + row * params.row_stride[array] + head * params.head_stride[array] +
                        vector * kVector;
-    *reinterpret_cast<Vector16*>(target + static_cast<int64_t>(index) * kVector) =
-        ptx::fp8_to_vector<To, From>(*reinterpret_cast<const uint64_t*>(from));
+    Vector16 wide = ptx::fp8_to_vector<To, From>(*reinterpret_cast<const uint64_t*>(from));
+    if (params.scales[array] != nullptr) {
+      // mutate: widened-scales-of-the-first-head
+      const int at = request * params.scale_request_step[array] + head * params.scale_step[array];
+      wide = scaled<To>(wide, params.scales[array][at]);
+    }
+    *reinterpret_cast<Vector16*>(target + static_cast<int64_t>(index) * kVector) = wide;
   }
 }
 

@@ -20,9 +20,13 @@ struct WidenPagesParams {
   int32_t pages, page_size;  // a request has room for so many
   int32_t num_pages;         // of the cache: entries beyond are no pages
   int32_t heads, unused;
+  // By which keys and values are multiplied: float32, or nullptr; from a head's to the next one's,
+  // and from a request's.
+  const float* scales[2];
+  int32_t scale_step[2], scale_request_step[2];
 };
 
-static_assert(sizeof(WidenPagesParams) == 136,
+static_assert(sizeof(WidenPagesParams) == 168,
               "WidenPagesParams and its mirror in launch/attention/widen_pages.py must agree");
 
 }  // namespace cupyattn
