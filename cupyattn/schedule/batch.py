@@ -63,8 +63,10 @@ class BatchRequests:
     key_offset  place of each one's first key where positions of rows count; where ranks share
                 keys, how many the others hold; None if all are 0
     is_shared   bool: rows are behind all these keys, which causality hides from none; None if not
-    pages       the page table, if requests are blocks of rows of a mask that hides nothing of
-                their pages, for plans by what neighbours share; else None
+    shared_keys  that there are in all, if requests are blocks of rows of masks, which read them
+                many times; else 0
+    turn        int64: requests come one turn after another, so that the keys of each stay in L2;
+                None: all in one
     """
 
     qo_len: np.ndarray
@@ -75,7 +77,8 @@ class BatchRequests:
     uniform: int = -1
     key_offset: np.ndarray | None = None
     is_shared: np.ndarray | None = None
-    pages: np.ndarray | None = None
+    shared_keys: int = 0
+    turn: np.ndarray | None = None
     _range: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def qo_range(self) -> tuple[int, int]:
@@ -103,6 +106,8 @@ class BatchRequests:
             -1,
             None if key_offset is None else key_offset[chosen],
             None if is_shared is None else is_shared[chosen],
+            self.shared_keys,
+            None if self.turn is None else self.turn[chosen],
         )
 
 
@@ -245,8 +250,8 @@ class TileWork:
         kv_len, order = self.requests.kv_len, self._in_order()
         if not kv_len.size:
             return 0
-        if self._masking.window_left >= 0:  # the order is of keys in sight
-            return max_of(kv_len)
+        if self._masking.window_left >= 0 or self.requests.turn is not None:
+            return max_of(kv_len)  # the order is of keys in sight, or of turns
         return int(kv_len[0 if order is None else order[0]])
 
     @property
@@ -338,6 +343,8 @@ def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | No
         keys = np.minimum(keys, masking.keys_among(requests.qo_len + masking.window_left))
     if not keys.size or are_equal(keys):
         return None
+    if requests.turn is not None:
+        return np.lexsort((-keys, requests.turn))
     # A sort of numbers is faster than one of indices: keys in the high half, downwards, and the
     # index in the low one.
     indices = _INDICES[: keys.size] if keys.size <= _INDICES.size else np.arange(keys.size)
@@ -396,7 +403,9 @@ def count_work(
     longest = num_read = 0
     if masking.window_left < 0:
         # The first tile is the last one of the longest request.
-        longest = -(-int(kv_len[0]) // shape.tile_kv) if kv_len.size else 0
+        if kv_len.size:
+            most = int(kv_len[0]) if requests.turn is None else max_of(kv_len)
+            longest = -(-most // shape.tile_kv)
         num_keys = sum_of(requests.kv_len) if num_keys < 0 else num_keys
         num_read = num_keys // shape.tile_kv
     elif key_tiles.size:

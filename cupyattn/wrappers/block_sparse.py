@@ -45,13 +45,14 @@ class BlockSparseBase(BatchWrapper):
         data_types: tuple[Any, Any],
         mask: Mask,
         matrix: tuple[int, ...],
+        shared_keys: int,
+        turn: np.ndarray | None = None,
         **plan_options: Any,
     ) -> None:
         batch.matrix = matrix
         if mask.form is not None:
             batch = with_mask(batch)
-        elif not plan_options["causal"]:
-            batch.requests.pages = batch.page_ids
+        batch.requests.shared_keys, batch.requests.turn = shared_keys, turn
         dims = *heads, head_dim, head_dim
         options = self._options(dims, page_size, data_types, mask.form, **plan_options)
         self._install(options, batch, mask, (0, True))
@@ -212,6 +213,7 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
             (q_data_type, kv_data_type),
             seen,
             (N,),
+            shared_keys=N,
             causal=is_causal,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,

@@ -140,6 +140,8 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
             (q_data_type, kv_data_type),
             of_bits(bits),
             (heads, kv_heads, num_rows, num_columns),
+            shared_keys=kv_heads * num_columns,
+            turn=np.arange(kv_heads).repeat(group * rows.shape[1]),
             causal=is_causal,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,

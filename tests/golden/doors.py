@@ -50,6 +50,7 @@ DOORS: dict[str, tuple[Draw, int]] = {
     "pod of models": (large.pod, 30),
     "dot_product of models": (large.dot_product, 40),
     "8 bits of models": (large.eight_bits, 120),
+    "blocks of rows of models": (large.blocks_of_rows, 24),
     "lists of models": (lists.attend, 90),
     "selections of models": (lists.select, 60),
     "two latent lists": (lists.latent, 36),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from helpers import sparse_calls
 from helpers.cases import pick
 
 import cupyattn
@@ -671,3 +672,25 @@ def eight_bits(seed: int, card: Card) -> Drawn:
     finally:
         card.has_8bit_queries = False
     return f"{draw.__name__}: {text}", run
+
+
+def blocks_of_rows(seed: int, card: Card) -> Drawn:
+    """Masks of blocks of prompts, of which neighbours share more or less."""
+    rng = np.random.default_rng((seed, 77))
+    heads = pick(rng, ((16, 16), (32, 32), (32, 8), (8, 8), (12, 12), (16, 4)))
+    row, column = pick(rng, ((64, 64), (64, 64), (64, 128), (128, 128), (16, 64), (32, 64)))
+    length, dim = pick(rng, (1024, 2048, 4096, 8192)), pick(rng, (128, 128, 64))
+    kept, density = pick(rng, (0.0, 0.7, 0.9)), pick(rng, (0.1, 0.25, 0.5))
+    dtype = pick(rng, ("bfloat16", "float16"))
+    seen = sparse_calls.causal_blocks(rng, length // row, length // column, density, kept)
+    indptr, indices = np.append(0, seen.sum(1).cumsum()), np.nonzero(seen)[1]
+    q, k, v = (np.zeros((length, n, dim), dtypes.parse(dtype).numpy) for n in (*heads, heads[1]))
+    card.name("", {"q": q, "k": k, "v": v})
+    sizes, memory = (length, length, row, column, *heads, dim), workspace(card)
+
+    def run() -> None:
+        w = cupyattn.BlockSparseAttentionWrapper(memory)
+        w.plan(indptr, indices, *sizes, q_data_type=dtype, o_data_type=dtype)
+        w.run(*map(of_cupy, (q, k, v)), return_lse=bool(seed % 3))
+
+    return f"{sizes}, kept {kept} of {density}, {dtype}", run

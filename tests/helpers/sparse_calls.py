@@ -114,6 +114,23 @@ def fixed(seed: int, dim: int = 16) -> SparseCall:
     return SparseCall(**made, mask=whole, plan=(args, named), heads_first=False)
 
 
+def causal_blocks(
+    rng: np.random.Generator, rows: int, columns: int, density: float, kept: float
+) -> np.ndarray:
+    """bool [rows, columns]: the diagonal, and so many of the blocks ahead of it, of which the row
+    before has the share `kept`."""
+    seen = np.zeros((rows, columns), bool)
+    for row in range(rows):
+        end = -(-(row + 1) * columns // rows)
+        wanted = max(1, round(density * end)) - 1
+        before = np.flatnonzero(seen[max(row - 1, 0), : end - 1])
+        own = before[rng.random(before.size) < kept][:wanted]
+        others = np.setdiff1d(np.arange(end - 1), own)
+        seen[row, own] = seen[row, rng.permutation(others)[: wanted - own.size]] = True
+        seen[row, end - 1] = True
+    return seen
+
+
 def _split(rng: np.random.Generator, count: int, heads: int, unit: int, total: int) -> np.ndarray:
     """[heads, count] sizes of blocks, multiples of `unit`, some 0, which sum to `total` units."""
     cuts = np.sort(rng.integers(0, total + 1, (heads, count - 1)), axis=1)

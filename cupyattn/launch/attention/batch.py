@@ -81,7 +81,6 @@ from .layout import (
     Reserved,
     Uniform,
 )
-from .swizzle import swizzle_of
 
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
@@ -215,6 +214,8 @@ class BatchLauncher(Binder):
         a plan that does not is a PlanError. Keys are split in fewer parts where the workspace would
         else take more than `max_bytes`; if it still does, this is the best plan without a limit.
         """
+        if requests.turn is not None and not self._takes_turns(requests):
+            requests = replace(requests, turn=None)
         schedule = self._within(requests, Splitting(may_split, split_tokens), capacity, max_bytes)
         if capacity is not None and self.widens_queries:
             num_rows = int((requests.q_start + requests.qo_len).max(initial=0))
@@ -416,24 +417,17 @@ class BatchLauncher(Binder):
 
     def _in_turns(self, requests: BatchRequests) -> TileWork:
         """Batch.in_turns."""
-        num_keys = self._shared_keys(requests)
+        num_keys = requests.shared_keys
         return TileWork(requests, self.group_size, self.masking, num_keys=num_keys)
 
     def _takes_turns(self, requests: BatchRequests) -> bool:
         """Whether requests are blocks of rows of a mask, whose keys L2 does not hold for all heads
         (docs/ladder.md, "Blocks of rows")."""
-        num_keys = self._shared_keys(requests)
+        num_keys = requests.shared_keys
         if not 0 < 2 * num_keys <= int(requests.kv_len.sum()):
             return False
-        order = swizzle_of(self.spec, self.problem, num_keys, self.device_index)
-        return order.heads_per_swizzle < self.num_kv_heads
-
-    def _shared_keys(self, requests: BatchRequests) -> int:
-        """The keys that blocks of rows of a mask share; 0 for other requests."""
-        pages = requests.pages
-        return (
-            0 if pages is None or not pages.size else (int(pages.max()) + 1) * self.spec.page_size
-        )
+        key_bytes = num_keys * self.num_kv_heads * self._kernels.key_bytes
+        return key_bytes > device_props(self.device_index).l2_bytes
 
     @property
     def offer(self) -> Offer:

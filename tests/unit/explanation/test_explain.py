@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batches
+from helpers import batches, sparse_calls
 from helpers.batches import HKV, HQ, D
 from helpers.fake_batch import Device
 
@@ -306,3 +306,21 @@ def test_a_plan_on_a_gpu(make: Callable[..., Any], gpu: Any, stream: Any) -> Non
         found.word_bytes
         == w._current.prepared[w._variants(w._current.geometry)[0]].schedule.words.nbytes
     )
+
+
+def masked(heads: int, length: int, size: int) -> Any:
+    """Of a causal mask of blocks of which a quarter is seen."""
+    count = length // size
+    seen = sparse_calls.causal_blocks(np.random.default_rng(3), count, count, 0.25, 0.0)
+    wrapper = cupyattn.BlockSparseAttentionWrapper(np.zeros(16 << 20, np.uint8))
+    sizes = length, length, size, size, heads, heads, 128
+    wrapper.plan(offsets(seen.sum(1)), np.nonzero(seen)[1], *sizes, q_data_type="bfloat16")
+    return cupyattn.explain(wrapper)
+
+
+def test_heads_of_masks_take_turns_where_l2_does_not_hold_their_keys() -> None:
+    for heads, length, size, name in ((16, 8192, 64, "q64"), (16, 8192, 128, "")):
+        (launch,) = masked(heads, length, size).launches
+        assert launch.is_persistent and launch.tiles.startswith(name)
+    (launch,) = masked(16, 4096, 64).launches  # whose keys are 32 MiB
+    assert not launch.is_persistent

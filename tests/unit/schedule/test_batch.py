@@ -21,6 +21,7 @@ from cupyattn.schedule.batch import (
     BatchPlan,
     BatchRequests,
     Splitting,
+    TileWork,
     alike_splits,
     plan_batch,
 )
@@ -347,3 +348,15 @@ def test_the_cover_check_finds_what_is_wrong(name: str) -> None:
         validate_plan(broken(plan, name), batch.requests(), 2, 16)
     with pytest.raises(PlanError):
         validate_plan(replace(plan, items=plan.items[1:]), batch.requests(), 2, 16)
+
+
+def test_requests_come_one_turn_after_another() -> None:
+    lengths, starts = np.array([10, 300, 20, 40, 500, 5]), np.arange(6) * 64
+    turn = np.array([0, 0, 0, 1, 1, 1])
+    requests = BatchRequests(np.full(6, 64), lengths, starts, starts, turn=turn)
+    shape = TileShape(64, 64, 8)
+    works = TileWork(requests, 1, Masking())
+    assert works.longest == 500 and works.of(shape).longest == 8
+    plan = plan_batch(requests, 1, 1, shape, Masking(), Splitting(may_split=False))
+    assert plan.items[:, WORK_FIELDS.index("kv_len")].tolist() == [300, 20, 10, 500, 40, 5]
+    assert requests.select(np.array([4, 0])).turn.tolist() == [1, 0]  # type: ignore[union-attr]
