@@ -404,8 +404,8 @@ def count_work(
     if masking.window_left < 0:
         # The first tile is the last one of the longest request.
         if kv_len.size:
-            most = int(kv_len[0]) if requests.turn is None else max_of(kv_len)
-            longest = -(-most // shape.tile_kv)
+            maximum = int(kv_len[0]) if requests.turn is None else max_of(kv_len)
+            longest = -(-maximum // shape.tile_kv)
         num_keys = sum_of(requests.kv_len) if num_keys < 0 else num_keys
         num_read = num_keys // shape.tile_kv
     elif key_tiles.size:
