@@ -66,6 +66,13 @@ def test_random_unions(first: int) -> None:
         check(list_cases.draw_unions(seed), by_unions=True)
 
 
+@pytest.mark.parametrize("first", range(0, 48, BLOCK))
+def test_random_unions_of_small_blocks(first: int) -> None:
+    """Some lists are read by themselves, as the GPU decides."""
+    for seed in range(first, first + some(BLOCK)):
+        check(list_cases.draw_small_unions(seed), by_unions=True)
+
+
 def test_unions_are_of_calls_with_many_tokens() -> None:
     """What the public call takes by itself, of pages, rows and requests of one size."""
     tokens, rng = 600, np.random.default_rng(3)
