@@ -52,6 +52,51 @@ WIDE_SM90 = (
     ),
     Mutation("wide-hidden-keys-marked", "own.first != nullptr", "1", "hopper wide sparse"),
     Mutation("wide-missing-keys-seen", "!exists", "false", "hopper wide sparse"),
+    Mutation("wide-lacking-keys-overlooked", "0x01010101u", "marks", "hopper wide sparse"),
+    Mutation(
+        "halves-first-output-not-rescaled",
+        "i > 0 && unlikely",
+        "false && unlikely",
+        "hopper wide sparse steep",
+    ),
+    Mutation(
+        "halves-second-output-not-rescaled",
+        "if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);",
+        "",
+        "hopper wide sparse steep",
+    ),
+    Mutation(
+        "halves-other-p-kept",
+        "this->release(shared.empty[1][1]);",
+        "",
+        "hopper wide sparse steep",
+    ),
+    Mutation(
+        "halves-p-not-awaited",
+        "await_phase(shared.halves().full_p[kPlace], parity);",
+        "",
+        "hopper wide sparse steep",
+    ),
+    Mutation("halves-output-under-old-maxima", "has_output", "false", "hopper wide sparse steep"),
+    Mutation(
+        "halves-maxima-not-taken-over",
+        "softmax.online.row_max[0][h] = raised.maxima[rows.own_row(h)];",
+        "",
+        "hopper wide sparse steep",
+    ),
+    Mutation(
+        "halves-sums-under-old-maxima", "*= factors[0][h]", "*= 1.0f", "hopper wide sparse steep"
+    ),
+    Mutation("halves-sums-not-added", "+=", "=", "hopper wide sparse steep"),
+    Mutation(
+        "lists-piece-not-awaited",
+        "await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);",
+        "",
+        "hopper wide sparse",
+    ),
+    Mutation(
+        "lists-of-the-next-block", "(gridDim.y)", "(gridDim.y) + 1", "hopper wide lists in turn"
+    ),
     Mutation(
         "wide-keys-kept",
         "this->release(shared.empty[stage.stage][Traits::kKeys]);",

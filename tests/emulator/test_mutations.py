@@ -99,6 +99,13 @@ def _links(**facts: Any) -> None:
             _wide(linked | changes)(**facts, seed=seed)
 
 
+def _lists_in_turn(**facts: Any) -> None:
+    lists = {"sparse": True, "uniform": True, "num_heads": 64, "blocks": 2, "qo_len": (1,) * 5}
+    for kv_len in (150, 250):
+        for seed in range(3):
+            _wide(lists | {"kv_len": (kv_len,) * 5})(**facts, seed=seed)
+
+
 _WIDER = {"strides": ("padded",) * 4}
 
 
@@ -708,6 +715,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"head_dims": (512, 512), "kv_heads": 1, "sharpness": 6.0, "rising": 2.0, "num_heads": 64}
     ),
     "hopper wide sparse": _wide({"sparse": True}),
+    "hopper wide sparse steep": _wide(
+        {"sparse": True, "sharpness": 6.0, "rising": 2.0, "num_heads": 64}
+    ),
+    "hopper wide lists in turn": _lists_in_turn,
     "hopper wide splits": _wide({"splits": 2}),
     "hopper wide cuts": _wide({"splits": 2, "cuts": (0, 1)}),
     "hopper wide links": _links,

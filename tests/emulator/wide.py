@@ -49,7 +49,7 @@ class Case:
     kv_heads   of ordinary heads, as is is_paged
     splits     into how many parts the keys of a tile are split
     cuts       where these begin, in key tiles, if they are not equal
-    blocks     of boxes of 64 rows: so many take all items in turn
+    blocks     of 64 rows, of boxes or of lists of one length: so many take all items in turn
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
@@ -280,7 +280,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
     grid = case.kv_heads, case.blocks or len(items), 1
     if case.uniform:
-        grid = case.kv_heads, num_tiles, case.splits
+        grid = case.kv_heads, case.blocks or num_tiles, case.splits
     _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
     if len(merges):
         merge = jit.Config(

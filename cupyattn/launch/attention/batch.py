@@ -602,10 +602,14 @@ class BatchLauncher(Binder):
         reserved = Reserved(num_tiles * splits, 0, num_tiles * is_split, 0, state_rows)
         part, _, workspace_bytes = self._layout.part(row_class, reserved, 0, 0)
         (launch, _), *_ = part.launches
-        launches = []
-        for first in range(0, num_tiles, MAX_GRID_YZ):
-            grid = self.num_kv_heads, min(num_tiles - first, MAX_GRID_YZ), splits
-            launches.append((launch._replace(grid=grid), first))
+        if tiles.walks_lists and splits == 1:
+            # Blocks take tiles in turn: as many as run at a time are launched.
+            launches = [(launch._replace(grid=(1, min(num_tiles, shape.num_slots), 1)), 0)]
+        else:
+            launches = []
+            for first in range(0, num_tiles, MAX_GRID_YZ):
+                grid = self.num_kv_heads, min(num_tiles - first, MAX_GRID_YZ), splits
+                launches.append((launch._replace(grid=grid), first))
         part = replace(part, launches=tuple(launches))
         uniform = Uniform(1, kv_len, num_tiles, splits)
         return BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=kv_len, uniform=uniform)

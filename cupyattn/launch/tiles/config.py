@@ -134,6 +134,11 @@ class TileConfig:
         """Blocks of lists of keys find their work by the grid where all lists are equally long."""
         return self.name in ("wide_sm90", "wide_decode_sm90") and self.config.get("kSparse") is True
 
+    @property
+    def walks_lists(self) -> bool:
+        """Blocks take the lists of several tokens, one after another, where no list is split."""
+        return self.config.get("kAlternates") is True
+
     @cached_property
     def fused_splits(self) -> int:
         """Where a launch merges: up to so many splits of a tile are merged by its last block."""

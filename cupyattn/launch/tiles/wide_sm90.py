@@ -9,7 +9,7 @@ from ... import jit
 from ...core.dtypes import DType, float8_e4m3fn
 from ...core.problem import KEY_SCALES, AttentionProblem
 from ..driver import tensor_map
-from .common import gate_constants, panels, share_constants
+from .common import PATTERN_BYTES, gate_constants, panels, share_constants
 from .config import (
     Field,
     Target,
@@ -32,11 +32,14 @@ TILE_Q = 64
 _THREADS, _REGISTERS = 3 * 128, (40, 232)
 _REGISTERS_CONVERTED = 56, 224
 _THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
+_REGISTERS_OF_HALVES = 72, 216  # two consumers that both make scores, of lists
 _REGISTERS_OF_LISTS = 40, 216  # consumers of lists that hide keys, without scales
 # So many splits of a tile of so many rows of latent attention are merged by the last of its blocks,
 # and so many of few rows of other wide heads.
 FUSED_SPLITS, FUSED_SPLITS_OF_FEW = {16: 8, 32: 8, 64: 4}, 8
 ITEM_BYTES = 104
+# What is known of rows in a merge, and what two consumers tell each other that both make scores.
+_BYTES_OF_HALVES = 64 * 24 + 2 * 528 + 256 + 24
 
 
 def refusal(problem: AttentionProblem, row_class: str, target: Target) -> str | None:
@@ -130,26 +133,23 @@ def config(
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
     is_latent = head_dims == LATENT or key_scales == "pages"
-    threads, registers = _THREADS, _REGISTERS
-    if dtype_kv.is_fp8 and tma:
-        registers = _REGISTERS_CONVERTED
-    elif dtype_kv.is_fp8:
-        threads, registers = _THREADS_GATHERED, _REGISTERS_GATHERED
-        if sparse and not key_scales:
-            registers = _REGISTERS_OF_LISTS
+    # Lists of 16-bit keys: both consumers make scores, and blocks take several tokens.
+    alternates = sparse and not dtype_kv.is_fp8
+    threads, registers = _threads_and_registers(dtype_kv.is_fp8, sparse, tma, bool(key_scales))
     # Queries become float16 beside e4m3 keys that have no scales of their own.
     scales_rows = dtype_kv.is_fp8 and not key_scales
     # Where values are not keys too, twice 64 keys do not fit.
     tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
     num_pieces = 2 if is_latent else 3
-    # Blocks take several items where 16-bit keys come in boxes.
-    num_items = 2 if tma and not dtype_kv.is_fp8 and "kKeyShare" not in more else 1
+    # Blocks take several items where 16-bit keys come in boxes, or by lists.
+    of_boxes = tma and not dtype_kv.is_fp8 and "kKeyShare" not in more
+    num_items = 2 if of_boxes or alternates else 1
     values = [] if is_latent else [panels(tile_kv, head_dim_vo, stages)]
     shared = struct_of(
         *values,
         panels(TILE_Q, head_dim_qk, 1),
         panels(tile_kv, head_dim_qk, stages),
-        panels(TILE_Q, tile_kv, 1),
+        Field(_BYTES_OF_HALVES, PATTERN_BYTES) if alternates else panels(TILE_Q, tile_kv, 1),
         Field(4 * (1 + num_items) * TILE_Q),  # factors and normalisers
         Field(4 * 4),  # raised
         Field(4),  # is_last
@@ -182,6 +182,20 @@ def config(
         "kConsumerRegisters": registers[1],
         "kSharedBytes": shared,
     }
+    if alternates:
+        constants["kAlternates"] = True
     return TileConfig(
         "wide_sm90", jit.Config({**constants, **more}), TILE_Q, tile_kv, threads, shared
     )
+
+
+def _threads_and_registers(
+    is_fp8: bool, sparse: bool, tma: bool, has_scales: bool
+) -> tuple[int, tuple[int, int]]:
+    """Of a block, and of a thread of its producers and of its consumers."""
+    if not is_fp8:
+        return _THREADS, _REGISTERS_OF_HALVES if sparse else _REGISTERS
+    if tma:
+        return _THREADS, _REGISTERS_CONVERTED
+    hides_keys = sparse and not has_scales
+    return _THREADS_GATHERED, _REGISTERS_OF_LISTS if hides_keys else _REGISTERS_GATHERED

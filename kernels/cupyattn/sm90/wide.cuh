@@ -7,6 +7,7 @@
 
 #include "cupyattn/sm90/wide/consumer.cuh"
 #include "cupyattn/sm90/wide/converter.cuh"
+#include "cupyattn/sm90/wide/halves.cuh"
 #include "cupyattn/sm90/wide/merge.cuh"
 #include "cupyattn/sm90/wide/set_up.cuh"
 
@@ -32,12 +33,16 @@ struct WideSm90 : WideSm90SetUp<WideSm90<Config>, WideSm90Traits<Config>> {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
       const int consumer =
           ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup - Traits::kProducers);
-      if (consumer > 0) {
+      if constexpr (Traits::kAlternates) {
+        const int count = consume<WideSm90Half<Traits>>(block);
+        // Blocks of several items have whole lists.
+        if (count == 1) merge(block, 0);
+      } else if (consumer > 0) {
         consume<WideSm90Follower<Traits>>(block);
       } else {
         consume<WideSm90Leader<Traits>>(block);
       }
-      if constexpr (!Traits::kLinked) merge(block, 0);
+      if constexpr (!Traits::kLinked && !Traits::kAlternates) merge(block, 0);
     } else {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
       if constexpr (Traits::kLands) {
@@ -52,19 +57,20 @@ struct WideSm90 : WideSm90SetUp<WideSm90<Config>, WideSm90Traits<Config>> {
     }
   }
 
-  // The items of a consumer warpgroup, one after another.
+  // The items of a consumer warpgroup, one after another; returns how many.
   template <typename Role>
-  static __device__ __forceinline__ void consume(const WideSm90Block<Traits>& block) {
+  static __device__ __forceinline__ int consume(const WideSm90Block<Traits>& block) {
     typename WideSm90Block<Traits>::Turn turn;
     if constexpr (Traits::kLinked) {
       do {
         Role(block, turn).run();
-        merge(block, turn.place());
+        if constexpr (!Traits::kAlternates) merge(block, turn.place());
         block.release_item(turn.count, threadIdx.x % kWarpSize);
       } while (block.await_next(++turn.count));
-    } else {
-      Role(block, turn).run();
+      return turn.count;
     }
+    Role(block, turn).run();
+    return 1;
   }
   static __device__ __forceinline__ void merge(const WideSm90Block<Traits>& block, int place) {
     if constexpr (Traits::kFusedSplits > 0) WideMergeSm90<Traits>(block, place).run();
@@ -72,8 +78,12 @@ struct WideSm90 : WideSm90SetUp<WideSm90<Config>, WideSm90Traits<Config>> {
 
   static __device__ __forceinline__ void init_own_barriers(SharedMemory& shared) {
     init_barrier(shared.full_p, 4);
+    if constexpr (Traits::kAlternates) {
+      for (uint64_t& barrier : shared.halves().full_p) init_barrier(barrier, 4);
+      init_barrier(shared.halves().full_sums, 4);
+    }
     init_barrier(shared.empty_p, 4);
-    init_barrier(shared.empty_q, 4);
+    init_barrier(shared.empty_q, Traits::kAlternates ? 8 : 4);
     for (int i = 0; i < Traits::kItems; ++i) {
       init_barrier(shared.full_normalisers[i], 4);
       init_barrier(shared.full_item[i], 1);

@@ -21,35 +21,27 @@
 // After the last tile the leader finishes the rows and publishes their normalisers; both write O.
 #pragma once
 
-#include "cupyattn/sm90/wide/output.cuh"
+#include "cupyattn/sm90/wide/scores.cuh"
 
 namespace cupyattn {
 
 template <typename Traits>
-struct WideSm90Leader : WideSm90Output<Traits> {
-  using Base = WideSm90Output<Traits>;
+struct WideSm90Leader : WideSm90Scores<Traits> {
+  using Base = WideSm90Scores<Traits>;
   using Base::item, Base::kColumns, Base::kSteps, Base::kTileKV, Base::o, Base::params, Base::rows,
-      Base::shared, Base::turn;
+      Base::shared, Base::softmax, Base::turn;
   using typename Base::Item;
-  using typename Base::PTile;
+  using typename Base::Probabilities;
+  using typename Base::Scores;
   using typename Base::Stage;
   using typename Base::Turn;
   using typename Base::VTile;
-  using typename Base::QTile;
-  using KTile = typename Traits::KTile;
-  using Softmax = PrefillSm90Softmax<Traits>;
-  using Probabilities = typename Softmax::Probabilities;
-  using Scores = float[1][kTileKV / 8][4];
 
   Stage& stage;
   bool scales_rows = false;  // whether logits of the warp's rows have factors
-  // The largest of this thread's logits of a row, if the call asks for it: the maxima of the softmax
-  // need not be as large.
-  float largest[2] = {-ptx::infinity(), -ptx::infinity()};
-  Softmax softmax;
 
   __device__ __forceinline__ WideSm90Leader(const WideSm90Block<Traits>& block, Turn& turn)
-      : Base(block, turn, 0), stage(turn.stage), softmax(block, 0) {}
+      : Base(block, turn, 0), stage(turn.stage) {}
 
   __device__ __forceinline__ void run() {
     softmax.begin_item(item);
@@ -75,7 +67,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     Scores s;
     Probabilities probabilities;
     stage = WideSm90Block<Traits>::uniform(stage);
-    issue_scores(s);
+    this->issue_scores(s, stage);
     await_scores(s);
     release_queries(tile == begin);
     const int swept = sweep(item, tile);
@@ -89,7 +81,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     Scores s;
     Probabilities probabilities;
     stage = WideSm90Block<Traits>::uniform(stage);
-    issue_scores(s);
+    this->issue_scores(s, stage);
     await_scores(s);
     release_queries(tile == begin);
     const int swept = sweep(item, tile);
@@ -103,35 +95,8 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 
   // --- Phases ---
 
-  // S = Q K^T of the tile whose keys land next.
-  __device__ __forceinline__ void issue_scores(Scores& s) {
-    // Copies, because ptxas would keep the operand of each product in registers, and spill.
-    const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
-    const uint64_t keys =
-        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[stage.stage])));
-    if constexpr (Traits::kLatent) {
-      issue_piece<Traits::kOfFollower>(s, queries, keys, false);
-      issue_piece<Traits::kOfLeader>(s, queries, keys, true);
-    } else {
-      issue_piece<Traits::kKeys>(s, queries, keys, false);
-    }
-    ptx::wgmma_commit();
-  }
-  // The products by one piece, once it has landed.
-  template <int kPiece>
-  __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys,
-                                              bool adds) const {
-    constexpr bool kIsAll = kPiece == Traits::kKeys;
-    constexpr int kFirst = kIsAll ? 0 : Traits::template kFirstPanel<kPiece>;
-    constexpr int kEnd = kIsAll ? KTile::kPanels : Traits::template kEndPanel<kPiece>;
-    // mutate: wide-keys-not-awaited
-    await_phase(shared.full[stage.stage][kPiece], stage.parity);
-    if constexpr (Traits::kFencesReads) ptx::fence_proxy_async();
-    ptx::wgmma_fence();
-    issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
-  }
-
   __device__ __forceinline__ void await_scores(Scores& s) {
+    const bool lacks_keys = this->lacks_keys(stage);
     ptx::wgmma_wait<0>();
     take_results(s);
     // mutate: wide-keys-kept
@@ -144,12 +109,8 @@ struct WideSm90Leader : WideSm90Output<Traits> {
       }
     }
     if constexpr (Traits::kSparse) {
-      hide_missing_keys(s);
-      if (unlikely(latent_of(this->block.all_params).max_logits != nullptr)) {
-#pragma unroll
-        // mutate: largest-logit-of-a-tile
-        for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], largest_of(s[0], h));
-      }
+      if (unlikely(lacks_keys)) this->hide_missing_keys(s, stage);
+      this->keep_largest(s);
     }
   }
 
@@ -169,21 +130,6 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     }
     this->zero_nonfinite_values(item, tile, stage);  // mutate: wide-hidden-values-stay
     return tile;
-  }
-
-  // Hides the keys that a sparse list lacks. The stage is not free before P is published.
-  __device__ __forceinline__ void hide_missing_keys(Scores& s) const {
-#pragma unroll
-    for (int n = 0; n < kTileKV / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool exists = shared.exists[stage.stage][8 * n + 2 * (rows.lane & 3) + e] != 0;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (!exists) s[0][n][2 * h + e] = -ptx::infinity();  // mutate: wide-missing-keys-seen
-        }
-      }
-    }
   }
 
   __device__ __forceinline__ void issue_output(const Probabilities& probabilities, bool adds) {
@@ -244,20 +190,9 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     ptx::warp_sync();
     this->release(shared.full_normalisers[place]);
     this->write(output.factors);
-    if constexpr (Traits::kSparse) {
-      if (latent_of(this->block.all_params).max_logits != nullptr) raise_max_logits();
-    }
+    if constexpr (Traits::kSparse) this->raise_max_logits();
   }
 
-  __device__ __forceinline__ void raise_max_logits() const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float max = quad_max(largest[h]) * params.softmax_scale;
-      const typename Softmax::Rows::RowPlace row = rows.row_place(item, h);
-      if (!row.exists || (rows.lane & 3) != 0) continue;
-      raise_max_logit(latent_of(this->block.all_params), row.token, row.head, max);
-    }
-  }
 };
 
 template <typename Traits>

@@ -90,8 +90,8 @@ struct WideSm90Converter {
     if (tile < item.tiles.begin || key >= item.range.end) return -1;
     if constexpr (kPageScales) return listed(item, key);
     const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
-    const int found = params.kv_indices[item.work.request.kv_start + entry];
-    return Traits::kSparse ? latent.slot(found) : found;
+    // As it is: whoever looks at it waits for it.
+    return params.kv_indices[item.work.request.kv_start + entry];
   }
   // The list that has a key of a token's two lists.
   __device__ __forceinline__ const ListedKeys& list_of(int key) const {
@@ -118,6 +118,7 @@ struct WideSm90Converter {
   }
   __device__ __forceinline__ Row find(const Item& item, int tile, int page) const {
     Row row{};
+    if constexpr (Traits::kSparse && !kPageScales) page = latent.slot(page);
     if (page < 0) return row;
     if constexpr (kPageScales) {
       const unsigned char* scales;

@@ -43,21 +43,61 @@ struct WideSm90Producer {
         lane(threadIdx.x % 8) {}
 
   __device__ __forceinline__ void run() const {
+    if constexpr (Traits::kAlternates) return run_lists();
     const Item& item = shared.items[0];
     if (!item.has_keys()) return;
     int page = page_of(item, item.tiles.end - 1);
     copy_queries(item);
     typename Block::Stage stage;
     for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
-      const Row own = key_row(item, tile, page);
-      // Looked up a tile ahead, because the page table is far away.
-      page = page_of(item, tile - 1);  // mutate: wide-page-of-the-same-tile
-      // In the order in which consumers want them.
+      page = copy_tile(item, tile, page, stage);
+      stage.advance();
+    }
+  }
+
+  // Several items, of which each begins at the first stage. The first keys are under way before the
+  // rows of Q, whose place is free when the item before has its last scores.
+  __device__ __forceinline__ void run_lists() const {
+    const bool publishes = ptx::warp_uniform(threadIdx.x / kWarpSize) == 0;
+    uint32_t parities = 0, q_parity = 1;
+    int count = 0;
+    do {
+      const Item& item = shared.items[Block::place_of(count)];
+      const int last = item.tiles.end - 1;
+      int page = page_of(item, last);
+      for (int tile = last; tile >= item.tiles.begin; --tile) {
+        const int place = (last - tile) & 1;
+        page = copy_tile(item, tile, page, typename Block::Stage{place, parities >> place & 1});
+        parities ^= 1u << place;
+        if (tile == last) {
+          await_phase(shared.empty_q, q_parity);
+          q_parity ^= 1;
+          copy_queries(item);
+        }
+      }
+      if (publishes) {
+        block.publish_next(item, count, threadIdx.x % kWarpSize);
+      } else {
+        block.release_item(count, threadIdx.x % kWarpSize);
+      }
+    } while (block.await_next(++count));
+  }
+
+  // Copies a tile, and returns the page of the next.
+  __device__ __forceinline__ int copy_tile(const Item& item, int tile, int page,
+                                           const typename Block::Stage& stage) const {
+    const Row own = key_row(item, tile, page);
+    // Looked up a tile ahead, because the page table is far away.
+    page = page_of(item, tile - 1);  // mutate: wide-page-of-the-same-tile
+    // In the order in which consumers want them.
+    if constexpr (Traits::kAlternates) {
+      copy_half_tile(stage, own);
+    } else {
       if constexpr (!Traits::kLatent) copy_piece<Traits::kKeys>(stage, own);
       copy_piece<Traits::kOfFollower>(stage, own);
       copy_piece<Traits::kOfLeader>(stage, own);
-      stage.advance();
     }
+    return page;
   }
 
   __device__ __forceinline__ void copy_queries(const Item& item) const {
@@ -96,17 +136,17 @@ struct WideSm90Producer {
   __device__ __forceinline__ int own_key(const Item& item, int tile) const {
     return item.first_key(tile) + kKeyRows * group + lane % kKeyRows;
   }
-  // Its page, or the entry of a sparse list; negative for none.
+  // Its page, or the entry of a sparse list as it is: whoever looks at it waits for it. Negative
+  // for none.
   __device__ __forceinline__ int page_of(const Item& item, int tile) const {
     const int key = own_key(item, tile);
     if (tile < item.tiles.begin || key >= item.range.end) return -1;
     if constexpr (!Traits::kPaged) return 0;
     const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
-    const int found = params.kv_indices[item.work.request.kv_start + entry];
-    if constexpr (Traits::kSparse) return latent_of(all_params).slot(found);
-    return found;
+    return params.kv_indices[item.work.request.kv_start + entry];
   }
   __device__ __forceinline__ Row key_row(const Item& item, int tile, int page) const {
+    if constexpr (Traits::kSparse) page = latent_of(all_params).slot(page);
     // mutate: wide-keys-past-the-end
     if (page < 0) return Row{};
     const int key = own_key(item, tile);
@@ -154,6 +194,63 @@ struct WideSm90Producer {
         copy_scaled_rope(shared.k[stage.stage], own);
       } else if constexpr (kHasFp8Rope) {
         copy_fp8_rope(shared.k[stage.stage], own);
+      }
+    }
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));
+  }
+
+  // A tile of one of two halves, which begins with the piece that it releases itself, and sooner.
+  __device__ __forceinline__ void copy_half_tile(const typename Block::Stage& stage,
+                                                 const Row& own) const {
+    const LatentRows rows = latent_rows(own);
+    if (stage.stage == 0) {
+      copy_latent<Traits::kOfLeader>(stage, own, rows);
+      copy_latent<Traits::kOfFollower>(stage, own, rows);
+    } else {
+      copy_latent<Traits::kOfFollower>(stage, own, rows);
+      copy_latent<Traits::kOfLeader>(stage, own, rows);
+    }
+  }
+
+  // Where a thread's chunk of each of its rows begins, in both arrays. All are in registers while a
+  // tile is copied: a copy reads its address late, and the next would wait for the register.
+  struct LatentRows {
+    uint64_t first[kKeyRows], second[kKeyRows];
+    uint32_t exist;  // a bit a row
+  };
+  __device__ __forceinline__ LatentRows latent_rows(const Row& own) const {
+    LatentRows rows{};
+#pragma unroll
+    for (int i = 0; i < kKeyRows; ++i) {
+      const uint64_t first = reinterpret_cast<uint64_t>(of_lane(own.first, i));
+      const uint64_t second = reinterpret_cast<uint64_t>(of_lane(own.second, i));
+      rows.exist |= first != 0 ? 1u << i : 0u;
+      rows.first[i] = ptx::opaque_copy(first + 16 * lane);
+      rows.second[i] = ptx::opaque_copy(second + 16 * lane);
+    }
+    return rows;
+  }
+  template <int kPiece>
+  __device__ __forceinline__ void copy_latent(const typename Block::Stage& stage, const Row& own,
+                                              const LatentRows& rows) const {
+    // mutate: lists-piece-not-awaited
+    await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);
+    if constexpr (kPiece == Traits::kOfFollower) mark_keys(stage, own);
+    const uint32_t to =
+        ptx::shared_address(shared.k[stage.stage]) + KTile::offset(kKeyRows * group, lane);
+#pragma unroll
+    for (int i = 0; i < kKeyRows; ++i) {
+      const bool exists = (rows.exist >> i & 1) != 0;
+      const uint32_t to_row = KTile::further(to, i);
+#pragma unroll
+      for (int panel = Traits::template kFirstPanel<kPiece>;
+           panel < Traits::template kEndPanel<kPiece>; ++panel) {
+        constexpr int kRope = Traits::kLatentPanels;
+        const uint64_t from =
+            panel < kRope ? rows.first[i] + panel * KTile::kRowBytes
+                          : rows.second[i] + (panel - kRope) * KTile::kRowBytes;
+        ptx::cp_async_16(to_row + panel * KTile::kPanelBytes,
+                         reinterpret_cast<const void*>(from), exists);
       }
     }
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));

@@ -41,7 +41,9 @@ struct WideSm90SetUp {
         const bool is_marked = piece == Traits::kOfFollower;
         init_barrier(shared.full[stage][piece],
                      Traits::kArrivals + (is_marked ? Traits::kMarkers : 0));
-        init_barrier(shared.empty[stage][piece], 4);
+        // The first half reads P of the second.
+        const bool holds_p = Traits::kAlternates && stage == 1 && piece == Traits::kOfFollower;
+        init_barrier(shared.empty[stage][piece], holds_p ? 8 : 4);
         if constexpr (Traits::kLands) init_barrier(shared.landed[stage][piece], 1);
       }
     }

@@ -40,6 +40,16 @@ struct Fp8KeyTile : PanelTile<Element, kRowsInTile, kLatentColumns> {
   }
 };
 
+// Whether both consumers of wide_sm90 make scores (WideSm90Half). An enumerator, as of HasKeyShare.
+template <typename Config, typename = void>
+struct HasAlternates {
+  enum : bool { kValue = false };
+};
+template <typename Config>
+struct HasAlternates<Config, typename AnyValue<Config::kAlternates>::type> {
+  enum : bool { kValue = Config::kAlternates };
+};
+
 // What a block that merges splits knows of rows: what the state of each split weighs, and elements
 // from the first of `o` to the row's.
 template <int kRows, int kSplits>
@@ -135,12 +145,15 @@ struct WideSm90Tiles : Config {
   static constexpr int kBoxBytes = kBoxPanels / 2 * kTileKV * KTile::kRowBytes +
                                    (kPiece == kOfFollower ? kTileKV * kRopeRowBytes : 0);
 
-  // A block may take several items, one after another, as the list links them (ListedPart): where
-  // 16-bit keys come in boxes, the first keys of the next are under way before the last of one are
-  // used.
-  static constexpr bool kLinked = kTma && !kConverts && kTileQ == 64 && !Mask::kKeyShare;
+  // A block may take several items, one after another, as the list links them (ListedPart), or
+  // every so many tokens' lists of one length: the first keys of the next are under way before the
+  // last of one are used.
+  static constexpr bool kLinked =
+      (kTma && !kConverts && kTileQ == 64 && !Mask::kKeyShare) || HasAlternates<Config>::kValue;
   static constexpr int kItems = kLinked ? 2 : 1;
 
+  // Each consumer makes the scores of every other tile.
+  enum : bool { kAlternates = HasAlternates<Config>::kValue };
   // An item of work.
   struct Item {
     BlockWork work;
@@ -188,6 +201,21 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   static constexpr int kThreads = kWarpgroups * Tiles::kWarpgroup;
   enum : bool { kSkipsTiles = false };
 
+  // What the halves tell each other: maxima that a tile raised, and in the end sums.
+  struct RaisedMaxima {
+    float factors[kTileQ], maxima[kTileQ];
+    uint32_t warps[4];
+  };
+  struct Halves {
+    RaisedMaxima raised[2];
+    float sums[kTileQ];
+    uint64_t full_p[2], full_sums;
+  };
+  // Halves keep P where rope columns were.
+  static constexpr int kHalvesOffset = sizeof(typename Tiles::MergedRows);
+  static constexpr int kBytesOfP =
+      Tiles::kAlternates ? kHalvesOffset + sizeof(Halves) : PTile::kBytes;
+
   struct ValueTiles {
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
   };
@@ -196,7 +224,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   struct SharedMemory : conditional<Config::kLatent, NoValueTiles, ValueTiles> {
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
-    alignas(PTile::kAlign) unsigned char p[PTile::kBytes];
+    alignas(PTile::kAlign) unsigned char p[kBytesOfP];
     float factors[kTileQ];      // by which the second warpgroup rescales O, if `raised`
     float normalisers[Tiles::kItems][kTileQ];  // of the rows of O
     uint32_t raised[4];         // whether rows of a warp have a larger maximum, for each warp
@@ -212,6 +240,9 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     uint64_t full[kStages][kPieces], empty[kStages][kPieces];
     uint64_t landed[Tiles::kLands ? kStages : 1][kPieces];  // pieces that are yet to be converted
 
+    __device__ __forceinline__ Halves& halves() {
+      return *reinterpret_cast<Halves*>(p + kHalvesOffset);
+    }
     __device__ __forceinline__ unsigned char* values(int stage) {
       if constexpr (kLatent) {
         return k[stage];
@@ -257,7 +288,7 @@ struct WideSm90Block {
   using Stage = PipelineState<Traits::kStages>;
 
   // How far a warpgroup is: the items before the present one, the next stage, and the parities of P
-  // and of Q.
+  // and of Q. Halves keep the parities of both stages, a bit each, in that of P.
   struct Turn {
     int count = 0;
     Stage stage;
@@ -320,7 +351,11 @@ struct WideSm90Block {
                                                int lane) const {
     const int next = ptx::warp_uniform(ListedPart::of(present.work.request).next);
     BlockWork work{};
-    if (next != 0) {
+    if (has_equal_lists() && params.num_splits == 1) {
+      // mutate: lists-of-the-next-block
+      const int tile = present.work.tile.split_tile + static_cast<int>(gridDim.y);
+      if (tile < params.num_q_tiles) work = equal_work(tile, present.work.tile.kv_head, 0);
+    } else if (next != 0) {
       work = BlockWork::of_item(params, next, present.work.tile.kv_head, Traits::kTileQ);
     }
     if (count > 0) {
@@ -360,19 +395,25 @@ struct WideSm90Block {
   }
 
   __device__ __forceinline__ BlockWork find_work() const {
-    if constexpr (Traits::kSparse) {
-      if (params.work == nullptr) {
-        const LatentParams& latent = latent_of(all_params);
-        BlockWork work =
-            BlockWork::of_equal(params, params.first_q_tile + blockIdx.y, blockIdx.x, blockIdx.z,
-                                Traits::kTileQ, latent.list_step);
-        const int token = work.request.q_start;
-        work.request.kv_start += static_cast<int>(latent.gaps_before(token, latent.list_gap));
-        if (latent.list_lens != nullptr) cut_list(work.request, latent);
-        return work;
-      }
+    if (has_equal_lists()) {
+      return equal_work(params.first_q_tile + blockIdx.y, blockIdx.x, blockIdx.z);
     }
     return BlockWork::of(params, Traits::kTileQ);
+  }
+  __device__ __forceinline__ bool has_equal_lists() const {
+    return Traits::kSparse && params.work == nullptr;
+  }
+  // The work of a tile of rows, where all lists are equally long.
+  __device__ __forceinline__ BlockWork equal_work(int q_tile, int kv_head, int split) const {
+    BlockWork work{};
+    if constexpr (Traits::kSparse) {
+      const LatentParams& latent = latent_of(all_params);
+      work = BlockWork::of_equal(params, q_tile, kv_head, split, Traits::kTileQ, latent.list_step);
+      const int token = work.request.q_start;
+      work.request.kv_start += static_cast<int>(latent.gaps_before(token, latent.list_gap));
+      if (latent.list_lens != nullptr) cut_list(work.request, latent);
+    }
+    return work;
   }
 
   // Cuts a token's list to what its request has: the tokens behind it see one key more each.
