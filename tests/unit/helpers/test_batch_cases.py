@@ -13,6 +13,9 @@ from helpers.batches import WORKSPACE
 from helpers.calls import run_and_check
 from helpers.share import one_of
 
+from cupyattn.choose.candidates import only_form
+from cupyattn.launch.tiles.forms import AS_THEY_ARE
+
 
 @pytest.mark.parametrize("first", one_of(2, range(0, 80, 20)))
 def test_random_batches_on_the_cpu(first: int) -> None:
@@ -60,6 +63,7 @@ def test_random_batches_through_the_launcher(
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
     monkeypatch.setattr(stream, "add", lambda job: job() or 0)
     workspace = make(64 << 20, dtype="uint8")
-    for seed in range(first, first + 40):
-        run_and_check(planned(random_case(seed), torch, workspace))
+    with only_form(AS_THEY_ARE):  # keys that are widened ahead are a kernel's work
+        for seed in range(first, first + 40):
+            run_and_check(planned(random_case(seed), torch, workspace))
     assert stream.launches > 20
