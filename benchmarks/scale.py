@@ -204,9 +204,10 @@ def points(figures: Figures, sizes: Sequence[int] = SIZES) -> Iterator[Point]:
             else prompt(case, size, figures)
             for size in (1, *sizes)
         ]
+        measured = figures.measured.get(case.name, {})
+        alone = measured.get(1, times[0])
         for size, us in zip(sizes, times[1:], strict=True):
-            known = figures.measured.get(case.name, {}).get(size)
-            yield Point(case.name, size, us, times[0] / us, known)
+            yield Point(case.name, size, us, alone / us, measured.get(size))
 
 
 def table(found: Iterable[Point]) -> str:

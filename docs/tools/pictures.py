@@ -23,7 +23,7 @@ from cupyattn.schedule.tile_shape import TileShape
 from .svg import BLUE, FAINT, GREEN, GREY, KINDS, ORANGE, PAPER, PURPLE, RED, Canvas
 
 # The first foretells, and has filled squares for what it measured; others have hollow ones.
-SEVERAL_GPUS = ("2026-11-27-h100-several-gpus",)
+SEVERAL_GPUS = ("2026-11-28-h200-several-gpus",)
 SEVERAL_GPUS_CASES = "decode_1x1M", "decode_8x128k", "mla_8x128k_h128", "prompt_1x128k"
 SEVERAL_GPUS_COLORS = "#1d4ed8", "#15803d", "#b91c1c", "#7e22ce"
 
