@@ -11,6 +11,8 @@ from helpers import on_gpu
 from helpers.batches import offsets
 
 import cupyattn
+from cupyattn.engine import prepared
+from cupyattn.launch.attention import find_items
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
@@ -69,7 +71,12 @@ def test_arrays_off_16_bytes_make_do_with_the_workspace_of_the_plan() -> None:
     torch.testing.assert_close(w.run(q, cache), w.run(q.clone(), cache), rtol=1e-2, atol=1e-2)
 
 
-def test_calls_without_a_plan_split_less_where_the_workspace_is_smaller() -> None:
+def test_calls_without_a_plan_split_less_where_the_workspace_is_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the planner on the GPU; blocks that find their items need less, and split as they do."""
+    monkeypatch.setattr(find_items, "prepare", lambda *_: None)
+    prepared.plan_of.cache_clear()
     count, width = 16, 256
     cache = torch.randn(64, 2, 8, PAGE, 128, device="cuda", dtype=torch.float16)
     table = torch.randint(0, 64, (count, width), device="cuda", dtype=torch.int32)
@@ -88,6 +95,7 @@ def test_calls_without_a_plan_split_less_where_the_workspace_is_smaller() -> Non
     small = torch.empty(need // 2 // 16 * 16, dtype=torch.uint8, device="cuda")
     for _ in range(2):  # checked, then cached
         torch.testing.assert_close(call(small), want, rtol=1e-2, atol=1e-2)
+    prepared.plan_of.cache_clear()
 
 
 def test_the_older_wrapper_of_latent_attention() -> None:
