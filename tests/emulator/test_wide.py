@@ -248,12 +248,16 @@ def test_rows_with_scales() -> None:
     lens = np.array([39, 0], np.int32)
     lists = rng.choice(np.r_[16:48, 64:96, -1], (2, 2, 90)).astype(np.int32)
     q = rng.standard_normal((2, 2, 20, 576)).astype(bfloat16.numpy)
-    # 40 rows of a request, and 20 of a token with a list.
-    calls: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("wide_sm90", {"block_table": table, "cache_seqlens": lens, "causal": True}),
-        ("wide_decode_sm90", {"block_table": None, "cache_seqlens": None, "indices": lists}),
+    of_lists = {"block_table": None, "cache_seqlens": None, "indices": lists}
+    # 40 rows of a request, then 20 and 16 of a token with a list.
+    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        ("wide_sm90", 20, {"block_table": table, "cache_seqlens": lens, "causal": True}),
+        ("wide_sm90", 20, of_lists),
+        ("wide_decode_sm90", 16, of_lists),
     )
-    for kernel, call in calls:
+    queries = q
+    for kernel, num_heads, call in calls:
+        q = queries[:, :, :num_heads]
         arguments = {"head_dim_v": 512, "is_fp8_kvcache": True} | call
         expected = flash_mla.flash_mla_with_kvcache(q, cache, **arguments)
         with gpu.plugged_in(num_sms=3) as emulated:
