@@ -239,7 +239,7 @@ def cudnn_batch_prefill_with_kv_cache(
     out
         [rows, num_qo_heads, head_dim_vo] to write.
     o_data_type
-        Of a new output, default q's.
+        The dtype of a new output, default q's.
     lse
         float32 [B, max_token_per_sequence, num_qo_heads] to write.
     return_lse

@@ -105,8 +105,8 @@ def dot_product_attention(
         float16 or bfloat16, on the CPU float32 too; or float8_e4m3fn with key and value of it, and
         then the output is bfloat16. Any strides but a contiguous last dimension.
     key, value
-        Of query's dtype, or fp8. value's head_dim may differ. Any number of query heads shares a
-        key head.
+        Keys and values have query's dtype, or fp8. value's head_dim may differ. Any number of query
+        heads shares a key head.
     bias
         float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without b),
         contiguous: added to the scaled logits, behind a soft cap. Only for dense batches; one

@@ -103,6 +103,16 @@ class BatchCase:
         return [kv_len for count, _, kv_len in self.requests for _ in range(count)]
 
     @property
+    def seen(self) -> list[int]:
+        """Keys that each token sees: tokens are the last of their requests."""
+        return [
+            kv_len - q_len + 1 + row
+            for count, q_len, kv_len in self.requests
+            for _ in range(count)
+            for row in range(q_len)
+        ]
+
+    @property
     def q_offsets(self) -> list[int]:
         """First query row of each request, and their number."""
         return [0, *accumulate(self.q_lens)]

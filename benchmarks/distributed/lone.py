@@ -51,7 +51,7 @@ class _LoneTransport(Transport):
                 begin += part.size
 
     def barrier(self, stream: int | None) -> None:
-        """Nobody else comes."""
+        """A lone rank waits for no other."""
 
     def share_bytes(self, data: bytes) -> list[bytes]:
         """All others say the same."""
@@ -66,11 +66,11 @@ class _LoneTransport(Transport):
         return _LoneTransport(len(members), self.on_gpu)
 
     def failure(self) -> str | None:
-        """Nobody fails."""
+        """A lone rank has no peers that fail."""
         return None
 
     def abort(self, reason: str) -> None:
-        """Nobody waits."""
+        """A lone rank has no peers that wait."""
 
     def close(self) -> None:
         """Nothing is held."""

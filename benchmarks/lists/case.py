@@ -58,16 +58,6 @@ class ListCase(BatchCase):
         return self.entries * self.granularity + self.second
 
     @property
-    def seen(self) -> list[int]:
-        """Keys that each token sees: tokens are the last of their requests."""
-        return [
-            kv_len - q_len + 1 + row
-            for count, q_len, kv_len in self.requests
-            for _ in range(count)
-            for row in range(q_len)
-        ]
-
-    @property
     def pairs(self) -> int:
         """(row, key) pairs of one head; of a block that the last key cuts the whole block."""
         if self.family == "blocks":

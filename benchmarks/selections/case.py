@@ -33,16 +33,6 @@ class SelectionCase(BatchCase):
         return f"dsa {phase}"
 
     @property
-    def seen(self) -> list[int]:
-        """Keys that each token sees: tokens are the last of their requests."""
-        return [
-            kv_len - q_len + 1 + row
-            for count, q_len, kv_len in self.requests
-            for _ in range(count)
-            for row in range(q_len)
-        ]
-
-    @property
     def pairs(self) -> int:
         """(token, key) pairs."""
         return sum(self.seen)

@@ -316,8 +316,8 @@ class ContextParallelWrapper(_ContextParallel):
     other arguments
         The rest is as in `ContextParallelCall`.
     lse_base_on_e
-        Of the wrapper's LSEs; only BatchMLAPagedAttentionWrapper can be planned for natural
-        logarithms (lse_mode="basee").
+        The wrapper's LSEs are natural logarithms; only BatchMLAPagedAttentionWrapper can be
+        planned for these (lse_mode="basee").
 
     Examples
     --------

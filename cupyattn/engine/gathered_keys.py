@@ -226,7 +226,7 @@ class ListedCaches:
         return self._join(q) if self.q.device.kind == "cpu" else self._gather_on_gpu(q)
 
     def _addresses(self) -> list[int]:
-        """Of keys, entries and lens of each cache in turn."""
+        """The addresses of keys, entries and lens of each cache in turn."""
         return [
             0 if x is None else x.ptr
             for own in self._own

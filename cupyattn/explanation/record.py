@@ -109,7 +109,7 @@ class Explanation:
     problem, batch
         What is asked, in words.
     key_bytes
-        Of all keys and values that rows see, once each.
+        Bytes of all keys and values that rows see, once each.
     key_time
         What memory takes for them, in microseconds; None where its rate is not known.
     candidates

@@ -72,11 +72,18 @@ def test_which_calls_are_saved(saved: tuple[list[Path], str]) -> None:
     names = [path.name.rpartition("-")[0].rpartition("-")[0] for path in saved[0]]
     wrapper = "BatchDecodeWithPagedKVCacheWrapper.run"
     assert names == [
-        *("single_prefill_with_kv_cache", "flash_attn.flash_attn_with_kvcache", wrapper),
-        *("BatchPrefillWithRaggedKVCacheWrapper.run", wrapper, wrapper),
-        *("sparse.select", "sparse.attend"),
-        *("flash_mla.flash_mla_with_kvcache", "flash_mla.flash_mla_with_kvcache"),
-        *("BatchMLAPagedAttentionWrapper.run", "single_prefill_with_kv_cache"),
+        "single_prefill_with_kv_cache",
+        "flash_attn.flash_attn_with_kvcache",
+        wrapper,
+        "BatchPrefillWithRaggedKVCacheWrapper.run",
+        wrapper,
+        wrapper,
+        "sparse.select",
+        "sparse.attend",
+        "flash_mla.flash_mla_with_kvcache",
+        "flash_mla.flash_mla_with_kvcache",
+        "BatchMLAPagedAttentionWrapper.run",
+        "single_prefill_with_kv_cache",
     ]
 
 

@@ -238,9 +238,16 @@ def _m3_attention(rng: np.random.Generator, is_decode: bool) -> tuple[Any, Any]:
         else:
             prefix = place((lens - a.each).astype(np.int32))
             vllm_sparse.minimax_m3_sparse_attn(
-                *first, place(a.indptr), place(lens), prefix, int(a.each.max(initial=0)),
-                kv_heads, a.sm_scale, out, *scales,
-            )  # fmt: skip
+                *first,
+                place(a.indptr),
+                place(lens),
+                prefix,
+                int(a.each.max(initial=0)),
+                kv_heads,
+                a.sm_scale,
+                out,
+                *scales,
+            )
         return [out]
 
     return call, a.check
@@ -264,9 +271,17 @@ def _qsa_attention(rng: np.random.Generator) -> tuple[Any, Any]:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         lists = place(np.concatenate([a.lists[:, 0], counts], axis=1))
         out = vllm_sparse.qsa_sparse_paged_attention(
-            place(a.q), k, v, lists, place(a.keys.table), place(owners), False, None,
-            *a.scales, output_gate=place(gate),
-        )  # fmt: skip
+            place(a.q),
+            k,
+            v,
+            lists,
+            place(a.keys.table),
+            place(owners),
+            False,
+            None,
+            *a.scales,
+            output_gate=place(gate),
+        )
         return [out]
 
     return call, lambda answer: a.check(answer, gate)
@@ -289,15 +304,38 @@ def _sglang_attention(rng: np.random.Generator, is_decode: bool) -> tuple[Any, A
         table, lists = place(slots), place(a.lists.swapaxes(0, 1))
         if is_decode:
             out = sglang_sparse.flash_decode_with_gqa_share_sparse(
-                q, None, k, v, table, place(lens), rows, a.granularity, lists,
-                sm_scale=a.sm_scale, page_size=page, **scales,
-            )  # fmt: skip
+                q,
+                None,
+                k,
+                v,
+                table,
+                place(lens),
+                rows,
+                a.granularity,
+                lists,
+                sm_scale=a.sm_scale,
+                page_size=page,
+                **scales,
+            )
         else:
             prefix = place((lens - a.each).astype(np.int32))
             out = sglang_sparse.flash_prefill_with_gqa_share_sparse(
-                q, k, v, None, table, rows, lists, 1, a.granularity, place(a.indptr), place(lens),
-                prefix, int(a.each.max(initial=0)), sm_scale=a.sm_scale, **scales,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                None,
+                table,
+                rows,
+                lists,
+                1,
+                a.granularity,
+                place(a.indptr),
+                place(lens),
+                prefix,
+                int(a.each.max(initial=0)),
+                sm_scale=a.sm_scale,
+                **scales,
+            )
         return [out]
 
     return call, a.check
@@ -470,15 +508,41 @@ def _sglang_choice(rng: np.random.Generator, is_decode: bool) -> tuple[Any, Any]
         cache, table, ids = place(rows[:, None]), place(slots), place(order)
         if is_decode:
             _, lists, _ = sglang_sparse.flash_decode_with_topk_idx(
-                place(q), None, cache, None, table, place(lens), 4096, ids, block, topk,
-                first, last, **named,
-            )  # fmt: skip
+                place(q),
+                None,
+                cache,
+                None,
+                table,
+                place(lens),
+                4096,
+                ids,
+                block,
+                topk,
+                first,
+                last,
+                **named,
+            )
         else:
             prefix = place((lens - each).astype(np.int32))
             _, lists = sglang_sparse.flash_prefill_with_topk_index(
-                place(q), cache, None, None, table, ids, place(indptr), place(lens), prefix,
-                4, 4096, 1, block, topk, first, last, **named,
-            )  # fmt: skip
+                place(q),
+                cache,
+                None,
+                None,
+                table,
+                ids,
+                place(indptr),
+                place(lens),
+                prefix,
+                4,
+                4096,
+                1,
+                block,
+                topk,
+                first,
+                last,
+                **named,
+            )
         return [lists.permute(1, 0, 2)]
 
     return call, lambda answer: choice.check(answer[0])
@@ -501,9 +565,15 @@ def _qsa_choice(rng: np.random.Generator) -> tuple[Any, Any]:
         out = place(np.full((len(tokens), topk), 77, np.int32))
         cache = place(_as_pages(rows, page)[:, :, None])
         vllm_sparse.qsa_select_paged_decode(
-            place(q), cache, place(keys.table), place(visible), topk * ratio, ratio,
-            int(each[0]), out,
-        )  # fmt: skip
+            place(q),
+            cache,
+            place(keys.table),
+            place(visible),
+            topk * ratio,
+            ratio,
+            int(each[0]),
+            out,
+        )
         return [out[:, None]]
 
     return call, lambda answer: choice.check(answer[0])
@@ -555,9 +625,13 @@ def _dsa_choice(rng: np.random.Generator) -> tuple[Any, Any]:
 
     def call(place: Put) -> list[Any]:
         lists, values = dsa_indexer.dsa_indexer_topk(
-            place(q), place(rows[order]), place(w), *map(place, begins), top_k=topk,
+            place(q),
+            place(rows[order]),
+            place(w),
+            *map(place, begins),
+            top_k=topk,
             softmax_scale=scale,
-        )  # fmt: skip
+        )
         return [lists[:, None], values]
 
     def check(answer: list[np.ndarray]) -> None:

@@ -78,9 +78,13 @@ class Program:
     def pages(self) -> None:
         """Pages without a plan."""
         flash_attn.flash_attn_with_kvcache(
-            self.q[:, None], self.cache[:, 0], self.cache[:, 1],
-            cache_seqlens=self.lengths, block_table=self.table, causal=True,
-        )  # fmt: skip
+            self.q[:, None],
+            self.cache[:, 0],
+            self.cache[:, 1],
+            cache_seqlens=self.lengths,
+            block_table=self.table,
+            causal=True,
+        )
 
     def wrapper(self) -> None:
         self.planned().run(self.q, self.cache, return_lse=True)
@@ -152,9 +156,12 @@ class Program:
             args = self.table, self.lengths
             chosen = sparse.select(self.q[:, :KV_HEADS], index, *args, topk=3, block=PAGE)
             paged = flash_attn.flash_attn_with_kvcache(
-                self.q[:, None], self.cache[:, 0], self.cache[:, 1],
-                cache_seqlens=self.lengths, block_table=self.table,
-            )  # fmt: skip
+                self.q[:, None],
+                self.cache[:, 0],
+                self.cache[:, 1],
+                cache_seqlens=self.lengths,
+                block_table=self.table,
+            )
             listed = sparse.attend(self.q, self.cache, chosen, *args, granularity=PAGE)
             return [paged, listed, wrapper.run(self.q, self.cache)]
 

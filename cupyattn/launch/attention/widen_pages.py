@@ -119,7 +119,9 @@ def prepare(
         pages,
         (2 * rows * dims[0], 2 * rows * dims[1]),
         (
-            *(lists.k_scale_step, lists.v_scale_step),
-            *(lists.k_scale_request_step, lists.v_scale_request_step),
+            lists.k_scale_step,
+            lists.v_scale_step,
+            lists.k_scale_request_step,
+            lists.v_scale_request_step,
         ),
     )
